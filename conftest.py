@@ -109,3 +109,27 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | Non
     if is_page and any(EXAMPLES.parse(file_path).examples()):
         return Page.from_parent(parent, path=file_path)
     return None
+
+
+def _fail_if_a_package_is_missing(report: pytest.CollectReport | pytest.TestReport) -> None:
+    """In CI, which installs every package, a skip that asks for one is a failure."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    if "CI" in os.environ and report.skipped and "install" in reason:
+        report.outcome = "failed"
+        report.longrepr = f"CI has to install what this test needs. {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Reports of tests, as above."""
+    report = yield
+    _fail_if_a_package_is_missing(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    """Reports of modules that skip as a whole, as above."""
+    report = yield
+    _fail_if_a_package_is_missing(report)
+    return report

@@ -4,6 +4,10 @@
 import importlib as _importlib
 import typing as _typing
 
+# First: it refuses a JAX that is too old for the other imports.
+from shardax._core import _jax as _checked  # noqa: F401
+
+# isort: split
 from shardax import errors as errors
 from shardax import partition as partition
 from shardax._core import object as _display

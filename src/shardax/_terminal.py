@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars on terminals, drawn by rich.
-
-A caller asks ``is_live`` first: files and pipes, dumb terminals, and installations without rich get
-plain lines, which the caller writes itself.
-"""
+"""Progress bars on terminals, drawn by rich."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Self, TextIO
 
 
 def is_live(file: TextIO) -> bool:
-    """Whether rich can redraw lines of a file's terminal."""
+    """Whether rich can redraw lines of a file's terminal; else callers write plain lines."""
     if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     return importlib.util.find_spec("rich") is not None
@@ -22,8 +18,7 @@ def is_live(file: TextIO) -> bool:
 class ProgressBar:
     """A live bar with title, count, status and time left."""
 
-    # It is drawn inside of a ``with`` block; ``transient`` removes it at the end, ``elapsed`` shows
-    # the time since the start as well. On a narrow terminal the bar gives way, the texts do not.
+    # `transient` removes it at the end. On a narrow terminal the bar gives way, the texts do not.
     def __init__(
         self,
         file: TextIO,

@@ -70,10 +70,10 @@ _NAMES = {
     ),
     "shardax.random.stream": "DrawError TracedDrawError",
     "shardax.train.errors": (
-        "AccumulationError CheckpointExistsError CheckpointMismatchError CheckpointNotFoundError "
-        "CheckpointValueError CheckpointWriteError DataPositionError GradientMismatchError "
-        "LogError MetricError OptimizerStateError PrefetchError TextNotFoundError TextSourceError "
-        "TrainerError WindowError"
+        "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
+        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataPositionError "
+        "GradientMismatchError LogError MetricError OptimizerStateError PrefetchError "
+        "TextNotFoundError TextSourceError TrainerError WindowError"
     ),
     "shardax.view.operations": "OperationsError",
     "shardax.view.shardings": "ShardingViewError",

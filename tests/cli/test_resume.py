@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax.train import checkpoint_format
+from shardax.train import checkpoint_files
+from shardax.train.checkpoint_format import stored_arrays
 
 STEPS, EVERY = 40, 5
 OPTIONS = (
@@ -110,9 +111,9 @@ def raw_arrays(out: Path) -> dict[str, bytes]:
     latest = sx.train.Checkpoints(out / "checkpoints").latest()
     assert latest == STEPS
     place = sx.train.Checkpoints(out / "checkpoints").path(latest)
-    description = checkpoint_format.read_description(place)
-    records = list(checkpoint_format.stored_arrays(description, str(place)).values())
-    arrays = checkpoint_format.read_arrays(
+    description = checkpoint_files.verify(place)
+    records = list(stored_arrays(description).values())
+    arrays = checkpoint_files.read_arrays(
         place, records, [record.dtype for record in records], [None] * len(records)
     )
     return {
@@ -148,7 +149,7 @@ def writing_from(out: Path, step: int) -> Callable[[], bool]:
     def reached() -> bool:
         names = os.listdir(out / "checkpoints") if (out / "checkpoints").exists() else []
         return any(
-            checkpoint_format.TEMPORARY in name and int(name.partition(".")[0]) >= step
+            checkpoint_files.TEMPORARY in name and int(name.partition(".")[0]) >= step
             for name in names
         )
 

@@ -96,7 +96,7 @@ CHECKS = {
 def test_a_program_runs_and_returns_its_figures(program: Path) -> None:
     missing = missing_packages(program)
     if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
+        pytest.skip(f"pip install {' '.join(missing)}")
     lines, figures = run_program(program)
     assert 1 <= len(lines) <= 40, "few, meaningful lines"
     assert figures, "main() returns its figures"

@@ -9,7 +9,7 @@ import pytest
 from examples import torch_loss
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="pip install torch==2.13.0")
 def test_the_loss_falls(capsys: pytest.CaptureFixture[str]) -> None:
     losses = torch_loss.main(["--steps", "60"])
     assert losses is not None

@@ -22,7 +22,7 @@ from shardax.host.errors import (
     ArtifactNotFoundError,
     ArtifactVersionError,
 )
-from shardax.host.export import artifact
+from shardax.host.export import exporting, signature
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def rewrite_signature(path: pathlib.Path, **changes: Any) -> None:
     """Changes a signature as somebody would who keeps its checksum right."""
     entries = json.loads((path / "signature.json").read_text())
     entries.update(changes)
-    entries["checksum"] = artifact._own_checksum(entries)
+    entries["checksum"] = signature.own_checksum(entries)
     (path / "signature.json").write_text(json.dumps(entries))
 
 
@@ -99,7 +99,7 @@ def test_a_failure_on_the_way_leaves_nothing(
     def fail(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(artifact, step, fail)
+    monkeypatch.setattr(exporting, step, fail)
     with pytest.raises(OSError, match="disk full"):
         sx.host.export(Counter(), jnp.ones(2), to=tmp_path / "counter")
     assert list(tmp_path.iterdir()) == []
@@ -109,13 +109,13 @@ def test_an_artifact_appears_when_it_is_whole(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
-    write = artifact.write_signature
+    write = exporting.write_signature
 
     def watch(folder: pathlib.Path, entries: Any) -> None:
         write(folder, entries)
         seen.append([item.name for item in tmp_path.iterdir() if not item.name.startswith(".")])
 
-    monkeypatch.setattr(artifact, "write_signature", watch)
+    monkeypatch.setattr(exporting, "write_signature", watch)
     path = sx.host.export(Counter(), jnp.ones(2), to=tmp_path / "counter")
     assert (seen, os.listdir(tmp_path)) == ([[]], [path.name])
 

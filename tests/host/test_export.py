@@ -22,8 +22,9 @@ from tests.strategies import models
 import shardax as sx
 from shardax._core.errors import PickleWriteError
 from shardax.host.errors import ArtifactCallError
-from shardax.host.export.artifact import Weights, write_weights
-from shardax.host.export.signature import ArrayForm, from_json, structure, to_json
+from shardax.host.export.exporting import write_weights
+from shardax.host.export.loading import Weights
+from shardax.host.export.signature import from_json, structure, to_json
 
 # --- state ----------------------------------------------------------------------------------------
 
@@ -400,9 +401,3 @@ def test_arrays_come_back_from_their_file(
             found = np.asarray(read.read(name, form, None))
             assert (found.dtype, found.shape) == (array.dtype, array.shape)
             assert found.tobytes() == array.tobytes()
-
-
-@pytest.mark.parametrize("value", [np.ones((2, 3)), 1, True, jax.random.key(0)])
-def test_forms_come_back_from_json(value: Any) -> None:
-    form = ArrayForm.of(value)
-    assert ArrayForm.from_json(json.loads(json.dumps(form.as_json()))) == form

@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
 
 from tests.house.sources import PACKAGE, ROOT
 
@@ -32,3 +37,49 @@ def test_the_installed_version_is_that_of_the_project() -> None:
 def test_the_command_is_installed() -> None:
     (command,) = entry_points(group="console_scripts", name="shardax")
     assert command.value == "shardax.cli:main"
+
+
+SKIPPING = """
+import pytest
+
+{whole}
+
+@pytest.mark.skipif(True, reason="pip install nothing")
+def test_marked():
+    pass
+
+def test_called():
+    pytest.skip("needs nothing: install shardax[nothing]")
+
+def test_import():
+    pytest.importorskip("no_such_package", reason="pip install nothing")
+
+def test_hardware():
+    pytest.skip("the devices have one memory only")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ci", "whole", "counts"),
+    [
+        (True, "", "2 failed, 1 skipped, 1 error"),
+        (True, "pytest.importorskip('no_such_package', reason='pip install nothing')", "1 error"),
+        (False, "", "4 skipped"),
+    ],
+)
+def test_in_ci_a_test_that_skips_for_a_missing_package_fails(
+    tmp_path: Path, ci: bool, whole: str, counts: str
+) -> None:
+    program = tmp_path / "test_skipping.py"
+    program.write_text(SKIPPING.format(whole=whole), encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if k != "CI" and "PYTEST" not in k}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", os.devnull, program],
+        cwd=tmp_path,
+        env=environment | ({"CI": "1"} if ci else {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1].startswith(counts), done.stdout

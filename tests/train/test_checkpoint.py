@@ -20,6 +20,7 @@ from shardax.partition.errors import PartitionCheckError
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract, shardings
+from shardax.train import checkpoint_format
 from shardax.train.checkpoint import Checkpoints, restore, save
 from shardax.train.data import TrainBatches
 from shardax.train.errors import (
@@ -151,8 +152,12 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     assert ".embed" in stored and ".head" not in stored
 
 
+def files_in(path: Path) -> list[Path]:
+    return [item for item in path.rglob("*") if item.is_file()]
+
+
 def description(path: Path) -> dict[str, Any]:
-    return json.loads((path / "description" / "metadata").read_text())
+    return json.loads((path / "description.json").read_text())
 
 
 def test_the_description_says_what_is_in_the_checkpoint(tmp_path: Path) -> None:
@@ -163,9 +168,16 @@ def test_the_description_says_what_is_in_the_checkpoint(tmp_path: Path) -> None:
             self.values = sx.Variable({"a": jnp.ones(2)})
 
     save({"model": Small(), "data": {"step": 3}}, tmp_path / "checkpoint", extra=[1, "x"])
-    assert description(tmp_path / "checkpoint") == {
+    found = description(tmp_path / "checkpoint")
+    files = found.pop("files")
+    present = {str(f.relative_to(tmp_path / "checkpoint")) for f in files_in(tmp_path)}
+    assert present == {*files, "description.json"}
+    assert all(len(file["sha256"]) == 64 and file["bytes"] > 0 for file in files.values())
+    assert len(found.pop("sha256")) == 64
+    assert found == {
         "format": "shardax",
-        "version": 1,
+        "version": 2,
+        "step": None,
         "arrays": [
             {
                 "path": ".model.kernel",
@@ -421,10 +433,8 @@ def test_what_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
         restore(Net(), tmp_path)
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_format, "FORMAT_VERSION", 3)
     save(Net(), tmp_path / "checkpoint")
-    text = (tmp_path / "checkpoint/description/metadata").read_text()
-    newer = text.replace('"version": 1', '"version": 2').replace('"version":1', '"version":2')
-    (tmp_path / "checkpoint/description/metadata").write_text(newer)
-    with pytest.raises(CheckpointValueError, match="version 2"):
+    with pytest.raises(CheckpointValueError, match="version 3"):
         restore(Net(), tmp_path / "checkpoint")

@@ -123,8 +123,10 @@ def test_a_folder_that_is_gone_is_an_error_not_a_save_that_is_lost(tmp_path: Pat
     checkpoints.save(1, make_weight())
     checkpoints.wait()
     (tmp_path / "folder").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointWriteError, match="folder was removed or moved"):
+        checkpoints.save(2, make_weight())
     (tmp_path / "folder").write_text("in the way")
-    with pytest.raises(NotADirectoryError, match="folder"):
+    with pytest.raises(CheckpointWriteError, match="folder was removed or moved"):
         checkpoints.save(2, make_weight())
     (tmp_path / "folder").unlink()
     (tmp_path / "moved").rename(tmp_path / "folder")

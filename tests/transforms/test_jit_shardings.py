@@ -280,7 +280,7 @@ def test_a_sharding_that_does_not_fit_an_array_names_its_variable(on: Sharding) 
             lambda on: ({"m": on()}, None),
             r"at \.tree: it has a dict of 'm' where .* a dict of 'm', 'y'",
         ),
-        (lambda on: (on(),), r"in_shardings has 1 entries, but .* 2 .* \(tree, x\)"),
+        (lambda on: (on(),), r"in_shardings has 1 entry, but .* 2 .* \(tree, x\)"),
         (lambda on: ({"m": {"a": on()}, "y": on()}, None), r"no entry for the Variable at \.tree"),
         (
             lambda on: (sx.StateSharding({...: on()}), None),

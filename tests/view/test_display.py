@@ -17,7 +17,7 @@ from tests.strategies import models
 
 import shardax as sx
 from shardax.view import figures
-from shardax.view.drawings import describe, drawing_of
+from shardax.view.figures import describe, drawing_of
 
 treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
 

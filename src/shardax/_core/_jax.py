@@ -14,6 +14,7 @@ import functools
 import importlib
 import pathlib
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,6 +23,29 @@ from jax.core import Tracer as Tracer
 if TYPE_CHECKING:
     from jax.extend.core import Literal as Literal
     from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+
+# The versions of JAX that the tests run on; docs/install.md says when.
+OLDEST, NEWEST = (0, 10), (0, 12)
+
+
+def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
+    """Refuses versions of JAX that cannot work; warns of versions that no test has run on."""
+    found, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST, NEWEST))
+    if version[:2] < OLDEST:
+        raise ImportError(
+            f"shardax needs JAX {oldest} or newer, and JAX {found} is installed. "
+            f"Update it: pip install --upgrade 'jax>={oldest}'."
+        )
+    if version[:2] > NEWEST:
+        after = f"{NEWEST[0]}.{NEWEST[1] + 1}"
+        warnings.warn(
+            f"JAX {found} is newer than the versions that shardax is tested with ({oldest} to "
+            f"{newest}). If something fails: pip install 'jax<{after}', or a newer shardax.",
+            stacklevel=2,
+        )
+
+
+check_version()
 
 
 def __getattr__(name: str) -> Any:

@@ -95,28 +95,24 @@ def leaf_of(value: Any, owner: str) -> Any:
 
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def method(self: ArrayLike, other: Any) -> Any:
-        return function(
-            self._operand(), other._operand() if isinstance(other, ArrayLike) else other
-        )
+        operand = other._operand() if isinstance(other, ArrayLike) else other
+        return function(self._operand(), operand)
 
     return method
 
 
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(self: ArrayLike, other: Any) -> Any:
+def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], ...]:
+    """Returns an operator's methods: plain, reflected and in place."""
+    plain = _binary(function)
+
+    def reflected(self: ArrayLike, other: Any) -> Any:
         return function(other, self._operand())
 
-    return method
-
-
-def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
-        self.value = function(
-            self._operand(), other._operand() if isinstance(other, ArrayLike) else other
-        )
+    def in_place(self: Any, other: Any) -> Any:
+        self.value = plain(self, other)
         return self
 
-    return method
+    return plain, reflected, in_place
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -205,26 +201,16 @@ class ArrayLike:
     __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
     __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
 
-    __add__, __radd__, __iadd__ = (kind(operator.add) for kind in (_binary, _reflected, _in_place))
-    __sub__, __rsub__, __isub__ = (kind(operator.sub) for kind in (_binary, _reflected, _in_place))
-    __mul__, __rmul__, __imul__ = (kind(operator.mul) for kind in (_binary, _reflected, _in_place))
-    __matmul__, __rmatmul__, __imatmul__ = (
-        kind(operator.matmul) for kind in (_binary, _reflected, _in_place)
-    )
-    __truediv__, __rtruediv__, __itruediv__ = (
-        kind(operator.truediv) for kind in (_binary, _reflected, _in_place)
-    )
-    __floordiv__, __rfloordiv__, __ifloordiv__ = (
-        kind(operator.floordiv) for kind in (_binary, _reflected, _in_place)
-    )
-    __mod__, __rmod__, __imod__ = (kind(operator.mod) for kind in (_binary, _reflected, _in_place))
-    __pow__, __rpow__, __ipow__ = (kind(operator.pow) for kind in (_binary, _reflected, _in_place))
-    __and__, __rand__, __iand__ = (kind(operator.and_) for kind in (_binary, _reflected, _in_place))
-    __or__, __ror__, __ior__ = (kind(operator.or_) for kind in (_binary, _reflected, _in_place))
-    __xor__, __rxor__, __ixor__ = (kind(operator.xor) for kind in (_binary, _reflected, _in_place))
-    __lshift__, __rlshift__, __ilshift__ = (
-        kind(operator.lshift) for kind in (_binary, _reflected, _in_place)
-    )
-    __rshift__, __rrshift__, __irshift__ = (
-        kind(operator.rshift) for kind in (_binary, _reflected, _in_place)
-    )
+    __add__, __radd__, __iadd__ = _three_ways(operator.add)
+    __sub__, __rsub__, __isub__ = _three_ways(operator.sub)
+    __mul__, __rmul__, __imul__ = _three_ways(operator.mul)
+    __matmul__, __rmatmul__, __imatmul__ = _three_ways(operator.matmul)
+    __truediv__, __rtruediv__, __itruediv__ = _three_ways(operator.truediv)
+    __floordiv__, __rfloordiv__, __ifloordiv__ = _three_ways(operator.floordiv)
+    __mod__, __rmod__, __imod__ = _three_ways(operator.mod)
+    __pow__, __rpow__, __ipow__ = _three_ways(operator.pow)
+    __and__, __rand__, __iand__ = _three_ways(operator.and_)
+    __or__, __ror__, __ior__ = _three_ways(operator.or_)
+    __xor__, __rxor__, __ixor__ = _three_ways(operator.xor)
+    __lshift__, __rlshift__, __ilshift__ = _three_ways(operator.lshift)
+    __rshift__, __rrshift__, __irshift__ = _three_ways(operator.rshift)

@@ -13,9 +13,22 @@ lifted, written and saved like any other data, and unboxed when read.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, MutableSequence
+import types
+from collections.abc import (
+    Callable,
+    Hashable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    MutableMapping,
+    MutableSequence,
+    ValuesView,
+)
 from typing import Any, Generic, Self, TypeVar, overload
 
 import jax
@@ -37,10 +50,12 @@ K = TypeVar("K", bound=Hashable)
 BOXES = (ArrayAttribute, FrozenArray)
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)
 
+_SIMPLE_TYPES = frozenset({bool, int, float, str, type(None)})
+
 
 def box(value: Any, where: str) -> Any:
     """Returns ``value`` in the form in which a model stores it."""
-    if isinstance(value, Object):
+    if type(value) in _SIMPLE_TYPES or isinstance(value, Object):
         return value
     if isinstance(value, ARRAY_TYPES):
         return _box_arrays(value, where)
@@ -48,9 +63,12 @@ def box(value: Any, where: str) -> Any:
         return List(value)
     if isinstance(value, dict):
         return Dict(value)
-    if handlers.handler_of(value).stores_items:
+    has_parts = handlers.has_parts(value)
+    handler = handlers.handler_of(value)
+    if handler.stores_items and (has_parts or isinstance(value, tuple)):
+        _check_key(value, where, handler.config)
         return handlers.map_children(lambda item: box(item, where), value)
-    if handlers.has_parts(value):
+    if has_parts:
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
         return _box_arrays(value, where)
@@ -70,13 +88,25 @@ def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
 
 
 def _is_array_tree(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
+    leaves = jax.tree.leaves(value, is_leaf=lambda item: isinstance(item, Object))
     return bool(leaves) and all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves)
 
 
 def _check_static(value: Any, where: str) -> None:
+    hidden = _hidden_data(value)
+    if hidden is not None:
+        raise StaticAttributeError(
+            f"Cannot use {value!r} of type {type(value).__name__} as {where}: {hidden}, so it "
+            f"would be part of no state, gradient or checkpoint. Ways out: use a list, dict or "
+            f"tuple, such as list(value); make a class of your own a sx.Module, or register it "
+            f"with JAX (jax.tree_util.register_dataclass)."
+        )
+    _check_key(value, where, exact_key)
+
+
+def _check_key(value: Any, where: str, key: Callable[[Any], Any]) -> None:
     try:
-        exact_key(value)
+        key(value)
     except TypeError as error:
         raise StaticAttributeError(
             f"Cannot use {value!r} of type {type(value).__name__} as {where}: it is neither data "
@@ -85,6 +115,24 @@ def _check_static(value: Any, where: str) -> None:
             f"sx.Variable(...); use a tuple or frozenset instead of a set; make a class of your "
             f"own a frozen dataclass, a sx.Module, or give it __hash__ and __eq__."
         ) from error
+
+
+def _hidden_data(value: Any) -> str | None:
+    """Returns why the data in a value could not be found, or None."""
+    if isinstance(value, (set, frozenset, collections.deque)):
+        held = next(
+            (item for item in value if isinstance(item, jax.Array) or handlers.has_parts(item)),
+            None,
+        )
+        return None if held is None else f"the {type(held).__name__} in it cannot be tracked"
+    if type(value).__module__ in ("builtins", "itertools"):
+        is_passing = isinstance(value, (Iterator, KeysView, ValuesView, ItemsView))
+        return "what passes through it cannot be tracked" if is_passing else None
+    if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+        return None
+    attributes = getattr(value, "__dict__", {}).items()
+    held = next((name for name, item in attributes if handlers.has_parts(item)), None)
+    return None if held is None else f"its attribute {held!r} cannot be tracked"
 
 
 def unbox(value: Any) -> Any:
@@ -170,6 +218,7 @@ class _Container(Object):
         self._items = items
 
 
+@functools.total_ordering
 class List(_Container, MutableSequence[T], Generic[T]):
     """A tracked list: behaves like ``list``, and models notice when it changes.
 
@@ -278,15 +327,6 @@ class List(_Container, MutableSequence[T], Generic[T]):
 
     def __lt__(self, other: Any) -> bool:
         return list(self) < list(other) if isinstance(other, (list, List)) else NotImplemented
-
-    def __le__(self, other: Any) -> bool:
-        return list(self) <= list(other) if isinstance(other, (list, List)) else NotImplemented
-
-    def __gt__(self, other: Any) -> bool:
-        return list(self) > list(other) if isinstance(other, (list, List)) else NotImplemented
-
-    def __ge__(self, other: Any) -> bool:
-        return list(self) >= list(other) if isinstance(other, (list, List)) else NotImplemented
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as for list)
 

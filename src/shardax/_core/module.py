@@ -3,7 +3,7 @@
 
 A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assignment
 sorts values: Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
-tuples stay tuples; everything else is *static configuration* and must be hashable, which is checked
+tuples stay tuples, and so do classes registered with JAX that hold data; everything else is *static configuration* and must be hashable, which is checked
 on assignment, where the mistake is made, rather than at the first compiled call. Arrays are kept in
 hidden Variables (``_core.containers``); attribute access returns the array.
 

@@ -30,7 +30,7 @@ from shardax._core.array_ops import as_value
 from shardax._core.containers import ARRAY_TYPES, BOXES, box, is_boxed
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
-from shardax._core.graph.handlers import Pairs, handler_of, tree_handler_of
+from shardax._core.graph.handlers import Pairs, handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, exact_key
 from shardax._core.object import Object, epoch
@@ -41,7 +41,7 @@ from shardax._select import places
 def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[Any]]]) -> Pairs:
     """Returns the parts of a container after an edit."""
     content = place.content
-    size = tree_handler_of(content).size
+    size = handler_of(content).size
     pairs: list[tuple[Any, Any]] = []
     for child, items in new:
         steps = child.path[len(place.path) :]
@@ -220,7 +220,7 @@ class _Merge:
         same = all(new is below[0] for (_, new), (_, below) in zip(pairs, old, strict=True))
         if not pairs or (same and len(present) == 1):
             return present[0]
-        return tree_handler_of(present[0]).remake(present[0], pairs)
+        return handler_of(present[0]).remake(present[0], pairs)
 
     def _below(self, present: tuple[Any, ...], path: Path) -> Pairs:
         return [
@@ -313,7 +313,7 @@ class _Edit:
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
-        return tree_handler_of(place.content).remake(place.content, arranged(place, new))
+        return handler_of(place.content).remake(place.content, arranged(place, new))
 
     def contents(self, node: places.Holder) -> Pairs:
         """Returns what a mutable holder stores after the edit."""

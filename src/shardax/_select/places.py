@@ -24,7 +24,7 @@ import numpy as np
 
 from shardax._core.containers import ARRAY_TYPES, BOXES, unbox
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children, tree_handler_of
+from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
@@ -134,7 +134,7 @@ def parts(value: Any) -> Pairs:
     """Returns the (key, stored value) pairs of a value."""
     if isinstance(value, Variable):
         return [("value", content_of(value))]
-    return tree_handler_of(value).children(value)
+    return handler_of(value).children(value)
 
 
 def shown(value: Any) -> Any:
@@ -439,4 +439,4 @@ def _folded(place: Place) -> str:
 def _label(content: Any, place: Place, child: Place) -> str:
     """Returns what is written before a part of a container."""
     steps = child.path[len(place.path) :]
-    return tree_handler_of(content).text(content, steps[0])[0] if steps else ""
+    return handler_of(content).text(content, steps[0])[0] if steps else ""

@@ -15,6 +15,7 @@ asked of the real value; an object that it returns is looked up.
 from __future__ import annotations
 
 import inspect
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterator, ValuesView
@@ -185,6 +186,10 @@ def _value(item: Any) -> Any:
     return read(place_of(item)) if type(item) is StandIn else item
 
 
+def _compared(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: function(_value(self), _value(other))
+
+
 class StandIn:
     """Argument of an accessor, standing for a place."""
 
@@ -247,20 +252,9 @@ class StandIn:
     def __index__(self) -> int:
         return _value(self).__index__()
 
-    def __eq__(self, other: object) -> bool:
-        return _value(self) == _value(other)
-
-    def __lt__(self, other: Any) -> bool:
-        return _value(self) < _value(other)
-
-    def __le__(self, other: Any) -> bool:
-        return _value(self) <= _value(other)
-
-    def __gt__(self, other: Any) -> bool:
-        return _value(self) > _value(other)
-
-    def __ge__(self, other: Any) -> bool:
-        return _value(self) >= _value(other)
+    __eq__, __lt__, __le__, __gt__, __ge__ = map(
+        _compared, (operator.eq, operator.lt, operator.le, operator.gt, operator.ge)
+    )
 
     def __hash__(self) -> int:
         return hash(_value(self))

@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of host functions from JAX programs.
 
-The arguments are split into leaves, the arrays that travel to the host, and all else, which is
-static: a ``HostProgram``. On the host it rebuilds the arguments with NumPy arrays, runs the
-function and checks what comes back.
+A ``HostProgram`` is a host function with the static part of its arguments: on the host it rebuilds
+the arguments with NumPy arrays, runs the function, and checks the result against the *promise*, a
+pytree of ``jax.ShapeDtypeStruct``. Modules become *host copies*, whose Variables cannot be written.
 
 Programs for the CPU hand over their own buffers, which are copied at once. ``jax.pure_callback``
 would copy the arguments into JAX arrays first, by threads that the running program may itself
 occupy: large arguments then wait for ever (with one core, or with ``shard_map`` over as many
 devices as there are threads). Programs for other devices use it.
 
-A program has to know shapes and dtypes before it runs, so a host function makes a *promise*: a
-pytree of ``jax.ShapeDtypeStruct``, or a rule that makes one of the shapes and dtypes of the
-arguments. Libraries for the host compute in 64 bits, so a promise is taken in the dtypes that JAX
-has at the time, and a result is converted to the promised dtype if that is of the same kind: floats
-may round, integers must fit.
-
 A program that fails raises ``jax.errors.JaxRuntimeError``, which has the text of what a host
 function raised, and no more. The text carries a number, by which the exception itself is found
 among the latest ones.
-
-A Module is passed to a host function as a *host copy*: the same classes, attributes and
-configuration, with a NumPy array as the value of every Variable, which cannot be written.
 """
 
 from __future__ import annotations
@@ -68,7 +59,7 @@ def promise(
     """Leaves and structure of what a host function promises."""
     found = out(*args, **kwargs) if is_rule(out) else out
     pairs, treedef = jax.tree_util.tree_flatten_with_path(found, is_leaf=_has_form)
-    return tuple(_form(name, _path(keys), leaf) for keys, leaf in pairs), treedef
+    return tuple(_form(name, plain_path(keys), leaf) for keys, leaf in pairs), treedef
 
 
 def is_rule(out: Any) -> bool:
@@ -108,10 +99,6 @@ def _kind(dtype: Any) -> int:
 
 def _at(path: Path) -> str:
     return f" at {format_path(path)} of the result" if path else ""
-
-
-def _path(keys: Sequence[Any]) -> Path:
-    return plain_path(keys)
 
 
 class Promised:
@@ -191,7 +178,7 @@ class Promised:
 def _children(node: Any) -> list[tuple[Path, Any]]:
     """Return (path, child) of each child of one container."""
     pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda item: item is not node)
-    return [(_path(keys), child) for keys, child in pairs]
+    return [(plain_path(keys), child) for keys, child in pairs]
 
 
 def _shown(promised: Any) -> str:

@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Function calls as bytes, and tables of functions by digest.
 
-Objects are pickled, by cloudpickle where that is installed, so that functions and classes of a
-script or a notebook travel by value. Arrays are sent out of band (pickle protocol 5), without a
-copy in the pickle. Those of NumPy are copied first, because the caller may write into them while
-they are being sent; those of JAX are immutable. Arrays over a mesh say how they are laid out
-(``shardax._core.cross_process``), and are laid out so in the other process, if it can.
+Objects are pickled, by cloudpickle where that is installed, with arrays out of band. NumPy's are
+copied first, because the caller may write into them while they are being sent.
 
-A function travels by its import path, or by value if it has none. Its *key* is a digest of what
-travels, closures and defaults included, and of the source files of the modules it refers to. Equal
-keys mean equal functions. The reverse does not hold: a set of strings is pickled in an order that
-depends on the process, so an equal function of another process may have another key, which costs a
-compilation and never a wrong result.
-
-*Own modules* are those under development: with a source file, outside of the standard library and
-of installed packages. A process that has imported one cannot notice that its file has changed, so
-calls say which sources they mean.
+A function's *key* is a digest of what travels, closures and defaults included, and of the source
+files of the modules it refers to. Equal keys mean equal functions. The reverse does not hold, which
+costs a compilation and never a wrong result. *Own modules* are those with a source file outside of
+the standard library and of installed packages: a process that has imported one cannot notice that
+its file has changed, so calls say which sources they mean.
 
 Loading a pickle runs code of whoever wrote it: nothing is loaded from an unauthenticated peer.
 """
@@ -27,7 +20,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import operator
 import os
 import pickle
 import sys
@@ -45,6 +37,7 @@ from jax.sharding import NamedSharding
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledArray, reduced
+from shardax._core.cross_process import name_of as import_name
 from shardax._transforms.jit.jit import Jit
 from shardax.host.errors import StaleModuleError, WorkerMessageError, WorkerPickleError
 
@@ -152,7 +145,7 @@ def _pickler_class() -> Any:
             if self.watch is not None:
                 self.watch(obj)
             if callable(obj) and not isinstance(obj, (type, types.FunctionType)):
-                name = _import_name(obj)
+                name = import_name(obj)
                 if name is not None:
                     return name
             if isinstance(obj, Jit):  # without what it has compiled
@@ -161,18 +154,6 @@ def _pickler_class() -> Any:
             return NotImplemented if inherited is None else inherited(obj)
 
     return CallPickler
-
-
-def _import_name(obj: Any) -> str | None:
-    """The name of a callable in its module, else None."""
-    module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
-    if not (isinstance(module, str) and isinstance(name, str)) or module == "__main__":
-        return None
-    try:
-        found = operator.attrgetter(name)(sys.modules[module])
-    except (AttributeError, KeyError):
-        return None
-    return name if found is obj else None
 
 
 def _raw(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
@@ -189,12 +170,9 @@ def _to_numpy(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray[Any
 def _reduce_jax(array: jax.Array) -> Any:
     if isinstance(array, Tracer) or array.is_deleted() or not array.is_fully_addressable:
         return reduced(array)  # which raises
-    if isinstance(array.sharding, NamedSharding):
+    is_keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    if is_keys or array.weak_type or isinstance(array.sharding, NamedSharding):
         return reduced(array)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return _to_keys, (jax.random.key_data(array), str(jax.random.key_impl(array)))
-    if array.weak_type:  # JAX's own form keeps that, in band; such arrays are small
-        return array.__reduce__()
     return _to_jax, _raw(np.asarray(array))
 
 
@@ -207,10 +185,6 @@ def _to_jax(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
             f"or here sx.configure(x64=True)."
         )
     return array
-
-
-def _to_keys(words: jax.Array, impl: str) -> jax.Array:
-    return jax.random.wrap_key_data(words, impl=impl)
 
 
 # --- functions and their keys ---

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of compilations: programs, times, cache hits.
 
-JAX turns a function into a running program in three steps: it *traces* the function, *lowers* the
-trace to StableHLO, and has the compiler *compile* that. Its *persistent cache*, a folder
-(``sx.configure(cache_dir=...)``), saves the third step to later processes: a *hit* is a program
-read from there, a *miss* one that had to be compiled although the cache was asked. A miss is
-*stored* if it took long enough to compile (``jax_persistent_cache_min_compile_time_secs``) and
-calls nothing on the host: a program with a callback, ``jax.debug.print`` among them, is compiled
-anew in every process.
+A *hit* is a program read from JAX's persistent cache, a *miss* one that was compiled although the
+cache was asked. A miss is *stored* if it took long enough to compile
+(``jax_persistent_cache_min_compile_time_secs``) and calls nothing on the host.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to workers: starting or finding the process, authenticating, calling.
 
-A worker's process belongs to the ``Worker`` that starts it and ends with it; or it has a *name*, by
-which every program of the same user finds it, and outlives them; or another process started it and
-gave its address and credentials.
-
 Options go to the process through its standard input, and its credentials come back through a pipe:
 arguments and the environment can be seen by others. The standard input stays open, so the process
 notices when its owner has ended, however it did.

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of NumPy arrays inside JAX programs, with derivatives.
 
-A *host function* is ordinary Python on the machine's own processor: a call into SciPy, a simulator,
-a library without a JAX counterpart. A program calls it with NumPy arrays, and goes on with what it
-returns.
-
 JAX cannot look into a host function, so its author says how the result moves with the arguments (a
-*jvp rule*) or how gradients come back to them (a *vjp rule*). Rules are part of the program, as any
-function of JAX arrays is; a rule that needs the host is a host function itself.
+*jvp rule*) or how gradients come back to them (a *vjp rule*). Rules are part of the program; one
+that needs the host is a host function itself.
 """
 
 from __future__ import annotations
@@ -27,14 +23,14 @@ from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, local
 from shardax._core.graph.flatten import flatten, is_object
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import DifferentiationError, StaticArgumentError, TangentError
 from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
-from shardax._transforms.lift.arguments import resolve_arguments, static_argument
+from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, wraps
 from shardax.host import callback
 from shardax.host.calls import name_of
@@ -270,8 +266,13 @@ class HostFunction(PickledByName):
     def _backward(self, static: int, /, *given: Any) -> tuple[Any, ...]:
         assert self.derivative.vjp is not None
         (args, kwargs, result), cotangent = given[static:]
-        rule = functools.partial(self.derivative.vjp, **kwargs)
-        return backward(self.name, rule, args, result, cotangent)
+        gradients = self.derivative.vjp(args, result, jax.tree.map(_some, cotangent), **kwargs)
+        if isinstance(gradients, (tuple, list)):
+            return tuple(gradients)
+        raise DifferentiationError(
+            f"vjp of the host function {self.name} must return a tuple with one gradient for each "
+            f"argument (None: zero), but it returned a {type(gradients).__name__}."
+        )
 
 
 def _rule(rule: Any, out: Callable[..., Any]) -> Any:
@@ -345,7 +346,9 @@ def forward(
         results = apply(*primals)
         with LateFrame("host_function") as frame:
             _, args, kwargs = program.restore(primals, frame)
-            directions = _arranged(targets, program, [_some(tangent) for tangent in tangents])
+            values, plain, _ = program.treedef.unflatten([_some(tangent) for tangent in tangents])
+            by_index = dict(enumerate(values))
+            directions = tuple(each.gradient(by_index, plain[each.position]) for each in targets)
             given = rule(tuple(args), program.out_tree.unflatten(results), directions, **kwargs)
         return results, _fitted(program, given, results)
 
@@ -354,15 +357,6 @@ def forward(
 
 def _some(tangent: Any) -> Any:
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
-
-
-def _arranged(
-    targets: Sequence[DiffArgument], program: callback.HostProgram, tangents: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Arrange the tangents of leaves like the positional arguments."""
-    values, plain, _ = program.treedef.unflatten(tangents)
-    by_index = dict(enumerate(values))
-    return tuple(target.gradient(by_index, plain[target.position]) for target in targets)
 
 
 def _fitted(program: callback.HostProgram, given: Any, results: Sequence[Any]) -> list[Any]:
@@ -376,7 +370,7 @@ def _fitted(program: callback.HostProgram, given: Any, results: Sequence[Any]) -
         ) from error
     tangents = Tangents("tangent", [], strict=False)
     fitted = []
-    for part, result, path in zip(parts, results, out_paths(program), strict=True):
+    for part, result, path in zip(parts, results, leaf_paths(program.out_tree), strict=True):
         tangent = tangents.fit(part, result, ("result", *path))
         if not is_differentiable(result):
             fitted.append(np.zeros(result.shape, _FLOAT0))
@@ -384,26 +378,6 @@ def _fitted(program: callback.HostProgram, given: Any, results: Sequence[Any]) -
             tangent = jnp.zeros(result.shape, result.dtype) if tangent is None else tangent
             fitted.append(vary_alike(tangent, result))
     return fitted
-
-
-def out_paths(program: callback.HostProgram) -> list[Path]:
-    """Return the path of each leaf of a program's result."""
-    marked = program.out_tree.unflatten(range(program.out_tree.num_leaves))
-    pairs = jax.tree_util.tree_leaves_with_path(marked)
-    return [plain_path(keys) for keys, _ in pairs]
-
-
-def backward(
-    name: str, rule: Callable[..., Any], args: tuple[Any, ...], result: Any, cotangent: Any
-) -> tuple[Any, ...]:
-    """Call a vjp rule, with None for the cotangents of integers."""
-    given = rule(args, result, jax.tree.map(_some, cotangent))
-    if isinstance(given, (tuple, list)):
-        return tuple(given)
-    raise DifferentiationError(
-        f"vjp of the host function {name} must return a tuple with one gradient for each argument "
-        f"(None: zero), but it returned a {type(given).__name__}."
-    )
 
 
 # --- what rules that are host functions promise ---

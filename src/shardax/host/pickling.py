@@ -1,15 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickling models for another process of the same program.
 
-Reading a pickle runs code that its bytes choose. So it is for what a program wrote itself, for
-another process or for later in the same job. What is kept or passed on belongs in data-only formats
-(``sx.train.checkpoint``, ``sx.host.export``), which hold numbers and names.
-
-A class or function is pickled as the module and the name where it is found. What has no such name
-(a lambda, a function or class made inside another, an optimizer of closures) is pickled by value,
-with its code, if cloudpickle is installed. Code by value is read by the Python version that wrote
-it, and by no other.
-
 ``dumps`` writes a trailer behind the pickle: JSON with its checksum and the versions that wrote it,
 which ``loads`` checks before it reads anything. ``pickle.loads`` stops where the pickle ends, so it
 reads these bytes too.

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch functions inside JAX programs, with the derivatives that PyTorch gives.
 
-A *torch function* takes tensors and returns tensors: a loss, a ``torch.nn.Module`` with weights of
-its own. Its gradient, by ``torch.autograd``, is a torch function again, so derivatives of every
-order come the same way. Nothing is kept between a function and its gradient: the gradient runs the
-function once more.
-
-JAX and PyTorch agree on most numbers. Tensors have the dtypes of the arrays, but integers become
-``int64``, which PyTorch wants for labels and indices; ``bfloat16``, which NumPy does not know,
-travels as its bits. JAX's gradient of a complex number is the conjugate of PyTorch's.
+A gradient by ``torch.autograd`` is a torch function again, so derivatives of every order come the
+same way; it runs the function once more. Integers become ``int64``, which PyTorch wants for labels
+and indices; ``bfloat16``, which NumPy does not know, travels as its bits. JAX's gradient of a
+complex number is the conjugate of PyTorch's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors in a process that keeps compiled functions and values on devices.
-
-Calls run one after the other, in the process's main thread, whoever sends them. What a function is
-given and returns is copied; a *kept* value stays in the worker, and a ``Remote`` stands for it.
-``remote`` makes a function run in a worker, or by any other executor, to which calls go as bytes.
-"""
+"""Executors in a process that keeps compiled functions and values on devices."""
 
 from __future__ import annotations
 

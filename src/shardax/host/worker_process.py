@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a worker: a ``distributed`` server that runs calls.
 
-Its remote procedures are those of a ``distributed.core.Server``, which runs in a thread. Calls run
-in the main thread, one after the other, because only there Python lets a signal interrupt what
-runs: it raises ``CallInterrupted`` at the next step of Python. A program or a compilation of JAX
-ends before that.
-
-Each client holds one connection, of ``attach``, for as long as it is there. When that ends the
-client's values without a name are dropped, and its calls are interrupted.
+The server runs in a thread. Calls run in the main thread, one after the other, because only there
+Python lets a signal interrupt what runs: it raises ``CallInterrupted`` at the next step of Python.
+Each client holds one connection, of ``attach``. When that ends the client's values without a name
+are dropped, and its calls are interrupted.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ way, and no row moves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.graph.flatten import has_objects
-from shardax._core.graph.paths import format_path
 from shardax._core.variable import Param
-from shardax._transforms.control.scan import abstract_eval
+from shardax._transforms.control.scan import scan
 from shardax._transforms.grad.grad import value_and_grad
-from shardax._transforms.lift.engine import SingleRunCall
+from shardax._transforms.jit.abstract_eval import eval_shape
+from shardax._transforms.jit.jit import jit
+from shardax._transforms.lift.prefix import Carry
 from shardax.train.errors import AccumulationError
 
 
@@ -57,8 +58,9 @@ def accumulated_value_and_grad(
 
     Raises:
         AccumulationError: Here if ``steps`` or ``reduce`` is not valid; when called, if rows cannot
-            be divided by ``steps``, or the function changes the structure, a shape or a dtype of
-            the model.
+            be divided by ``steps``.
+        CarryError: When called, if the function changes the structure, a shape or a dtype of the
+            model; as in ``sx.scan``, what it sows is stacked.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -79,12 +81,34 @@ def accumulated_value_and_grad(
     if steps == 1:
         return _with_leading_dimension(whole) if has_aux else whole
 
+    scale = 1.0 if reduce == "sum" else 1.0 / steps
+
     @functools.wraps(function)
     def accumulated(model: Any, batch: Any, *rest: Any) -> Any:
         parts = split_batch(batch, steps)
+        # What holds no Variables is closed over: it may be static, such as a text.
+        lifted = [index for index, item in enumerate(rest) if has_objects(item)]
+
+        @functools.partial(jit, inline=True)  # traced once, for its shapes and for the loop
+        def once(model: Any, microbatch: Any, *objects: Any) -> Any:
+            given = dict(zip(lifted, objects, strict=True))
+            items = (given.get(index, item) for index, item in enumerate(rest))
+            value, gradient = whole(model, microbatch, *items)
+            value, aux = value if has_aux else (value, None)
+            return (value, gradient), aux
+
+        def body(total: Any, microbatch: Any, *objects: Any) -> Any:
+            head, aux = once(objects[0], microbatch, *objects[1:])
+            return jax.tree.map(lambda t, h: t + h.astype(t.dtype), total, head), aux
+
+        objects = (model, *(rest[index] for index in lifted))
         first = jax.tree.map(lambda part: part[0], parts)
-        loop = _MicrobatchLoop(whole, (model, first, *rest), has_aux)
-        return loop.run(parts, first, steps, 1.0 if reduce == "sum" else 1.0 / steps)
+        shapes, _ = eval_shape(once, model, first, *objects[1:])
+        in_axes = (Carry, 0, *(None for _ in objects))
+        loop = scan(body, in_axes=in_axes, out_axes=(Carry, 0))
+        total, aux = loop(jax.tree.map(_zeros_for_sum, shapes), parts, *objects)
+        value, gradient = jax.tree.map(lambda t, s: (t * scale).astype(s.dtype), total, shapes)
+        return ((value, aux) if has_aux else value), gradient
 
     return accumulated
 
@@ -112,73 +136,6 @@ def split_batch(batch: Any, steps: int) -> Any:
         return jnp.swapaxes(rows.reshape(rows.shape[0] // steps, steps, *rows.shape[1:]), 0, 1)
 
     return jax.tree.map(cut, batch)
-
-
-class _MicrobatchLoop:
-    """Lifted gradient function, run in a scan over microbatches."""
-
-    def __init__(self, whole: Callable[..., Any], args: Sequence[Any], has_aux: bool) -> None:
-        self.once = SingleRunCall("accumulate", whole, args, {})
-        self.has_aux = has_aux
-        self.values = self.once.graph.values()
-        # Compiled as a unit so that JAX traces it once, for its shapes and for the loop.
-        self.one = jax.jit(self._one)
-
-    def _one(self, values: list[Any], microbatch: Any) -> tuple[Any, Any, list[Any]]:
-        """Runs one microbatch; returns (value and gradient, aux, all values afterwards)."""
-        plain = list(self.once.arguments.plain)
-        plain[1] = microbatch
-        head, leaving = self.once.run_once(values, plain, {}, self._split)
-        aux, written, fresh, _ = leaving
-        record = self.once.effects
-        assert record is not None
-        if self.once.captured:
-            raise AccumulationError(
-                "The function writes Variables that were not passed in, which no microbatch hands "
-                "to the next. Pass the Module that holds them: function(model, batch, module)."
-            )
-        if record.updates or fresh or record.result is not None:
-            raise AccumulationError(
-                "In a loop over microbatches the structure of Modules stays (no sow, no new "
-                "attribute) and aux holds no Modules. Return arrays in aux, or make attributes "
-                "before the call."
-            )
-        after = list(values)
-        for position, value in zip(record.written, written, strict=True):
-            self._check_form(position, values[position], value)
-            after[position] = value
-        return head, aux, after
-
-    def _split(self, result: Any) -> tuple[Any, Any]:
-        value, gradient = result
-        value, aux = value if self.has_aux else (value, None)
-        return (value, gradient), aux
-
-    def run(self, parts: Any, first: Any, steps: int, scale: float) -> Any:
-        shapes, _, _ = abstract_eval(self.one, self.values, first)
-        zeros = jax.tree.map(_zeros_for_sum, shapes)
-
-        def body(carry: tuple[Any, list[Any]], microbatch: Any) -> tuple[Any, Any]:
-            total, values = carry
-            head, aux, after = self.one(values, microbatch)
-            total = jax.tree.map(lambda t, h: t + h.astype(t.dtype), total, head)
-            return (total, after), aux
-
-        (total, after), aux = jax.lax.scan(body, (zeros, self.values), parts, length=steps)
-        record = self.once.effects
-        assert record is not None
-        aux = self.once.finish((aux, [after[i] for i in record.written], [], []))
-        value, gradient = jax.tree.map(lambda t, s: (t * scale).astype(s.dtype), total, shapes)
-        return ((value, aux) if self.has_aux else value), gradient
-
-    def _check_form(self, position: int, before: Any, after: Any) -> None:
-        form = [[(np.shape(x), x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
-        if form[0] != form[1] or jax.tree.structure(before) != jax.tree.structure(after):
-            path = format_path(self.once.graph.flat.leaf_paths[position])
-            raise AccumulationError(
-                f"{path} changes its shape or dtype from {form[0]} to {form[1]} in a microbatch, "
-                "but must keep them. Write it with its dtype: v[...] = new.astype(v.dtype)."
-            )
 
 
 def _zeros_for_sum(shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -13,22 +13,30 @@ and knows the latest that is complete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError
-from shardax._core.init.lazy import LazyValue
+from shardax._core.errors import AbstractValueError, ShardaxError
+from shardax._core.graph.views import named_sharding
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
-from shardax.train import checkpoint_format as storage
+from shardax.train import checkpoint_files as storage
 from shardax.train import errors
-from shardax.train.checkpoint_format import Contents, ModelArray, contents_of
+from shardax.train.checkpoint_format import (
+    Contents,
+    ModelArray,
+    check_fit,
+    contents_of,
+    describe,
+    stored_arrays,
+)
 
 
 def save(tree: Any, path: Any, *, extra: Any = None) -> None:
@@ -42,6 +50,7 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
     Raises:
         CheckpointExistsError: If there is something at ``path``.
         CheckpointValueError: If the tree holds something that cannot be saved.
+        CheckpointWriteError: If it cannot be written.
         AbstractValueError: If the tree holds values that are only shapes.
 
     Example:
@@ -56,8 +65,16 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
         ({'note': 'steep'}, 2.0)
         >>> folder.cleanup()
     """
+    place = storage.as_path(path)
     arrays, description = _to_store(contents_of(tree), extra)
-    storage.write(storage.as_path(path), arrays, description)
+    writer = storage.Writer()
+    try:
+        writer.start(place, arrays, description)
+        writer.wait()
+    except Exception as error:
+        raise _write_error(f"Writing the checkpoint {place}", error) from error
+    finally:
+        writer.close()
 
 
 def restore(
@@ -91,6 +108,7 @@ def restore(
 
     Raises:
         CheckpointNotFoundError: If there is no complete checkpoint at ``path``.
+        CheckpointDamagedError: If its files are not those that were written; nothing is changed.
         CheckpointMismatchError: If it does not fit the tree; everything that does not is listed,
             and nothing is changed.
         PartitionCheckError: If an array cannot be laid out by the rules; nothing is changed.
@@ -98,17 +116,33 @@ def restore(
         OverrideError: If overrides or memory kinds are malformed.
     """
     place = storage.as_path(path)
+    description = storage.verify(place)
+    if "files" not in description:
+        warnings.warn(f"{unchecked(place)} It was read unchecked.", stacklevel=2)
+    where = {"overrides": overrides, "memory_kind": memory_kind}
+    return restore_verified(tree, place, description, mesh, rules, where, partial, cast)
+
+
+def restore_verified(
+    tree: Any,
+    place: Any,
+    description: Mapping[str, Any],
+    mesh: Any,
+    rules: Any,
+    where: Mapping[str, Any],  # overrides and memory kind
+    partial: bool = False,
+    cast: bool = False,
+) -> Any:
+    """Reads a checkpoint whose files have been checked; returns its ``extra``."""
     contents = contents_of(tree)
-    description = storage.read_description(place)
-    stored = storage.stored_arrays(description, str(place))
+    stored = stored_arrays(description)
     positions = description["positions"]
-    storage.check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
+    check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
     shardings = None
-    if mesh is None and overrides is None and memory_kind is None:
+    if mesh is None and not any(value is not None for value in where.values()):
         shardings = _present_layout(contents)
     if shardings is None:  # as ``shard`` would place it
-        kinds = {"overrides": overrides, "memory_kind": memory_kind}
-        copy = contents_of(abstract(contents.objects, mesh, rules, **kinds))
+        copy = contents_of(abstract(contents.objects, mesh, rules, **where))
         shardings = [array.value.sharding for array in copy.arrays]
     arrays = storage.read_arrays(
         place,
@@ -126,7 +160,23 @@ def restore(
     return description["extra"]
 
 
-def _to_store(contents: Contents, extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def unchecked(place: Any) -> str:
+    """Says that a checkpoint has no checksums."""
+    return f"The checkpoint {place} was saved before checkpoints had checksums."
+
+
+def _write_error(what: str, error: Exception) -> Exception:
+    """Returns the error of a failed write, in one line."""
+    if isinstance(error, errors.CheckpointWriteError):
+        return errors.CheckpointWriteError(f"{what} failed: {error}")
+    if isinstance(error, ShardaxError):
+        return error
+    return errors.CheckpointWriteError(f"{what} failed: {storage.one_line(error)}")
+
+
+def _to_store(
+    contents: Contents, extra: Any, step: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays to store by path, and the description."""
     absent = [a.path for a in contents.arrays if isinstance(a.value, jax.ShapeDtypeStruct)]
     if absent:
@@ -151,26 +201,18 @@ def _to_store(contents: Contents, extra: Any) -> tuple[dict[str, Any], dict[str,
         for array in arrays
         if array.value.size > 0
     }
-    return numbers, storage.describe(arrays, contents.positions, extra)
+    return numbers, describe(arrays, contents.positions, extra, step)
 
 
 def _present_layout(contents: Contents) -> list[Any] | None:
     """Returns where arrays are, or None if rules are to say."""
-    present = [_named_sharding(array.value) for array in contents.arrays]
+    present = [named_sharding(array.value) for array in contents.arrays]
     known = next((item for item in present if item is not None), None)
     if known is None:
         return present if resolve_mesh() is None else None
     # One tree is on one mesh: what has no place yet goes where the rest is.
     replicated = NamedSharding(known.mesh, PartitionSpec())
     return [replicated if item is None else item for item in present]
-
-
-def _named_sharding(value: Any) -> NamedSharding | None:
-    if isinstance(value, (LazyValue, Tracer)):
-        return None
-    sharding = getattr(value, "sharding", None)
-    known = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    return sharding if known else None
 
 
 def _restore_positions(contents: Contents, saved: Any) -> None:
@@ -223,14 +265,18 @@ class Checkpoints:
         self.directory = storage.as_path(directory)
         self.keep = keep
         self.every = every
-        self._writer: Any = None
+        self._writer: storage.Writer | None = None
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in order."""
-        if not self.directory.exists():
+        return [step for step in self.all_steps() if storage.is_complete(self.path(step))]
+
+    def all_steps(self) -> list[int]:
+        """Returns the steps of all checkpoints, also of damaged ones."""
+        if not self.directory.is_dir():
             return []
-        numbered = [item for item in self.directory.iterdir() if item.name.isdecimal()]
-        return sorted(int(item.name) for item in numbered if storage.is_complete(item))
+        names = (item.name for item in self.directory.iterdir())
+        return sorted(int(name) for name in names if name.isdecimal() and name.isascii())
 
     def latest(self) -> int | None:
         """Returns the step of the last complete checkpoint, or None."""
@@ -238,7 +284,11 @@ class Checkpoints:
 
     def path(self, step: int) -> Any:
         """Returns the directory of a step's checkpoint, whether or not it exists."""
-        return self.directory / f"{step:08d}"
+        path = self.directory / f"{step:08d}"
+        if path.exists() or not self.directory.is_dir():
+            return path
+        named = (item for item in self.directory.iterdir() if item.name.isdecimal())
+        return next((item for item in named if int(item.name) == step), path)
 
     def due(self, step: int) -> bool:
         """Whether ``every`` divides the step."""
@@ -256,6 +306,7 @@ class Checkpoints:
             CheckpointExistsError: If there is a checkpoint of this step or a later one.
             CheckpointValueError: If the step is no number or the tree holds something that cannot
                 be saved.
+            CheckpointWriteError: If writing failed, this checkpoint or the one before.
         """
         if type(step) is not int or step < 0:
             raise errors.CheckpointValueError(
@@ -268,19 +319,34 @@ class Checkpoints:
                 f"Cannot save step {step} in {self.directory}, as step {latest} would stay the "
                 f"latest. To give up the later ones: checkpoints.rewind({step - 1})."
             )
-        arrays, description = _to_store(contents_of(tree), extra)
-        storage.write(self.path(step), arrays, description, self._open_writer())
+        arrays, description = _to_store(contents_of(tree), extra, step)
+        try:
+            self._open_writer().start(self.path(step), arrays, description)
+        except Exception as error:
+            raise self._failed(error) from error
 
-    def _open_writer(self) -> Any:
+    def _open_writer(self) -> storage.Writer:
         if self._writer is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index() == 0:
-                # What a killed process left half written or half removed.
-                for item in self.directory.iterdir():
-                    if storage.TEMPORARY in item.name or item.name.endswith(storage.DELETED):
-                        storage.remove_tree(item)
-            self._writer = storage.make_writer()
+            self.remove_leftovers()
+            self._writer = storage.Writer()
+        elif not self.directory.is_dir():
+            raise FileNotFoundError(f"{self.directory} was removed or moved")
         return self._writer
+
+    def remove_leftovers(self) -> None:
+        """Removes what killed processes left half written or half removed."""
+        if jax.process_index() == 0:
+            storage.remove_leftovers(self.directory)
+
+    def _failed(self, error: Exception) -> Exception:
+        steps = self.steps()
+        kept = f"The last complete one is {steps[-1]}." if steps else "None is complete."
+        found = _write_error(f"Writing a checkpoint in {self.directory}", error)
+        if isinstance(found, errors.CheckpointWriteError):
+            hint = "Save again once the cause is gone (a full disk, a lost folder)."
+            return errors.CheckpointWriteError(f"{found}. {kept} {hint}")
+        return found
 
     def wait(self) -> None:
         """Waits until what was saved is complete, and removes checkpoints past ``keep``.
@@ -291,21 +357,16 @@ class Checkpoints:
         if self._writer is None:
             return
         try:
-            self._writer.wait_until_finished()
+            self._writer.wait()
+            if self.keep is not None:
+                self._remove(self.steps()[: -self.keep])
         except Exception as error:
-            latest = self.latest()
-            kept = "None is complete." if latest is None else f"The last complete one is {latest}."
-            raise errors.CheckpointWriteError(
-                f"Writing a checkpoint in {self.directory} failed: {type(error).__name__}: "
-                f"{error}. {kept} Save again once the cause is gone (a full disk, a lost folder)."
-            ) from error
-        if self.keep is not None:
-            self._remove(self.steps()[: -self.keep])
+            raise self._failed(error) from error
 
     def rewind(self, step: int) -> None:
         """Removes the checkpoints past a step, to go on from there."""
         self.wait()
-        self._remove([later for later in self.steps() if later > step])
+        self._remove([later for later in self.all_steps() if later > step])
 
     def _remove(self, steps: Sequence[int]) -> None:
         if jax.process_index() == 0:
@@ -335,9 +396,11 @@ class Checkpoints:
         Raises:
             CheckpointNotFoundError: If there is no complete checkpoint of that step, or none at
                 all.
+            CheckpointDamagedError: If its files are not those that were written; nothing is
+                changed.
         """
         self.wait()
-        chosen = self.latest() if step is None else step
+        chosen = max(self.all_steps(), default=None) if step is None else step
         if chosen is None:
             message = f"There is no complete checkpoint in {self.directory}."
             raise errors.CheckpointNotFoundError(message)
@@ -345,10 +408,12 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for what is being written and frees the background threads."""
-        self.wait()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
 
     def __enter__(self) -> Self:
         return self

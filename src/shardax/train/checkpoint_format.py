@@ -1,34 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint contents, their JSON description, and their storage by orbax-checkpoint.
+"""Checkpoint contents, and their description in JSON.
 
 A tree is taken apart into arrays, named by the text of their paths, and positions. A Variable
 reached twice is one array, so tied weights are stored once. A position is a part of the tree that
 is not made of arrays: a plain dict of JSON values, or an object with ``state()`` and
 ``restore(state)``, such as an iterator over data. The description says path, shape and dtype of
 every stored array; comparing it with a tree, before any array is read, finds all that does not fit.
-
-A checkpoint is one directory with two items: ``arrays`` (a flat mapping from path to array, sharded
-arrays written by the processes that hold them) and ``description``. It is written under a temporary
-name and renamed when complete, so a directory with the final name is a whole checkpoint, and a
-process that dies on the way leaves only a temporary one, which nothing reads.
-
-This is the only file that knows orbax.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
-import os
-import pathlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenVariable
@@ -39,9 +27,7 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Variable
 from shardax.train import errors
 
-FORMAT_VERSION = 1  # of the description; a reader refuses versions that it does not know
-TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
-DELETED = ".deleted"  # at the end of the name of one that is being removed
+FORMAT_VERSION = 2  # of the description; version 1 had no checksums
 
 
 class ModelArray(NamedTuple):
@@ -134,7 +120,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def describe(
-    arrays: Sequence[ModelArray], positions: Mapping[str, Any], extra: Any
+    arrays: Sequence[ModelArray], positions: Mapping[str, Any], extra: Any, step: int | None
 ) -> dict[str, Any]:
     """Makes the description of arrays with values, of JSON values only."""
     saved = {
@@ -156,6 +142,7 @@ def describe(
     return {
         "format": "shardax",
         "version": FORMAT_VERSION,
+        "step": step,
         "arrays": entries,
         "positions": saved,
         "extra": extra,
@@ -178,14 +165,8 @@ def _check_json(value: Any, what: str) -> None:
         )
 
 
-def stored_arrays(description: Mapping[str, Any], where: str) -> dict[str, StoredArray]:
+def stored_arrays(description: Mapping[str, Any]) -> dict[str, StoredArray]:
     """Reads the stored arrays of a description, by path."""
-    if description.get("format") != "shardax" or description.get("version") != FORMAT_VERSION:
-        raise errors.CheckpointValueError(
-            f"The checkpoint {where} is {description.get('format')!r} version "
-            f"{description.get('version')!r}, but this shardax reads 'shardax' version "
-            f"{FORMAT_VERSION}. Read it with the version that wrote it."
-        )
     return {
         entry["path"]: StoredArray(
             entry["path"], tuple(entry["shape"]), entry["dtype"], entry.get("key")
@@ -250,149 +231,3 @@ def _both_floating(array: ModelArray, stored: StoredArray) -> bool:
     if array.is_key or stored.key is not None:
         return False
     return all(jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in (array.dtype, stored.dtype))
-
-
-# --- Storage ---
-
-
-def as_path(path: Any) -> Any:
-    """Returns an absolute path, also of ``gs://`` and the like."""
-    if "://" in str(path):
-        from etils import epath  # comes with orbax
-
-        return epath.Path(path)
-    return pathlib.Path(os.path.abspath(path))
-
-
-def make_writer() -> Any:
-    """Returns an orbax checkpointer that writes in the background."""
-    import orbax.checkpoint as ocp
-
-    return ocp.AsyncCheckpointer(_handler(ocp))
-
-
-def _handler(ocp: Any) -> Any:
-    return ocp.CompositeCheckpointHandler(
-        arrays=ocp.PyTreeCheckpointHandler(), description=ocp.JsonCheckpointHandler()
-    )
-
-
-def write(path: Any, arrays: Mapping[str, Any], description: Any, writer: Any = None) -> None:
-    """Writes a checkpoint, with a ``writer`` in the background."""
-    # It returns when the arrays are copied; the caller may then donate or delete them.
-    import orbax.checkpoint as ocp
-
-    if path.exists():
-        raise errors.CheckpointExistsError(
-            f"There already is something at {path}. A checkpoint never overwrites another; choose "
-            "another path or remove that one first."
-        )
-    items: dict[str, Any] = {"description": ocp.args.JsonSave(description)}
-    if arrays:
-        items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
-    if writer is not None:
-        writer.save(path, args=ocp.args.Composite(**items))
-        return
-    with ocp.Checkpointer(_handler(ocp)) as checkpointer:
-        checkpointer.save(path, args=ocp.args.Composite(**items))
-
-
-def read_description(path: Any) -> dict[str, Any]:
-    """Reads the description of a complete checkpoint, or raises CheckpointNotFoundError."""
-    import orbax.checkpoint as ocp
-
-    if not is_complete(path):
-        what = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
-        raise errors.CheckpointNotFoundError(f"{what} at {path}.{_near_checkpoints(path)}")
-    with ocp.Checkpointer(_handler(ocp)) as checkpointer:
-        items = ocp.args.Composite(description=ocp.args.JsonRestore())
-        return checkpointer.restore(path, args=items).description
-
-
-def is_complete(path: Any) -> bool:
-    """Whether a directory is a checkpoint of shardax whose writing was finished."""
-    import orbax.checkpoint as ocp
-
-    if TEMPORARY in path.name or not (path / "description").exists():
-        return False
-    return bool(ocp.utils.is_checkpoint_finalized(path))
-
-
-def _near_checkpoints(path: Any) -> str:
-    """Names checkpoints in a folder or next to it."""
-    for folder in (path, path.parent):
-        if folder.is_dir():
-            items = sorted(folder.iterdir())
-            found = [str(item) for item in items if (item / "description").exists()]
-            if found:
-                return f" Checkpoints nearby: {', '.join(found[-5:])}."
-    return ""
-
-
-def read_arrays(
-    path: Any, stored: Sequence[StoredArray], dtypes: Sequence[Any], shardings: Sequence[Any]
-) -> list[jax.Array]:
-    """Reads arrays, each process only what its devices hold."""
-    # A sharding of None is the default device, uncommitted. Dtypes of random keys are ignored.
-    import orbax.checkpoint as ocp
-
-    wanted: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for array, dtype, sharding in zip(stored, dtypes, shardings, strict=True):
-        if math.prod(array.shape) == 0:
-            continue  # an array of no elements is its description
-        wanted[array.path] = 0
-        numbers = np.dtype(np.uint32) if array.key is not None else dtype
-        options[array.path] = (
-            ocp.RestoreArgs(restore_type=np.ndarray, dtype=numbers)
-            if sharding is None
-            else ocp.ArrayRestoreArgs(sharding=_sharding_of_data(array, sharding), dtype=numbers)
-        )
-    found: Mapping[str, Any] = {}
-    if wanted:
-        arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
-        with ocp.Checkpointer(_handler(ocp)) as checkpointer:
-            found = checkpointer.restore(path, args=ocp.args.Composite(arrays=arguments)).arrays
-    return [
-        _as_array(array, found.get(array.path), dtype, sharding)
-        for array, dtype, sharding in zip(stored, dtypes, shardings, strict=True)
-    ]
-
-
-def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
-    """Returns the sharding of stored numbers."""
-    # Random keys are stored with one dimension more.
-    if array.key is None or not isinstance(sharding, NamedSharding):
-        return sharding
-    entries = (*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec)))
-    spec = PartitionSpec(*entries, None)
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-
-def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> jax.Array:
-    """Returns the array of what was read; None has no elements."""
-    if numbers is None and stored.key is None:
-        return jax.device_put(jnp.zeros(stored.shape, dtype), sharding)
-    if stored.key is None:
-        return jnp.asarray(numbers)
-    if numbers is None:
-        words = jax.random.key_data(jax.random.key(0, impl=stored.key)).shape
-        numbers = jnp.zeros((*stored.shape, *words), jnp.uint32)
-    keys = jax.random.wrap_key_data(jnp.asarray(numbers), impl=stored.key)
-    return keys if sharding is None else jax.device_put(keys, sharding)
-
-
-def remove(path: Any) -> None:
-    """Removes a checkpoint."""
-    # Renamed first: a process killed on the way leaves no half of it.
-    doomed = path.with_name(path.name + DELETED)
-    path.rename(doomed)
-    remove_tree(doomed)
-
-
-def remove_tree(path: Any) -> None:
-    """Removes a directory and everything in it."""
-    if isinstance(path, pathlib.Path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.rmtree(missing_ok=True)

@@ -5,11 +5,9 @@ A window is ``seq_len + 1`` consecutive bytes of one segment: the first ``seq_le
 the last ``seq_len`` the targets. Neighbouring windows share one byte, so no byte is a target twice.
 
 In training an epoch is one pass over all windows in shuffled order, in which every segment's
-windows start at another random offset, so the model does not see the same cuts again. Batches run
-on from one epoch into the next: none is short and nothing is dropped. The position is the number of
-batches taken; with the seed it decides the next batch, on any machine and whatever came before.
-That is why a resumed run continues exactly. In evaluation windows stand in order and cover every
-segment to its end, so that each byte that has a predecessor counts exactly once.
+windows start at another random offset. Batches run on from one epoch into the next. The position is
+the number of batches taken; with the seed it decides the next batch, so a resumed run continues
+exactly. In evaluation each byte that has a predecessor counts exactly once.
 
 A global batch is what all processes take together in one step; each process builds its own rows.
 """

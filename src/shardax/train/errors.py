@@ -58,6 +58,14 @@ class CheckpointNotFoundError(ShardaxError, FileNotFoundError):
     """There is no complete checkpoint at a path."""
 
 
+class CheckpointDamagedError(ShardaxError, ValueError):
+    """A checkpoint's files are not those that were written."""
+
+    def __init__(self, message: str, problems: str = "") -> None:
+        super().__init__(message)
+        self.problems = problems  # what is wrong with which files
+
+
 class CheckpointExistsError(ShardaxError, FileExistsError):
     """A checkpoint would overwrite another."""
 

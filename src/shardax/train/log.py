@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Append-only log of a run: one JSON object per line.
 
-A record usually has a ``step``, and steps never go back. A line counts once its newline is written;
-a process killed in the middle of one leaves a torn line, which readers ignore and which the next
-writer cuts off. To resume at step k is to cut off all that was logged past k, for these steps are
-about to run again: a resumed run's log has no step twice.
-
-Every line is standard JSON, which has no NaN and no infinities; they are written as the strings
-``"NaN"``, ``"Infinity"``, ``"-Infinity"`` and read back as numbers (float() in any language
-understands the strings too). Values of JAX and NumPy are written as plain numbers and lists.
+A line counts once its newline is written; the torn line of a killed process is ignored by readers
+and cut off by the next writer. To resume at step k cuts off all that was logged past k, for these
+steps run again. JSON has no NaN and no infinities: they are written as the strings ``"NaN"``,
+``"Infinity"``, ``"-Infinity"``, which float() in any language understands.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics as Modules with sums over many batches.
 
-A metric holds its sums in ``MetricState`` Variables, so it can be passed to a compiled function,
-updated there, and read afterwards. ``update`` takes what it needs by keyword and ignores the rest,
-so that several metrics can be given the same keywords.
-
 ``weights`` say how much each value counts, broadcast against the values from the left: weights of
 shape (rows,) for values of shape (rows, length) count whole rows. A boolean mask is a weight of 0
 or 1. A value of weight zero does not count at all, even if it is NaN.

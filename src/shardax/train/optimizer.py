@@ -5,10 +5,6 @@ An optimizer refers to its model and holds the state of a transformation (any of
 object with the same ``init`` and ``update``). That state is kept as ``OptState`` Variables, one per
 array, so it is lifted, sharded and saved like the rest of a model. A leaf that belongs to a
 parameter carries the parameter's axes, so the rules that lay out the parameter lay out its moments.
-
-Because the optimizer refers to the very Variables of the model, passing both to a compiled function
-passes each Variable once. Passing the optimizer alone, or neither and closing over them, works the
-same.
 """
 
 from __future__ import annotations

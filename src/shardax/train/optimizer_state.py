@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout and lazy values of an optimizer's state.
 
-A transformation in the sense of optax has ``init(params) -> state`` and ``update(updates, state,
-params) -> (updates, state)``. Its state is some pytree; an array in it is a state leaf. Tracing
-``init`` on shapes tells for each leaf where it is, its shape and dtype, which parameter it follows
-(it stands at that parameter's path, so it is laid out like it), and what it is computed from.
-Nothing is computed or allocated, so an optimizer can be made for a model that does not exist yet.
-
-A ``StateValue`` computes its leaf when it is first needed. Most leaves start as one number, written
-by a small program straight into the shards. A leaf that depends on parameters (a slow copy of the
-weights) is computed from the values that the model has at that moment. Without a sharding of its
-own a leaf goes where its parameter is; one that follows no parameter is replicated over the
-parameters' mesh.
+Tracing a transformation's ``init`` on shapes tells for each array of its state where it is, its
+shape and dtype, which parameter it follows (it stands at that parameter's path, so it is laid out
+like it), and what it is computed from; nothing is computed. A ``StateValue`` computes its leaf when
+it is first needed: mostly one number, written straight into the shards; else from the values that
+the parameters have at that moment.
 """
 
 from __future__ import annotations
@@ -25,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Literal, Tracer
+from shardax._core._jax import Literal
 from shardax._core.array_ops import realise
 from shardax._core.graph.paths import Path, PathKey, plain_path
 from shardax._core.graph.static import Static
+from shardax._core.graph.views import named_sharding
 from shardax._core.init.lazy import LazyValue
 from shardax._core.variable import Variable
 from shardax.partition.inventory import dimensions_of_state
@@ -244,21 +239,15 @@ class TrainedParameters:
         """Returns where a state leaf belongs by where the parameters are."""
         if leaf.follows is None:
             for position in range(len(self.places)):
-                if (sharding := _named_sharding(self.peek(position))) is not None:
+                if (sharding := named_sharding(self.peek(position))) is not None:
                     return NamedSharding(sharding.mesh, PartitionSpec())
             return None
-        sharding = _named_sharding(self.peek(leaf.follows))
+        sharding = named_sharding(self.peek(leaf.follows))
         if sharding is None:
             return None
         entries = dict(enumerate(sharding.spec))
         spec = PartitionSpec(*(None if d is None else entries.get(d) for d in leaf.dims))
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-
-def _named_sharding(value: Any) -> NamedSharding | None:
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
-        return None
-    return value.sharding if isinstance(value.sharding, NamedSharding) else None
 
 
 class StateValue(LazyValue):

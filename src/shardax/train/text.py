@@ -6,9 +6,8 @@ same text has the same fingerprint on every machine. A ``TextPart`` is the text 
 segments, runs of consecutive bytes; no window of a part crosses the gap between two segments.
 
 The split cuts a text into blocks and holds out one of every N consecutive ones, chosen by a hash of
-the group's number. A folder in path order, or a book, has different things at its end, so holding
-out the last N-th would measure the difference between beginning and end. Blocks spread evenly over
-the text make both parts samples of the same distribution.
+the group's number: the end of a folder or a book differs from its beginning, but blocks spread
+evenly over the text are samples of the same distribution.
 
 ``permute`` shuffles ``range(size)`` without listing it: a balanced Feistel network over the next
 power of four, with cycle walking (places that land outside the range go through it again) to cut it

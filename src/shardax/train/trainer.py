@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training loop with evaluation, checkpoints, log, progress and stop on request.
 
-A run is determined by its model, optimizer, data and settings. After each step its whole state is
-the Variables of model and optimizer and the position in the data. That is what a checkpoint holds,
-so a run that was killed and resumed ends in the same parameters, to the last bit, as one that was
-not. SIGINT and SIGTERM end a run after the current step.
+After each step a run's whole state is the Variables of model and optimizer and the position in the
+data. That is what a checkpoint holds, so a run that was killed and resumed ends in the same
+parameters, to the last bit, as one that was not.
 
 The held-out loss is the mean over all targets, with the model in evaluation mode. Batches may count
 different numbers of targets (the last one is padded), so each batch's mean loss is weighted by its
@@ -20,12 +19,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 from types import FrameType
-from typing import Any, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +40,11 @@ from shardax.partition.specs import shardings
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
 from shardax.train import prefetch
 from shardax.train.accumulation import accumulated_value_and_grad
-from shardax.train.checkpoint import Checkpoints
-from shardax.train.errors import TrainerError
+from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
+from shardax.train.checkpoint_files import set_aside, verify
+from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
+from shardax.train.run_folder import RunFolder, differences, settings_of
 
 Loss = Callable[[Any, Any], Any]
 """``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true)."""
@@ -295,6 +296,9 @@ class Trainer:
         self.held_out = held_out
         self.settings = settings
         self.directory = Path(directory)
+        self.folder = RunFolder(self.directory)
+        # As they are made: some schedules change a number of their own when first called.
+        self.run_settings = settings_of(model, optimizer)
         found = resolve_mesh(mesh)
         if found is not None and not isinstance(found, Mesh):
             raise TrainerError(
@@ -355,26 +359,33 @@ class Trainer:
     def _trained(self) -> tuple[Any, Any]:
         return self.model, self.optimizer
 
-    def check(self, *, resume: bool = False) -> None:
+    def check(self, *, resume: bool = False, fallback: bool = True, override: bool = False) -> None:
         """Raises what ``run`` would refuse before its first step; changes nothing.
+
+        Of checkpoints it reads the descriptions and the sizes of files, not yet the arrays.
 
         Args:
             resume: As for ``run``.
+            fallback: As for ``run``.
+            override: As for ``run``.
 
         Raises:
-            TrainerError: If the directory already holds a run and ``resume`` is False, or the
-                batches cannot be resumed or cannot be divided over the mesh.
+            TrainerError: If the directory already holds a run and ``resume`` is False, the run was
+                trained with other settings, or the batches cannot be resumed or cannot be divided
+                over the mesh.
+            CheckpointDamagedError: As for ``run``.
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
             ModuleNotFoundError: If orbax-checkpoint is missing.
         """
         # Without it the first checkpoint would fail, after many steps.
         import orbax.checkpoint  # noqa: F401
 
-        with contextlib.closing(self._open_checkpoints()) as checkpoints:
-            latest = checkpoints.latest()
+        steps = self._open_checkpoints().all_steps()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
-        if not resume and (latest is not None or records):
-            reached = "" if latest is None else f", saved at step {latest}"
+        if resume:
+            self._find_start(fallback=fallback, override=override, sizes_only=True)
+        elif steps or records:
+            reached = f", saved at step {steps[-1]}" if steps else ""
             raise TrainerError(
                 f"{self.directory} already holds a run{reached}. Go on with it (resume=True, on "
                 "the command line --resume), choose another directory, or delete it."
@@ -416,12 +427,21 @@ class Trainer:
         return prefetch.batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
 
     def run(
-        self, *, resume: bool = False, display: Callable[[int, int], Any] = TrainingProgress
+        self,
+        *,
+        resume: bool = False,
+        fallback: bool = True,
+        override: bool = False,
+        display: Callable[[int, int], Any] = TrainingProgress,
     ) -> RunResult:
         """Trains until ``settings.steps``, or until SIGINT or SIGTERM asks to stop.
 
         Args:
             resume: Whether to go on from the last checkpoint of ``directory``, if there is one.
+            fallback: Whether to go on from the newest good checkpoint if the last is damaged. The
+                damaged ones are renamed to end in ``.damaged``.
+            override: Whether to go on though model or optimizer have other settings (a dtype, a
+                learning rate) than those that the checkpoint was trained with.
             display: Makes the progress display from (first step, last step): a context manager
                 with ``step(step, loss, tokens_per_second)``, whose last two may be None, and
                 ``note(message)``.
@@ -431,23 +451,70 @@ class Trainer:
             signal.
 
         Raises:
-            TrainerError: What ``check`` refuses; if the loss is not finite (it is looked at before
+            TrainerError: What ``check`` refuses; if another process trains in the directory, or
+                the directory is removed or moved; if the loss is not finite (it is looked at before
                 every checkpoint and log record); or if the batches end too early.
+            CheckpointDamagedError: If no checkpoint to go on from is good, or the last is not and
+                ``fallback`` is False.
+            CheckpointWriteError: If a checkpoint cannot be written.
             PartitionCheckError: As for ``check``.
         """
-        self.check(resume=resume)
+        self.check(resume=resume, fallback=fallback, override=override)
+        with self.folder.held():
+            try:
+                return self._run(fallback, override, display)
+            except OSError:
+                self.folder.check()
+                raise
+
+    def _run(self, fallback: bool, override: bool, display: Callable[[int, int], Any]) -> RunResult:
+        start = self._find_start(fallback=fallback, override=override)
         with self._scope(), contextlib.closing(self._open_checkpoints()) as checkpoints:
-            latest = checkpoints.latest()
-            first, saved = latest or 0, -1 if latest is None else latest
-            with display(first, self.settings.steps) as shown, StopRequest() as stop:
-                self._place(checkpoints)
+            checkpoints.remove_leftovers()
+            with display(max(start.step, 0), self.settings.steps) as shown, StopRequest() as stop:
+                for note in start.take(checkpoints):
+                    shown.note(note)
+                self._place(start)
                 with (
-                    JsonlLog(self.log_path, resume_step=saved) as log,
+                    JsonlLog(self.log_path, resume_step=start.step) as log,
                     prefetch.Prefetch(self.batches, self._train_shardings()) as source,
                 ):
-                    run = _Run(checkpoints, log, source, shown, stop, first, saved)
+                    first = max(start.step, 0)
+                    run = _Run(checkpoints, log, source, shown, stop, first, start.step)
                     self._loop(run)
                     return self._finish(run)
+
+    def _find_start(self, *, fallback: bool, override: bool, sizes_only: bool = False) -> _Start:
+        """Finds the newest checkpoint that is good."""
+        checkpoints = self._open_checkpoints()
+        damaged: list[tuple[int, str]] = []
+        for step in reversed(checkpoints.all_steps()):
+            path = checkpoints.path(step)
+            try:
+                description = verify(path, sizes_only=sizes_only)
+            except CheckpointDamagedError as error:
+                if not fallback:
+                    raise
+                damaged.append((step, error.problems))
+                continue
+            saved = (description["extra"] or {}).get("settings")
+            changed = [] if saved is None else differences(saved, self.run_settings)
+            if changed and not override:
+                more = f"\n  and {len(changed) - 8} more" if len(changed) > 8 else ""
+                raise TrainerError(
+                    f"The checkpoint {path} was trained with other settings:\n  "
+                    + "\n  ".join(changed[:8])
+                    + f"{more}\nPut them back, or go on with the new ones: override=True (on the "
+                    "command line --override)."
+                )
+            return _Start(step, path, description, damaged)
+        if damaged:
+            raise CheckpointDamagedError(
+                f"No checkpoint in {self.checkpoint_directory} is good: "
+                + "; ".join(f"step {step}: {problems}" for step, problems in damaged)
+                + ". Put back the files, or start another run in another directory."
+            )
+        return _Start()
 
     def _loop(self, run: _Run) -> None:
         settings = self.settings
@@ -464,6 +531,7 @@ class Trainer:
             if run.step % settings.log_every == 0 or run.step == settings.steps:
                 loss, speed = float(run.pending), run.throughput.speed()
                 known = {} if speed is None else {"tokens_per_second": speed}
+                self.folder.check()
                 run.log.write(step=run.step, loss=loss, **known)
                 run.shown.step(run.step, loss, speed)
                 _require_finite(run)
@@ -493,6 +561,7 @@ class Trainer:
             eval_loss = logged.get("eval_loss")
             if eval_loss is None:
                 eval_loss = self._evaluate_and_record(run)
+        self.folder.check()
         path = run.checkpoints.path(run.step)
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
 
@@ -556,20 +625,42 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
 
-    def _place(self, checkpoints: Checkpoints) -> None:
-        """Places model and optimizer, from the last checkpoint or fresh."""
-        latest = checkpoints.latest()
-        if latest is not None:
-            extra = checkpoints.restore(self._trained, latest, self.mesh, self.rules, **self._where)
+    def _place(self, start: _Start) -> None:
+        """Places model and optimizer, from a checkpoint or fresh."""
+        if start.description is not None:
+            extra = restore_verified(
+                self._trained, start.path, start.description, self.mesh, self.rules, self._where
+            )
             self.batches.restore(extra["data"])
         elif self.mesh is not None:
             shard(self._trained, self.mesh, self.rules, **self._where)
 
     def _save(self, run: _Run) -> None:
         _require_finite(run)
-        data = {"data": run.source.state()}
-        run.checkpoints.save(run.step, self._trained, extra=data)
+        self.folder.check()
+        extra = {"data": run.source.state(), "settings": self.run_settings}
+        run.checkpoints.save(run.step, self._trained, extra=extra)
         run.saved = run.step
+
+
+class _Start(NamedTuple):
+    """The checkpoint that a run goes on from, if there is one."""
+
+    step: int = -1
+    path: Any = None
+    description: dict[str, Any] | None = None
+    damaged: Sequence[tuple[int, str]] = ()  # newer steps, and what is wrong with them
+
+    def take(self, checkpoints: Checkpoints) -> Iterator[str]:
+        """Sets the damaged checkpoints aside; yields what there is to say."""
+        for step, problems in self.damaged:
+            place = set_aside(checkpoints.path(step)) if jax.process_index() == 0 else ""
+            yield (
+                f"The checkpoint of step {step} is damaged: {problems}. Going on from step "
+                f"{self.step}; the damaged one is now {place}."
+            )
+        if self.description is not None and "files" not in self.description:
+            yield f"{unchecked(self.path)} Going on from it, unchecked."
 
 
 @dataclass

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Display of models in notebooks, as HTML, and as text.
 
-The HTML is a drawing by treescope, where that is installed (``pip install 'shardax[view]'``), and
-the text otherwise. Nothing here reads a lazy value. ``mimebundle``, ``treescope_rendering`` and
-``ndarray_adapter`` are the renderer of ``_core.object``.
+``mimebundle``, ``treescope_rendering`` and ``ndarray_adapter`` are the renderer of
+``_core.object``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from html import escape
 from typing import Any
 
 from shardax._select.selection import Selection
-from shardax.view.drawings import PLACES, comment, describe, drawing_of, example_array, place_title
-from shardax.view.figures import ADAPTER, FoldableTree, sharding_html, tree_html
+from shardax.view import figures
 from shardax.view.page import fragment, html_page
 from shardax.view.parameter_table import ParameterTable
 from shardax.view.shardings import ShardingView, sharding_text
@@ -67,9 +65,9 @@ def to_text(value: Any) -> str:
     """
     if isinstance(value, (ParameterTable, Selection, ShardingView)):
         return str(value)
-    if isinstance(value, PLACES):
-        return f"{place_title(value)}\n{sharding_text(example_array(value))}"
-    return "\n".join(drawing_of(value).lines(describe, comment))
+    if isinstance(value, figures.PLACES):
+        return f"{figures.place_title(value)}\n{sharding_text(figures.example_array(value))}"
+    return "\n".join(figures.drawing_of(value).lines(figures.describe, figures.comment))
 
 
 def to_html(value: Any, title: str | None = None) -> str:
@@ -98,7 +96,7 @@ def html_fragment(value: Any) -> str:
     has_treescope = _has_treescope()
     if isinstance(value, ShardingView) and value.single and has_treescope:
         (row,) = value.rows
-        picture = sharding_html(row.array, row.axes)
+        picture = figures.sharding_html(row.array, row.axes)
         if picture is not None:
             caption = f"<figcaption>{escape(value.caption())}</figcaption>"
             return fragment(f"<figure>{picture}{caption}</figure>")
@@ -106,7 +104,7 @@ def html_fragment(value: Any) -> str:
         return fragment(value.html())
     if not has_treescope:
         return fragment(f"<pre>{escape(to_text(value))}</pre>")
-    return fragment(tree_html(value))
+    return fragment(figures.tree_html(value))
 
 
 def _has_treescope() -> bool:
@@ -133,9 +131,9 @@ def mimebundle(value: Any) -> dict[str, str] | None:
 
 def treescope_rendering(value: Any, path: str | None, subtree_renderer: Any) -> Any:
     """Returns an object's part in a drawing of treescope."""
-    return FoldableTree(drawing_of(value), subtree_renderer).part(path)
+    return figures.FoldableTree(figures.drawing_of(value), subtree_renderer).part(path)
 
 
 def ndarray_adapter() -> Any:
     """Returns treescope's adapter for a ``NamedArray``."""
-    return ADAPTER
+    return figures.ADAPTER

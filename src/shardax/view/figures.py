@@ -1,34 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings by treescope: foldable trees with pictures of arrays and shardings.
+"""Drawings of models as text, and by treescope as foldable trees.
 
-A *figure* is an array with the names of its dimensions. treescope asks the figure's *adapter* for
-its numbers, and gets only as many as it draws: drawing a large array costs no more than drawing a
-small one, and nothing is fetched from other machines.
-
-Structure is drawn here; leaves (arrays, configuration, the user's own classes) are left to
-treescope's renderer, and so to whatever the user has taught it. A large model has pictures of its
-first arrays only: a page with thousands would be neither made nor read.
+A State is drawn as the Variables that its values came from, a ``GraphDef`` as the model that it
+describes. Nothing here reads a lazy value. A *figure* is an array with the names of its dimensions,
+of which treescope's *adapter* gets only the numbers that are drawn, and none from other machines. A
+large model has pictures of its first arrays only: a page with thousands would be neither made nor
+read.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardax._core._jax import Tracer
-from shardax._core.graph.paths import format_path
+from shardax._core.cross_process import format_mesh
+from shardax._core.frames import owner_here
+from shardax._core.graph.flatten import GraphDef, build
+from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
-from shardax._core.module import Drawing
+from shardax._core.module import Drawing, draw, leaf_text, parameter_count
 from shardax._core.object import Shown
+from shardax._core.state.state import State
 from shardax._core.variable import ArrayAttribute, Variable
+from shardax._select.selection import Selection
 from shardax.named import NamedArray
-from shardax.view import drawings
+from shardax.partition.rules import mesh_axes_of
 from shardax.view.shardings import platform_of, spans_by_device
 
 MOST_PICTURES = 100  # arrays of one drawing that are shown with their values
@@ -38,8 +42,141 @@ _MOST_READ = 2**20  # elements; of larger arrays neither statistics nor a copy a
 _MARKED = "marked"
 _GREY, _WIDTH = "#666", 80
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLACES = (Mesh, AbstractMesh, NamedSharding)
 
 Renderer = Callable[..., Any]
+
+
+# --- drawings ---
+
+
+class NoValue:
+    """The value of a Variable that is known by its structure alone."""
+
+    def __repr__(self) -> str:
+        return "no value"
+
+
+NO_VALUE = NoValue()
+
+
+def drawing_of(value: Any) -> Drawing:
+    """Draws a model, State, ``GraphDef``, selection, or anything else."""
+    if isinstance(value, State):
+        return _draw_state(value)
+    if isinstance(value, GraphDef):
+        roots, _ = build(value, [NO_VALUE] * len(value.leaves), owner_here())
+        drawing = draw(roots[0] if len(roots) == 1 else tuple(roots))
+        drawing.name = f"GraphDef: {drawing.name}"
+        return drawing
+    return _draw_selection(value) if isinstance(value, Selection) else draw(value)
+
+
+def _draw_state(state: State) -> Drawing:
+    values, origins = state.flat(), state.origins()
+    if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(list(values.values()))):
+        values = {
+            path: origins[path].variable_type._make(value, origins[path].all_metadata, owner_here())
+            for path, value in values.items()
+        }
+    return draw(values[()]) if () in values else _nested(state, values)
+
+
+def _nested(whole: Any, values: Mapping[Path, Any]) -> Drawing:
+    """Draws values by their paths; inner places are named like the whole."""
+    root = Drawing("", "", (), whole)
+    root.parts = []
+    places: dict[Path, list[Drawing]] = {(): root.parts}
+    for path, value in values.items():
+        for depth in range(1, len(path) + 1):
+            here = path[:depth]
+            if here in places:
+                continue
+            entry = Drawing(f"{here[-1]!r}: ", f"[{here[-1]!r}]", here, whole)
+            places[here[:-1]].append(entry)
+            if depth == len(path):
+                entry.value, entry.name = value, type(value).__name__
+            else:
+                entry.parts = places[here] = []
+    return root
+
+
+def _draw_selection(selection: Selection) -> Drawing:
+    """Draws the tree with marks on what is selected."""
+    # Of what is selected within a value, the Variable that holds it is marked.
+    tree, paths = selection.tree, set(selection.keypaths())
+    leading = {path[:end] for path in paths for end in range(len(path) + 1)}
+    drawing = draw(tree)
+    if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        drawing = _nested(tree, {plain_path(keys): leaf for keys, leaf in leaves})
+    objects = {id(place.holder) for place in selection._places if place.is_holder}
+    for place in drawing.places():
+        inside = place.parts is None and place.path in leading
+        place.marked = place.path in paths or inside or id(place.value) in objects
+    count = f"{len(paths)} place{'' if len(paths) == 1 else 's'}"
+    drawing.name = f"Selection of {count} in {drawing.name}"
+    return drawing
+
+
+def describe(leaf: Drawing) -> str:
+    """Returns the text of a leaf: its repr, and its layout."""
+    value = leaf.value
+    if isinstance(value, (jax.Array, np.ndarray, NamedArray)) and leaf.path:
+        return array_text(value)
+    if isinstance(value, PLACES):
+        return place_title(value)
+    if not isinstance(value, Variable):
+        return leaf_text(leaf)
+    if isinstance(value._value, NoValue):
+        is_array = isinstance(value, ArrayAttribute)
+        return "array" if is_array else f"{leaf.name}({value._metadata!r})"
+    place, text = known_sharding(value), leaf_text(leaf)
+    if not isinstance(place, NamedSharding):
+        return text
+    layout = place_title(place)
+    return f"{text[:-1]}, {layout})" if text.endswith(")") else f"{text}, {layout}"
+
+
+def array_text(array: Any) -> str:
+    """Returns dtype and shape of an array, named or not."""
+    if not isinstance(array, NamedArray):
+        return f"{array.dtype}{list(array.shape)}"
+    pairs = zip(array.dims, array.data.shape, strict=True)
+    sizes = ", ".join(str(size) if name is None else f"{name}: {size}" for name, size in pairs)
+    return f"NamedArray {array.data.dtype}[{sizes}]"
+
+
+def known_sharding(variable: Variable[Any]) -> Any:
+    """Returns the sharding of a Variable's array, or None."""
+    value = variable._here()._value
+    return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
+
+
+def comment(drawing: Drawing) -> str:
+    """Returns the comment behind a place: size, other places."""
+    is_tree = drawing.parts is not None and not drawing.path
+    again = ", ".join(map(format_path, drawing.again))
+    return (parameter_count(drawing) if is_tree else "") + (f"  # also at {again}" if again else "")
+
+
+def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the smallest array for all devices of a place."""
+    if not isinstance(place, NamedSharding):
+        place = NamedSharding(place, PartitionSpec(*place.axis_names))
+    axes = place.mesh.shape
+    sizes = [math.prod(axes[axis] for axis in mesh_axes_of(entry)) for entry in place.spec]
+    return jax.ShapeDtypeStruct(sizes, np.int8, sharding=place)
+
+
+def place_title(place: Mesh | AbstractMesh | NamedSharding) -> str:
+    """Returns a mesh or a sharding in a line."""
+    if isinstance(place, NamedSharding):
+        return f"{place.spec} over {format_mesh(place.mesh)}"
+    return f"mesh {format_mesh(place)}"
+
+
+# --- arrays as figures of treescope ---
 
 
 class ArrayFigure:
@@ -49,7 +186,7 @@ class ArrayFigure:
 
     def __init__(self, array: Any, names: Sequence[Any] | None, positional: bool = True) -> None:
         self.array = array
-        self.head = drawings.array_text(array)
+        self.head = array_text(array)
         self.names = tuple(names or (None,) * array.ndim)
         self.positional = positional  # whether dimensions have positions beside their names
 
@@ -106,7 +243,7 @@ def as_figure(array: Any) -> ArrayFigure:
     if not isinstance(array, NamedArray):
         return ArrayFigure(array, None)
     figure = ArrayFigure(array.data, array.dims, positional=False)
-    figure.head = drawings.array_text(array)
+    figure.head = array_text(array)
     return figure
 
 
@@ -215,6 +352,9 @@ def sharding_html(array: Any, names: Any) -> str | None:
     return figures.figure_from_treescope_rendering_part(part)._repr_html_()
 
 
+# --- trees ---
+
+
 class FoldableTree:
     """Turns a drawing into treescope's parts; ``subtree_renderer`` draws its leaves."""
 
@@ -276,7 +416,7 @@ class FoldableTree:
         return lines
 
     def _line(self, drawing: Drawing, path: str | None) -> Any:
-        text, color = drawings.describe(drawing), self.color(drawing.name)
+        text, color = describe(drawing), self.color(drawing.name)
         if self.large and not drawing.again:
             style = f"background: {color}; color: black"
             return self.parts.custom_style(self.parts.text(text), style)
@@ -288,14 +428,14 @@ class FoldableTree:
         """A line without the numbers; unfolded, numbers and layout."""
         picture = self._picture(drawing.value, path)
         if isinstance(drawing.value, ArrayAttribute):
-            return picture or self._abbreviation(f"<{drawings.describe(drawing)}>")
+            return picture or self._abbreviation(f"<{describe(drawing)}>")
         if picture is None:
             return self._line(drawing, path)
         whole = self.parts.build_full_line_with_annotations(picture)
         for inner in whole.foldables_in_this_part():  # one click is enough to see the numbers
             inner.set_expand_state(self.parts.ExpandState.EXPANDED)
         return self.parts.build_foldable_tree_node_from_children(
-            prefix=drawings.describe(drawing).removesuffix(")"),
+            prefix=describe(drawing).removesuffix(")"),
             children=[self.parts.fold_condition(expanded=whole)],
             suffix=")",
             path=path,
@@ -306,19 +446,19 @@ class FoldableTree:
     def _picture(self, variable: Variable[Any], path: str | None) -> Any:
         """The numbers of a Variable, or its sharding, or None."""
         value, names = variable._here()._value, variable.axes
-        if isinstance(value, (LazyValue, drawings.NoValue)):
+        if isinstance(value, (LazyValue, NoValue)):
             return None
         self.pictures_left -= 1
         if self.pictures_left < 0:
             return None
         if isinstance(value, jax.ShapeDtypeStruct):
-            placed = drawings.known_sharding(variable) is not None
+            placed = known_sharding(variable) is not None
             return sharding_part(value, names) if placed else None
         shown = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
         return self.render_value(shown, path=None if path is None else f"{path}.value")
 
     def _comment(self, drawing: Drawing) -> Any:
-        text = drawings.comment(drawing)
+        text = comment(drawing)
         if drawing is self.root and self.pictures_left < 0:
             text += f"  # with the values of the first {MOST_PICTURES} arrays"
         return self.parts.custom_text_color(self.parts.text(text), _GREY)
@@ -337,7 +477,7 @@ def tree_html(value: Any) -> str:
     import treescope
     from treescope import layout_algorithms
 
-    drawing = drawings.drawing_of(value)
+    drawing = drawing_of(value)
     pictures = _Pictures()
 
     def handle(node: Any, path: str | None, subtree_renderer: Renderer) -> Any:
@@ -345,7 +485,7 @@ def tree_html(value: Any) -> str:
             return FoldableTree(drawing, subtree_renderer).part(path)
         if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
             return subtree_renderer(as_figure(node), path=path)
-        if isinstance(node, drawings.PLACES):
+        if isinstance(node, PLACES):
             return _place_part(node, unfolded=node is value) if pictures.take() else NotImplemented
         return NotImplemented
 
@@ -390,10 +530,10 @@ def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool) -> A
     from treescope import rendering_parts as parts
 
     names = None if isinstance(place, NamedSharding) else place.axis_names
-    picture = sharding_part(drawings.example_array(place), names) or parts.empty_part()
+    picture = sharding_part(example_array(place), names) or parts.empty_part()
     state = parts.ExpandState.EXPANDED if unfolded else parts.ExpandState.WEAKLY_COLLAPSED
     return parts.build_custom_foldable_tree_node(
-        label=parts.abbreviation_color(parts.text(f"<{drawings.place_title(place)}")),
+        label=parts.abbreviation_color(parts.text(f"<{place_title(place)}")),
         contents=parts.siblings(
             parts.fold_condition(expanded=parts.indented_children([picture])),
             parts.abbreviation_color(parts.text(">")),

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a compiled call, by Module.
 
-Operations are counted in the program's text after all of XLA's passes, so they are those of one
-device. A multiplication and the addition that follows are two; elementwise floating-point
-computations are one for each element; moving, comparing and counting are none. Of a loop of unknown
-length one iteration is counted, of branches the longest (``hlo.execution_counts``); conditions of
-loops are not.
+They are counted in the program's text after all of XLA's passes, so they are those of one device. A
+multiplication and the addition that follows are two; elementwise floating-point computations are
+one for each element; moving, comparing and counting are none. Conditions of loops are not counted.
 
 Instructions keep the names of the scopes (``jax.named_scope``) in which they were traced. So the
 call is traced on an abstract copy of the model whose Modules open a scope in their methods, and an

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTML pages without outside files, and the report of a training run.
 
-``page.html`` is the template of all pages; they are light or dark as the reader's system is.
 treescope draws on white and knows no dark mode. On a dark page its drawing is therefore shown
-inverted, with the hues turned back: what was black on pale red is white on deep red, and white is
-the colour of the page. A notebook says by its body whether it is dark, whatever the system is.
+inverted, with the hues turned back: what was black on pale red is white on deep red.
 """
 
 from __future__ import annotations

@@ -3,15 +3,7 @@
 
 A picture shows which device holds which part of an array, by its *face*: the first two of its
 dimensions that are sharded, filled up with the first ones that are not. A *cell* is a rectangle of
-the face, labelled with the devices that hold what lies behind it. A one-dimensional array is one
-row.
-
-A table has a row for each array of a model: which mesh axes split which dimension, the *shard* that
-one device holds, and the number of *copies*. Rows that differ in the number of a layer alone are
-shown as one.
-
-Nothing but shapes and shardings is read, so lazy and abstract models can be shown, also over a mesh
-without devices, whose places are numbered in order.
+the face, labelled with the devices that hold what lies behind it.
 """
 
 from __future__ import annotations

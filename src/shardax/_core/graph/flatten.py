@@ -199,6 +199,7 @@ class Flat:
         return self._leaf_paths
 
 
+_NEVER = -1  # an epoch that does not come
 _COMMON_TYPES = frozenset({bool, int, str, type(None)})
 
 
@@ -212,6 +213,7 @@ class GraphWalk:
 
     def __init__(self, marking: bool = False) -> None:
         self.marking = marking  # whether the result will be remembered, see _core.object
+        self.volatile = False  # whether it met something that may change without notice
         self.objects: list[Any] = []
         self.definitions: list[Any] = []
         self.paths: list[Path] = []
@@ -225,6 +227,7 @@ class GraphWalk:
         if handler.is_object:
             return Ref(self.visit(value, path))
         if handler is not LEAF and handler is not PLACEHOLDER and has_parts(value):
+            self.volatile |= handler.volatile
             pairs = handler.children(value)
             keys = tuple(key for key, _ in pairs)
             items = (self.encode(item, path if k is None else (*path, k)) for k, item in pairs)
@@ -263,6 +266,7 @@ def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> 
     paths = names or [()] * len(roots)
     children = tuple(walk.encode(root, path) for root, path in zip(roots, paths, strict=True))
     graphdef = GraphDef(tuple(walk.definitions), children)
+    at = _NEVER if walk.volatile else at
     flat = Flat(graphdef, [walk.objects[i] for i in graphdef.leaves], walk.paths, at)
     _check_views(flat)
     return flat

@@ -5,18 +5,18 @@ A *handler* says, for a type of value, what its children are and under which key
 another value from other children, and whether it has identity. One table maps types to handlers;
 every walk over models and mixed trees looks up ``handler_of(value)`` there and adds nothing but
 what it does with the children. Packages above the core add rows for their own types (``register``).
-Types that are told apart by a test, such as dataclasses registered with JAX, are one row too:
-``register(object, handler, where=test)``.
+Values that are told apart by a test of their type are one row too: ``register(object, handler,
+where=test)``. What is registered with JAX as a pytree node is such a row, the one of least rank.
 
 These distinctions carry the differences between walks:
 
 - *Objects* (Modules, Variables, tracked containers) have identity everywhere; they may be shared
   and lead to cycles. So may plain lists and dicts in a tree of the user's, not inside a value.
-- Containers with ``in_models`` are looked into wherever they stand. Other pytree nodes are looked
-  into in trees only; as an attribute of a model they are one static value, or one array attribute.
+- Containers with ``in_models`` are looked into wherever they stand. A pytree node is a container
+  where it has parts (``has_parts``); without, it is one static value, or one array attribute.
 - What is ``mutable`` is made empty and filled afterwards; the rest is rebuilt from its children.
-- Everything without a handler of its own is a ``LEAF``; ``tree_handler_of`` also knows the nodes
-  that are registered with JAX.
+- What is ``volatile`` can be changed behind a model's back, so no walk that met it is remembered.
+- Everything without a handler is a ``LEAF``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 
 from shardax._core.graph.paths import plain_path
-from shardax._core.graph.static import Static
+from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Placeholder, Wrapper
 
 # (key, child) for every child, in order. A key is a step of a path; None adds none.
@@ -72,6 +72,7 @@ class Handler:
     is_object: bool = False
     in_models: bool = False
     stores_items: bool = False  # children are stored as attributes are: arrays of a model boxed
+    volatile: bool = False  # can be changed in place, by code that knows nothing of models
     whole: bool = False  # one entry of an inventory, as objects are, whatever its children
     axes: Callable[[Any], Any] = lambda value: None  # the names an array has of its dimensions
     size: Literal["fixed", "shrinks", "any"] = "fixed"  # how many children an edit may leave
@@ -149,6 +150,33 @@ def _node_children(value: Any) -> Pairs:
     return [(plain_path(keys)[0], child) for keys, child in below if keys]
 
 
+class NodeType(Static):
+    """A pytree node without its children: its type and what was registered as static."""
+
+    __slots__ = ()
+
+    def __init__(self, treedef: Any) -> None:
+        _, static = treedef.node_data()
+        super().__init__(treedef, (treedef, exact_key(static)))
+
+
+def _node_type(value: Any) -> NodeType:
+    return NodeType(jax.tree.structure(value, is_leaf=lambda item: item is not value))
+
+
+def _is_node(value: Any) -> bool:
+    return value is not None and not jax.tree_util.all_leaves((value,))
+
+
+def _is_changeable_node(value: Any) -> bool:
+    if not _is_node(value):
+        return False
+    if isinstance(value, Mapping):
+        return isinstance(value, MutableMapping)
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is None or not parameters.frozen
+
+
 LEAF = Handler("leaf")
 OBJECT = Handler("object", is_object=True, in_models=True)
 PLACEHOLDER = Handler("placeholder", in_models=True)
@@ -220,22 +248,24 @@ PLAIN = (LIST, TUPLE, NAMED_TUPLE, DICT)  # containers of Python's own
 NODE = Handler(
     "pytree node",
     children=_node_children,
-    config=lambda value: jax.tree.structure(value, is_leaf=lambda item: item is not value),
-    rebuild=lambda treedef, pairs: treedef.unflatten(item for _, item in pairs),
+    config=_node_type,
+    rebuild=lambda kind, pairs: kind.value.unflatten(item for _, item in pairs),
+    in_models=True,
+    stores_items=True,
 )
 
 
 # --- the table ------------------------------------------------------------------------------------
 
-_rows: list[tuple[type, Callable[[type], bool] | None, Handler]] = []
-_by_name: dict[str, Handler] = {each.name: each for each in (LEAF, NODE)}
+_rows: list[tuple[type, Callable[[Any], bool] | None, Handler]] = []
+_by_name: dict[str, Handler] = {LEAF.name: LEAF}
 _known: dict[type, Handler] = {}  # what was looked up, so that a walk costs one lookup per value
 _MOST_KNOWN = 4096  # bounded, because it keeps types alive
 
 
-def register(cls: type, handler: Handler, where: Callable[[type], bool] | None = None) -> None:
-    """Adds a row for a class and its subclasses."""
-    # Of several rows for a class the last one registered decides.
+def register(cls: type, handler: Handler, where: Callable[[Any], bool] | None = None) -> None:
+    """Adds a row for a class and its subclasses, or those whose values pass a test."""
+    # Of several rows for a class the last one registered decides. A test asks about the type alone.
     _rows.append((cls, where, handler))
     _by_name[handler.name] = handler
     _known.clear()
@@ -248,23 +278,15 @@ def handler_named(name: str) -> Handler:
 
 def handler_of(value: Any) -> Handler:
     """Returns the handler of a value, ``LEAF`` by default."""
+    return _known.get(type(value)) or _look_up(value)
+
+
+def _look_up(value: Any) -> Handler:
     kind = type(value)
-    return _known.get(kind) or _look_up(kind)
-
-
-def tree_handler_of(value: Any) -> Handler:
-    """Returns the handler of a value in a tree, pytree nodes included."""
-    handler = handler_of(value)
-    if handler is not LEAF or value is None or jax.tree_util.all_leaves((value,)):
-        return handler
-    return NODE
-
-
-def _look_up(kind: type) -> Handler:
     matching = (
         handler
         for cls, where, handler in reversed(_rows)
-        if issubclass(kind, cls) and (where is None or where(kind))
+        if issubclass(kind, cls) and (where is None or where(value))
     )
     if len(_known) > _MOST_KNOWN:
         _known.clear()
@@ -272,13 +294,17 @@ def _look_up(kind: type) -> Handler:
     return handler
 
 
+register(object, NODE, where=_is_node)
+register(
+    object, replace(NODE, name="changeable pytree node", volatile=True), where=_is_changeable_node
+)
 register(functools.partial, PARTIAL)
 register(Wrapper, WRAPPER)
 register(types.MethodType, METHOD)
 register(dict, DICT)
 register(list, LIST)
 register(tuple, TUPLE)
-register(tuple, NAMED_TUPLE, where=lambda kind: hasattr(kind, "_fields"))
+register(tuple, NAMED_TUPLE, where=lambda value: hasattr(value, "_fields"))
 register(Placeholder, PLACEHOLDER)
 register(Object, OBJECT)
 

@@ -152,7 +152,7 @@ class Static:
         return repr(self.value)
 
     def __reduce__(self) -> Any:
-        return (Static, (self.value,))
+        return (type(self), (self.value,))
 
 
 # --- metadata -------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def stack_values(values: Sequence[Any]) -> Any:
     if all(isinstance(value, np.ndarray) for value in values):
         return np.stack(values)
     arrays = [value.compute() if isinstance(value, LazyValue) else value for value in values]
-    sharding = None if _is_traced(arrays) else _named_sharding(arrays[0])
+    sharding = None if _is_traced(arrays) else named_sharding(arrays[0])
     if sharding is None:
         return jnp.stack(arrays)
     return _stack_program(with_lead(sharding))(arrays)
@@ -145,7 +145,10 @@ def _is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Tracer) for value in values)
 
 
-def _named_sharding(value: Any) -> NamedSharding | None:
+def named_sharding(value: Any) -> NamedSharding | None:
+    """Returns an array's sharding over a mesh of devices, or None."""
+    if isinstance(value, (LazyValue, Tracer)):
+        return None
     sharding = getattr(value, "sharding", None)
     known = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     return sharding if known else None
@@ -164,7 +167,7 @@ def without_lead(sharding: NamedSharding) -> NamedSharding:
 
 
 def _stacked_struct(values: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    known = [_named_sharding(value) for value in values]
+    known = [named_sharding(value) for value in values]
     sharding = next((with_lead(item) for item in known if item is not None), None)
     shape = (len(values), *values[0].shape)
     return jax.ShapeDtypeStruct(shape, values[0].dtype, sharding=sharding)
@@ -187,7 +190,7 @@ def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> An
     if isinstance(value, LazyValue):
         return LazyPart(read or value.compute, value, index)
     if isinstance(value, jax.ShapeDtypeStruct):
-        known = _named_sharding(value)
+        known = named_sharding(value)
         sharding = None if known is None else without_lead(known)
         return jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=sharding)
     return np.array(value[index]) if isinstance(value, np.ndarray) else value[index]
@@ -204,7 +207,7 @@ def _with_part(leaf: Any, index: int, part: Any) -> Any:
         changed[index] = part
         return changed
     leaf = jnp.asarray(leaf)
-    sharding = None if _is_traced([leaf, part]) else _named_sharding(leaf)
+    sharding = None if _is_traced([leaf, part]) else named_sharding(leaf)
     if sharding is None:
         return leaf.at[index].set(part)
     part = jax.device_put(part, without_lead(sharding))

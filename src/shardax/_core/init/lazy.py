@@ -24,6 +24,7 @@ whole by every device, of which each then keeps its part.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -190,19 +191,20 @@ class InitializerProgram:
         self.compiled = False
 
     def __call__(self, words: Any) -> jax.Array:
-        if self._sharding is None:
-            return self._call(words)
-        # With explicit mesh axes in scope, JAX would lay out every intermediate array by its own
-        # rules, which means whole on every device.
-        with jax.sharding.use_abstract_mesh(NO_MESH):
+        with self._mesh():
             return self._call(words)
 
     def lower(self) -> Any:
         """Lowers the program for a key that is in host memory."""
+        with self._mesh():
+            return self._call.lower(self._words)
+
+    def _mesh(self) -> contextlib.AbstractContextManager[Any]:
+        # With explicit mesh axes in scope, JAX would lay out every intermediate array by its own
+        # rules, which means whole on every device.
         if self._sharding is None:
-            return self._call.lower(self._words)
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            return self._call.lower(self._words)
+            return contextlib.nullcontext()
+        return jax.sharding.use_abstract_mesh(NO_MESH)
 
 
 class _EmptyProgram(InitializerProgram):

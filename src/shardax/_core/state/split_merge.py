@@ -39,15 +39,19 @@ def flatten_tree(tree: Any) -> flatten.Flat:
 def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
-    if handler in handlers.PLAIN:
+    if _is_container(tree, handler):
         pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
 
 
+def _is_container(tree: Any, handler: handlers.Handler) -> bool:
+    return handler in handlers.PLAIN or (handler.stores_items and handlers.has_parts(tree))
+
+
 def _unbox_tree(tree: Any) -> Any:
     handler = handlers.handler_of(tree)
-    if handler not in handlers.PLAIN:
+    if not _is_container(tree, handler):
         return unbox_attribute(tree)
     pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)

@@ -208,20 +208,18 @@ def flatten_mapping(
     return flat
 
 
-def _flatten(state: State) -> tuple[list[Any], tuple[tuple[Path, Origin], ...]]:
+Origins = tuple[tuple[Path, Origin], ...]
+
+
+def _flatten(state: State) -> tuple[list[Any], Origins]:
     return list(state._values.values()), tuple(state._origins.items())
 
 
-def _flatten_with_keys(
-    state: State,
-) -> tuple[list[tuple[PathKey, Any]], tuple[tuple[Path, Origin], ...]]:
-    children, aux = _flatten(state)
-    return [
-        (PathKey(path), child) for path, child in zip(state._values, children, strict=True)
-    ], aux
+def _flatten_with_keys(state: State) -> tuple[list[tuple[PathKey, Any]], Origins]:
+    return [(PathKey(path), child) for path, child in state._values.items()], _flatten(state)[1]
 
 
-def _unflatten(aux: tuple[tuple[Path, Origin], ...], children: Iterable[Any]) -> State:
+def _unflatten(aux: Origins, children: Iterable[Any]) -> State:
     return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
 
 

@@ -164,6 +164,7 @@ class DiffVariable(NamedTuple):
 class DiffObject(NamedTuple):
     """One object of a differentiated argument."""
 
+    root: int  # its position among the roots
     where: Path  # its path, from the argument's name on
     is_variable: bool  # whether it is a Variable, and no Module
     type_name: str  # its type, for messages
@@ -191,7 +192,7 @@ class DiffArgument:
         predicate = to_predicate(chosen.filter)
         index = {id(leaf): i for i, leaf in enumerate(call.graph.flat.leaves)}
         self.objects = [
-            _choose(arguments.roots[root], where, predicate, index)
+            _choose(arguments.roots[root], root, where, predicate, index)
             for root, where in inputs.root_places(self.label, self.template)
         ]
 
@@ -211,34 +212,17 @@ class DiffArgument:
             f"wrt=... or argnums=sx.DiffState({self.argnum}, filter)."
         )
 
-    def plain_places(self, plain: Any) -> list[Path]:
-        """Returns the path of each leaf of the plain part."""
-        if isinstance(self.template, inputs.TreeTemplate):
-            paths: Sequence[Path] = inputs.plain_paths(self.template)
-        else:
-            paths = inputs.leaf_paths(jax.tree.structure(plain))
-        return [(self.label, *path) for path in paths]
-
     def gradient(self, by_index: Mapping[int, Any], plain: Any) -> Any:
         """Arranges tangents like the argument."""
-        found: list[Any] = []
+        found: dict[int, Any] = {}
         for item in self.objects:
             if item.is_variable:
-                found.append(by_index[item.entries[0].leaf])
+                found[item.root] = by_index[item.entries[0].leaf]
                 continue
             values = {path: by_index[leaf] for path, leaf, _ in item.entries}
             origins = {path: origin for path, _, origin in item.entries}
-            found.append(State.from_flat(values, origins))
-        if isinstance(self.template, inputs.RootTemplate):
-            return found[0]
-        if isinstance(self.template, inputs.TreeTemplate):
-            parts = [(place, found[n]) for n, (place, _) in enumerate(self.template.roots)]
-            parts += [(place, None) for place, _ in self.template.static]
-            leaves = list(plain)
-            for place, item in sorted(parts, key=lambda part: part[0]):
-                leaves.insert(place, item)
-            return self.template.treedef.unflatten(leaves)
-        return plain
+            found[item.root] = State.from_flat(values, origins)
+        return inputs.join_argument(self.template, plain, found, with_static=False)
 
     def place(self, given: Any, plain: Any, tangents: Tangents) -> list[Any]:
         """Takes tangents apart, checking them; the inverse of ``gradient``."""
@@ -257,10 +241,10 @@ class DiffArgument:
         for item, part in zip(self.objects, parts, strict=True):
             if part is not None:
                 self._place_object(item, part, tangents)
-        places = self.plain_places(plain)
+        paths = inputs.plain_paths(self.template, plain)
         return [
-            tangents.fit(item, leaf, path)
-            for item, leaf, path in zip(rest, leaves, places, strict=True)
+            tangents.fit(item, leaf, (self.label, *path))
+            for item, leaf, path in zip(rest, leaves, paths, strict=True)
         ]
 
     def _up_to(self, treedef: Any, given: Any, noun: str) -> list[Any]:
@@ -300,17 +284,21 @@ class DiffArgument:
 
 
 def _choose(
-    root: Any, where: Path, predicate: Callable[[Path, Any], bool], index: Mapping[int, int]
+    item: Any,
+    root: int,
+    where: Path,
+    predicate: Callable[[Path, Any], bool],
+    index: Mapping[int, int],
 ) -> DiffObject:
-    flat = flatten(root)
+    flat = flatten(item)
     entries, others = [], []
-    whole = isinstance(root, Variable)
+    whole = isinstance(item, Variable)
     for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
         if whole or predicate(path, leaf):
             entries.append(DiffVariable(path, index[id(leaf)], Origin(type(leaf), leaf._metadata)))
         else:
             others.append(path)
-    return DiffObject(where, whole, type(root).__name__, entries, others)
+    return DiffObject(root, where, whole, type(item).__name__, entries, others)
 
 
 def check_differentiable(
@@ -321,77 +309,32 @@ def check_differentiable(
     if allow_int:
         return
     plain = call.arguments.plain[target.position]
-    places = target.plain_places(plain) if target.has_plain else []
-    for path, leaf in zip(places, jax.tree.leaves(plain), strict=True):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int)):
-            continue  # floats have gradients, and what is not a number JAX refuses itself
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, wanted):
-            raise DifferentiationError(
-                f"The array at {format_path(path)} has dtype {dtype}, which has no gradient. Pass "
-                f"it as an argument of its own that argnums leaves out, convert it to a float, or "
-                f"pass allow_int=True."
-            )
+    # (kind, path, arrays, way out) of everything chosen.
+    found: list[tuple[str, Path, Sequence[Any], str]] = [
+        (
+            "array",
+            (target.label, *path),
+            [leaf],
+            "Pass it apart (argnums leaves it out), convert it",
+        )
+        for path, leaf in zip(
+            inputs.plain_paths(target.template, plain), jax.tree.leaves(plain), strict=True
+        )  # floats have gradients, and what is not a number JAX refuses itself
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int))
+    ]
     for item in target.objects:
         for path, leaf, origin in item.entries:
             held = call.graph.leaves[leaf]._value
-            for value in [held] if isinstance(held, LazyValue) else jax.tree.leaves(held):
-                if not jnp.issubdtype(value.dtype, wanted):
-                    raise DifferentiationError(
-                        f"The {origin.variable_type.__name__} at "
-                        f"{format_path((*item.where, *path))} has dtype {value.dtype}, which has "
-                        f"no gradient. Leave it out by a filter (wrt=...), give it a Variable type "
-                        f"of its own, or pass allow_int=True."
-                    )
-
-
-def _differentiate(
-    function: Callable[..., Any], argnums: Any, has_aux: bool, wrt: Any, **options: Any
-) -> Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any, Any]]:
-    """Returns the function from (args, kwargs) to (value, aux, gradient)."""
-    many = isinstance(argnums, (tuple, list))
-    chosen = [
-        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
-        for item in (argnums if many else [argnums])
-    ]
-    numbers = [item.argnum for item in chosen]
-    if len(set(numbers)) != len(numbers):
-        raise DifferentiationError(
-            f"argnums names an argument twice: {numbers}. Join the filters instead: "
-            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
-        )
-
-    def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        once = SingleRunCall("grad", function, args, kwargs)
-        targets = [DiffArgument(once, item) for item in chosen]
-        for target in targets:
-            target.check_chosen()
-            check_differentiable(once, target, **options)
-        values, plain = once.graph.values(), list(once.arguments.plain)
-        indices = sorted({entry.leaf for target in targets for entry in target.entries})
-        positions = [target.position for target in targets if target.has_plain]
-
-        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
-            all_values = replaced(values, indices, some_values)
-            all_plain = replaced(plain, positions, some_plain)
-            return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
-
-        def split(result: Any) -> tuple[Any, Any]:
-            value, aux = separate_aux(result, has_aux, "grad")
-            return _scalar(value, options["holomorphic"]), aux
-
-        transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
-        with explained_reverse_mode():
-            (value, leaving), (value_grads, plain_grads) = transformed(
-                [values[i] for i in indices], [plain[p] for p in positions]
-            )
-        aux = once.finish(leaving)
-        by_index = dict(zip(indices, value_grads, strict=True))
-        by_position = dict(zip(positions, plain_grads, strict=True))
-        gradients = tuple(t.gradient(by_index, by_position.get(t.position)) for t in targets)
-        return value, aux, gradients if many else gradients[0]
-
-    return run
+            arrays = [held] if isinstance(held, LazyValue) else jax.tree.leaves(held)
+            where, kind = (*item.where, *path), origin.variable_type.__name__
+            found.append((kind, where, arrays, "Leave it out by a filter (wrt=...)"))
+    for kind, path, arrays, way_out in found:
+        for dtype in map(dtype_of, arrays):
+            if not jnp.issubdtype(dtype, wanted):
+                raise DifferentiationError(
+                    f"The {kind} at {format_path(path)} has dtype {dtype}, which has no gradient. "
+                    f"{way_out}, or pass allow_int=True."
+                )
 
 
 def _scalar(value: Any, holomorphic: bool) -> Any:
@@ -456,13 +399,49 @@ def value_and_grad(
         >>> float(value), grads["kernel"].ravel().tolist()
         (3.0, [1.0, 2.0])
     """
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    run = _differentiate(function, argnums, has_aux, wrt, **options)
+    options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
+    many = isinstance(argnums, (tuple, list))
+    chosen = [
+        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
+        for item in (argnums if many else [argnums])
+    ]
+    numbers = [item.argnum for item in chosen]
+    if len(set(numbers)) != len(numbers):
+        raise DifferentiationError(
+            f"argnums names an argument twice: {numbers}. Join the filters instead: "
+            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
+        )
+
+    def split(result: Any) -> tuple[Any, Any]:
+        value, aux = separate_aux(result, has_aux, "grad")
+        return _scalar(value, holomorphic), aux
 
     @wraps(function)
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
-        value, aux, gradient = run(args, kwargs)
-        return ((value, aux) if has_aux else value), gradient
+        once = SingleRunCall("grad", function, args, kwargs)
+        targets = [DiffArgument(once, item) for item in chosen]
+        for target in targets:
+            target.check_chosen()
+            check_differentiable(once, target, **options)
+        values, plain = once.graph.values(), list(once.arguments.plain)
+        indices = sorted({entry.leaf for target in targets for entry in target.entries})
+        positions = [target.position for target in targets if target.has_plain]
+
+        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+            all_values = replaced(values, indices, some_values)
+            all_plain = replaced(plain, positions, some_plain)
+            return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
+
+        transformed = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **options)
+        with explained_reverse_mode():
+            (value, leaving), (value_grads, plain_grads) = transformed(
+                [values[i] for i in indices], [plain[p] for p in positions]
+            )
+        aux = once.finish(leaving)
+        by_index = dict(zip(indices, value_grads, strict=True))
+        by_position = dict(zip(positions, plain_grads, strict=True))
+        gradients = tuple(t.gradient(by_index, by_position.get(t.position)) for t in targets)
+        return ((value, aux) if has_aux else value), gradients if many else gradients[0]
 
     return value_and_grad_function
 
@@ -499,13 +478,19 @@ def grad(
         >>> float(sx.grad(lambda w: w**2)(w))
         6.0
     """
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    run = _differentiate(function, argnums, has_aux, wrt, **options)
+    run = value_and_grad(
+        function,
+        argnums=argnums,
+        has_aux=has_aux,
+        wrt=wrt,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
 
     @wraps(function)
     def grad_function(*args: Any, **kwargs: Any) -> Any:
-        _, aux, gradient = run(args, kwargs)
-        return (gradient, aux) if has_aux else gradient
+        value, gradient = run(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
 
     return grad_function
 

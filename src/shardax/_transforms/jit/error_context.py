@@ -71,10 +71,7 @@ def place_name(place: re.Match[str], program: Any) -> str:
     if name is not None:
         template = dict(program.named)[name]
     else:
-        template, name = (
-            program.templates[int(index)],
-            program.positions.positional[int(index)][1],
-        )
+        template, name = program.templates[int(index)], program.positions.labels[int(index)]
     if leaf is None or not isinstance(template, TreeTemplate):
         return name + below
     return name + format_path(plain_paths(template)[int(leaf)])

@@ -37,6 +37,7 @@ from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
+from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
@@ -224,6 +225,8 @@ def _weak(root: Any) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
 
+_NOTHING: dict[str, Any] = {}  # the keyword arguments of a call without any
+
 # How many specializations one compiled function remembers.
 MAX_SPECIALIZATIONS = 512
 
@@ -335,26 +338,7 @@ class Jit(PickledByName, Wrapper):
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, tuple(key))
-        local.call = entry
-        program = entry.specialization
-        program.used = next(self._ticks)
-        try:
-            result, written, fresh, effects = program.run(
-                [v._value for v in entry.kept], [v._value for v in entry.donated], plain
-            )
-        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
-            return self._recover(error, entry, args, kwargs)
-        finally:
-            local.call = None
-        known, targets = entry.last
-        if effects is not known:
-            targets = [entry.leaves[position] for position in effects.written]
-            entry.last = (effects, targets)
-        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
-        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
-            variable._value = value
-        return result
+        return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
     def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with keywords, static arguments or objects inside containers."""
@@ -365,12 +349,11 @@ class Jit(PickledByName, Wrapper):
             call = flatten_call(args, kwargs, self._static_types)
             if call is not None:
                 return self._call_flat(call, args, kwargs)
-        signature = self._separate_static(args, kwargs)
-        arguments = self._take_apart(signature)
+        arguments, static = self._take_apart(args, kwargs)
         key = (
             tuple(map(id, arguments.roots)),
             tuple(map(id, self.hidden_objects())),
-            (arguments.templates, arguments.named, signature.static),
+            (arguments.templates, arguments.named, static),
         )
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
@@ -409,10 +392,14 @@ class Jit(PickledByName, Wrapper):
             return self._recover(error, entry, args, kwargs)
         finally:
             local.call = None
+        known, targets = entry.last
+        if effects is not known:
+            targets = [entry.leaves[position] for position in effects.written]
+            entry.last = (effects, targets)
         if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
             return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
-        for position, value in zip(effects.written, written, strict=True):
-            entry.leaves[position]._value = value
+        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
+            variable._value = value
         return result
 
     def _finish(self, entry: CachedCall, outputs: engine.LiftedOutputs) -> Any:
@@ -480,10 +467,9 @@ class Jit(PickledByName, Wrapper):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[special.Specialization, engine.InputGraph, inputs.SplitArguments]:
         """Finds or makes the specialization for a call."""
-        signature = self._separate_static(args, kwargs)
-        arguments = self._take_apart(signature)
-        labels = [inputs.parameter_name(self.__wrapped__, i) for i in self._dynamic_positions(args)]
-        graph, names = self.input_graph(arguments, labels)
+        arguments, static = self._take_apart(args, kwargs)
+        positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
+        graph, names = self.input_graph(arguments, positions.labels)
         key = (
             graph.flat.graphdef,
             (
@@ -492,11 +478,10 @@ class Jit(PickledByName, Wrapper):
             ),
             arguments.templates,
             arguments.named,
-            signature.static,
+            static,
         )
         program = self.specializations.get(key)
         if program is None:
-            positions = self._positions(args, signature)
             program = special.Specialization(
                 self.__wrapped__, self.options, key, graph, arguments, positions, names
             )
@@ -534,36 +519,30 @@ class Jit(PickledByName, Wrapper):
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
-    def _positions(
-        self, args: Sequence[Any], signature: inputs.SeparatedCall
-    ) -> special.ArgumentPositions:
-        positional = [
-            (i, inputs.parameter_name(self.__wrapped__, i)) for i in self._dynamic_positions(args)
-        ]
-        static = [(place, item.value) for place, item in signature.static if isinstance(place, int)]
-        named = {place: item.value for place, item in signature.static if isinstance(place, str)}
-        return special.ArgumentPositions(positional, static, named)
-
-    def _dynamic_positions(self, args: Sequence[Any]) -> list[int]:
-        return [i for i in range(len(args)) if i not in self.static_positions]
-
-    def _take_apart(self, signature: inputs.SeparatedCall) -> inputs.SplitArguments:
-        return self.options.split_arguments(signature.args, signature.kwargs, self.path_of)
+    def positional(self, count: int) -> list[tuple[int, str]]:
+        """Returns (position, parameter name) of the first dynamic arguments."""
+        dynamic = (i for i in itertools.count() if i not in self.static_positions)
+        places = itertools.islice(dynamic, count)
+        return [(i, inputs.parameter_name(self.__wrapped__, i)) for i in places]
 
     def path_of(self, key: int | str) -> Path:
         """Returns an argument's path by name or position among dynamic ones."""
-        if isinstance(key, int):
-            dynamic = (i for i in itertools.count() if i not in self.static_positions)
-            key = next(itertools.islice(dynamic, key, None))
-        return inputs.argument_path(self.__wrapped__, key)
+        return (self.positional(key + 1)[-1][1] if isinstance(key, int) else key,)
 
-    def _separate_static(
+    def _take_apart(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> inputs.SeparatedCall:
-        if not (self.static_positions or self.static_names):
-            return inputs.SeparatedCall(tuple(args), dict(kwargs), ())
-        places = (self.static_positions, self.static_names)
-        return inputs.separate_static(self.__wrapped__, *places, args, kwargs)
+    ) -> tuple[inputs.SplitArguments, tuple[tuple[int | str, Static], ...]]:
+        """Returns the dynamic arguments, split, and (position or name, value) of static ones."""
+        found: list[tuple[int | str, Static]] = []
+        if not self._simple:
+            given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+            static = [
+                place for place in (*self.static_positions, *self.static_names) if place in given
+            ]
+            found = [(p, inputs.static_argument(given[p], self.__wrapped__, p)) for p in static]
+            args = [arg for i, arg in enumerate(args) if i not in static]
+            kwargs = {name: arg for name, arg in kwargs.items() if name not in static}
+        return self.options.split_arguments(args, kwargs, self.path_of), tuple(found)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
@@ -577,15 +556,12 @@ class Jit(PickledByName, Wrapper):
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
-        signature = self._separate_static(args, kwargs)
-        positions = self._positions(args, signature)
-        given = self._take_apart(signature)
+        given, static = self._take_apart(args, kwargs)
 
         def call(roots: Any, plain: Any, plain_named: Any) -> Any:
             dynamic, named = given.restore(plain, plain_named, roots)
-            return self.__wrapped__(
-                *positions.insert_static(dynamic), **named, **positions.static_named
-            )
+            dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
+            return self.__wrapped__(*dynamic, **named)
 
         return eval_shape(call, given.roots, list(given.plain), given.plain_named)
 

@@ -99,10 +99,9 @@ def report_trace(program: Any, earlier: Sequence[Any], signature: Any) -> None:
 def _named_types(program: Any, signature: Any) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     values, plain, named = signature
-    labels = [label for _, label in program.positions.positional]
     entries = [
         *zip(map(format_path, program.leaf_paths), values, strict=True),
-        *((f".{label}", item) for label, item in zip(labels, plain, strict=True)),
+        *((f".{n}", item) for n, item in zip(program.positions.labels, plain, strict=True)),
         *((f".{name}", item) for name, item in named.items()),
     ]
     return {
@@ -116,9 +115,7 @@ def _named_types(program: Any, signature: Any) -> dict[str, str]:
 def call_differences(old: Any, new: Any) -> list[str]:
     """Describes how the calls that two specializations are for differ, by path."""
     reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
-    static = list(
-        static_leaf_differences(old, new, [label for _, label in new.positions.positional])
-    )
+    static = list(static_leaf_differences(old, new, new.positions.labels))
     reasons += static
     if old.key[1:4] != new.key[1:4] and not static:
         reasons.append("the arguments have other containers, or objects stand elsewhere in them")

@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -24,7 +24,7 @@ from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import DonationError, PrefixError, StaticArgumentError
+from shardax._transforms.errors import DonationError, StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
@@ -123,7 +123,7 @@ class Specialization:
         key: Any,
         graph: engine.InputGraph,
         arguments: inputs.SplitArguments,
-        positions: ArgumentPositions,
+        positions: inputs.ArgumentPositions,
         names: Sequence[Path],
     ) -> None:
         self.function = function
@@ -285,9 +285,8 @@ class Specialization:
     def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
         args, kwargs = inputs.join_arguments(self, plain, named, objects)
-        return function(
-            *self.positions.insert_static(args), **kwargs, **self.positions.static_named
-        )
+        args, kwargs = self.positions.insert_static(args, kwargs)
+        return function(*args, **kwargs)
 
     def _find_donated(
         self, graph: engine.InputGraph, arguments: inputs.SplitArguments
@@ -322,16 +321,18 @@ class Specialization:
     ) -> Any:
         if self.options.in_shardings is None:
             return None
-        given = self.positions.per_argument(self.options.in_shardings, "in_shardings")
+        declared, labels = self.options.in_shardings, self.positions.labels
+        static = [place for place, _ in self.positions.static if isinstance(place, int)]
+        if not prefixes.is_one_entry(declared) and len(declared) == len(labels) + len(static):
+            declared = [entry for place, entry in enumerate(declared) if place not in static]
+        given = prefixes.per_argument(declared, labels, "in_shardings")
         args = [
             inputs.join_argument(t, p, arguments.roots, with_static=False)
             for t, p in zip(self.templates, arguments.plain, strict=True)
         ]
         entries: list[Any] = []
         plain: list[Any] = []
-        for (_, label), prefix, arg, template in zip(
-            self.positions.positional, given, args, self.templates, strict=True
-        ):
+        for label, prefix, arg, template in zip(labels, given, args, self.templates, strict=True):
             if isinstance(template, inputs.PlainTemplate):
                 prefixes.check_plain(prefix, arg, "in_shardings", (label,))
                 plain.append(prefix)
@@ -372,35 +373,3 @@ class Specialization:
             written.append(self.leaf_shardings[position] if entry is None else entry)
         fresh = [by_id.get(key) for key in effects.fresh_ids]
         effects.shardings = (arrays, written, fresh)
-
-
-class ArgumentPositions(NamedTuple):
-    """Where the dynamic and static arguments of a call stand."""
-
-    # (position in the user's signature, parameter name) of each dynamic positional argument.
-    positional: list[tuple[int, str]]
-    static: list[tuple[int, Any]]  # (position, value) of static positional arguments
-    static_named: dict[str, Any]  # static keyword arguments
-
-    def insert_static(self, args: list[Any]) -> list[Any]:
-        """Returns the user's positional arguments, static ones included."""
-        for position, value in self.static:
-            args.insert(position, value)
-        return args
-
-    def per_argument(self, prefix: Any, name: str) -> list[Any]:
-        """Returns one prefix per dynamic positional argument."""
-        count = len(self.positional)
-        if prefixes.is_one_entry(prefix):
-            return [prefix] * count
-        if len(prefix) == count:
-            return list(prefix)
-        static = [position for position, _ in self.static]
-        if static and len(prefix) == count + len(static):
-            return [entry for position, entry in enumerate(prefix) if position not in static]
-        labels = ", ".join(label for _, label in self.positional)
-        raise PrefixError(
-            f"{name} has {len(prefix)} entries, but the call has {count} non-static positional "
-            f"arguments ({labels}). Give one entry per argument; keyword arguments take the "
-            "sharding of what is passed."
-        )

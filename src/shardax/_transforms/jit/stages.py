@@ -103,6 +103,21 @@ def _result_view(program: Specialization, tree: Any) -> Any:
     return effects.result.treedef.unflatten(leaves)
 
 
+def _of_arguments(name: str, doc: str) -> Any:
+    """Makes a property of a stage: what JAX reports for each argument."""
+    return property(lambda stage: stage._view(getattr(stage._stage, name)), doc=doc)
+
+
+def _of_result(name: str, doc: str) -> Any:
+    """Makes a property of a stage: what JAX reports for the result."""
+
+    def view(stage: _Stage) -> Any:
+        source = stage._source
+        return _result_view(source.program, (*getattr(stage._stage, name)[:3], source.effects))
+
+    return property(view, doc=doc)
+
+
 class _Stage:
     """JAX's stage, with arguments and results arranged for the user."""
 
@@ -115,15 +130,9 @@ class _Stage:
             raise AttributeError(name)
         return getattr(self._stage, name)
 
-    @property
-    def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with JAX's ``ArgInfo`` for each array."""
-        return self._view(self._stage.args_info)
-
-    @property
-    def in_avals(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with an abstract value for each array."""
-        return self._view(self._stage.in_avals)
+    args_info = _of_arguments("args_info", "(args, kwargs) with ``ArgInfo`` for each array.")
+    in_avals = _of_arguments("in_avals", "(args, kwargs) with an abstract value for each array.")
+    out_info = _of_result("out_info", "The result with shape and dtype for each array.")
 
     @property
     def input_paths(self) -> dict[str, Path]:
@@ -144,11 +153,6 @@ class _Stage:
                 for rest, name in below.items():
                     found.setdefault(name, (*start, *rest))
         return found
-
-    @property
-    def out_info(self) -> Any:
-        """The result with shape and dtype for each array."""
-        return self._result(self._stage.out_info)
 
     @property
     def in_tree(self) -> Any:
@@ -185,13 +189,6 @@ class _Stage:
         args, kwargs = inputs.join_arguments(program, plain, named, states, with_static=False)
         return tuple(args), kwargs
 
-    def _result(self, tree: Any) -> Any:
-        return _result_view(self._source.program, (*tree[:3], self._effects))
-
-    @property
-    def _effects(self) -> engine.Effects:
-        return self._source.effects
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._source.jit!r}>"
 
@@ -206,10 +203,7 @@ class Traced(_Stage):
         ((3,), 1)
     """
 
-    @property
-    def out_avals(self) -> Any:
-        """The result with an abstract value for each array."""
-        return self._result(self._stage.out_avals)
+    out_avals = _of_result("out_avals", "The result with an abstract value for each array.")
 
     def lower(self, **options: Any) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
@@ -250,25 +244,10 @@ class Compiled(_Stage):
         ([0.0, 0.0], [1.0, 1.0])
     """
 
-    @property
-    def input_shardings(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with a sharding for each array."""
-        return self._view(self._stage.input_shardings)
-
-    @property
-    def output_shardings(self) -> Any:
-        """The result with a sharding for each array."""
-        return self._result(self._stage.output_shardings)
-
-    @property
-    def input_formats(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with layout and sharding of each array."""
-        return self._view(self._stage.input_formats)
-
-    @property
-    def output_formats(self) -> Any:
-        """The result with a format for each array."""
-        return self._result(self._stage.output_formats)
+    input_shardings = _of_arguments("input_shardings", "(args, kwargs) with a sharding each.")
+    output_shardings = _of_result("output_shardings", "The result with a sharding for each array.")
+    input_formats = _of_arguments("input_formats", "(args, kwargs) with layout and sharding each.")
+    output_formats = _of_result("output_formats", "The result with a format for each array.")
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """The same as calling it."""
@@ -288,11 +267,9 @@ class Compiled(_Stage):
         """
         jit, program = self._source.jit, self._source.program
         arguments = program.options.split_arguments(args, kwargs, jit.path_of)
-        labels = [label for _, label in program.positions.positional]
-        given = len(arguments.templates)
-        named = [*labels, *(f"args[{i}]" for i in range(len(labels), given))][:given]
+        named = [label for _, label in jit.positional(len(args))]
         graph, names = jit.input_graph(arguments, named)
-        self._check(arguments, graph, names, labels)
+        self._check(arguments, graph, names, program.positions.labels)
         full = program.pack(graph.values(), arguments)
         try:
             outputs = engine.LiftedOutputs(*self._stage(*full))

@@ -252,31 +252,28 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
         ) from error
 
 
-class SeparatedCall(NamedTuple):
-    """A call, sorted into what is passed and what identifies it."""
+class ArgumentPositions(NamedTuple):
+    """Where the arguments of a call stand in the signature of its function."""
 
-    args: tuple[Any, ...]  # positional arguments that are not static
-    kwargs: dict[str, Any]  # keyword arguments that are not static
-    static: tuple[tuple[Any, Static], ...]  # (position or name, value) of each static argument
+    # (position, parameter name) of each dynamic positional argument.
+    positional: list[tuple[int, str]]
+    static: tuple[tuple[Any, Static], ...]  # (position or name, value) of each static one
 
+    @property
+    def labels(self) -> list[str]:
+        """Parameter names of the dynamic positional arguments."""
+        return [label for _, label in self.positional]
 
-def separate_static(
-    function: Any,
-    positions: Sequence[int],
-    names: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> SeparatedCall:
-    """Sorts the arguments of a call."""
-    static: list[tuple[Any, Static]] = [
-        (i, static_argument(args[i], function, i)) for i in positions if i < len(args)
-    ]
-    static += [
-        (name, static_argument(kwargs[name], function, name)) for name in names if name in kwargs
-    ]
-    dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
-    named = {name: arg for name, arg in kwargs.items() if name not in names}
-    return SeparatedCall(dynamic, named, tuple(static))
+    def insert_static(
+        self, args: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the user's arguments, static ones included."""
+        for place, item in self.static:
+            if isinstance(place, int):
+                args.insert(place, item.value)
+            else:
+                kwargs[place] = item.value
+        return args, kwargs
 
 
 def check_static(
@@ -359,7 +356,7 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
     return [plain_path(keys) for keys, _ in pairs]
 
 
-def join_argument(template: Any, plain: Any, roots: Sequence[Any], with_static: bool = True) -> Any:
+def join_argument(template: Any, plain: Any, roots: Any, with_static: bool = True) -> Any:
     """The inverse of ``split_argument``, with other roots."""
     if type(template) is PlainTemplate:
         return plain
@@ -529,8 +526,10 @@ def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
     return names
 
 
-def plain_paths(template: TreeTemplate) -> list[Path]:
-    """Returns the paths of the arrays beside an argument's objects."""
+def plain_paths(template: Any, plain: Any = None) -> Sequence[Path]:
+    """Returns the paths of an argument's arrays, beside objects and static values."""
+    if not isinstance(template, TreeTemplate):
+        return leaf_paths(jax.tree.structure(plain))
     others = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in others]

@@ -688,13 +688,8 @@ def check_operands(
     positional = zip(call.labels, arguments.templates, arguments.plain, strict=True)
     named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)
     for label, template, plain in (*positional, *named):
-        leaves, treedef = jax.tree.flatten(plain)
-        paths = (
-            inputs.plain_paths(template)
-            if isinstance(template, inputs.TreeTemplate)
-            else inputs.leaf_paths(treedef)
-        )
-        for path, leaf in zip(paths, leaves, strict=True):
+        paths = inputs.plain_paths(template, plain)
+        for path, leaf in zip(paths, jax.tree.leaves(plain), strict=True):
             if (
                 isinstance(leaf, ARRAY_OR_NUMBER)
                 or hasattr(leaf, "dtype")

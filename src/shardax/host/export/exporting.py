@@ -3,28 +3,30 @@
 
 The program is exported by ``jax.export`` as a pure function of lists of arrays: the state (the
 values of Variables, and constants, arrays that it uses without their being a Variable's) and what a
-caller passes, to the arrays of the result and the new values of what it writes. So one program
-serves any weights, and whoever loaded it can store a call's new state.
+caller passes, to the arrays of the result and the new values of what it writes. What cannot do
+without the process that made it, or changes structure, is an error here.
 
-An exported program is without the process that made it: no callbacks, no change of structure, no
-Modules in its result, and the state keeps shapes and dtypes. Whatever breaks this is an error here.
-
-A *dynamic dimension* has a name in place of a size. The program is traced once for all sizes, so
-whatever needs the number itself (a Python loop over it, an ``if`` about it) is an error of JAX.
-*Constraints* (``"seq <= 512"``, ``"batch = 8*rows"``) say what JAX may count on.
+A *dynamic dimension* has a name in place of a size. *Constraints* (``"seq <= 512"``) say what JAX
+may count on.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import json
+import os
 import pathlib
 import re
+import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardax._core._jax import jaxpr_as_fun, user_line
@@ -39,8 +41,8 @@ from shardax._transforms.jit.jit import BoundJit, Jit, jit
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as lift
 from shardax._transforms.lift.engine import Effects, InputGraph
-from shardax.host.errors import ExportError
-from shardax.host.export import artifact, signature
+from shardax.host.errors import ArtifactExistsError, ExportError
+from shardax.host.export import signature
 from shardax.host.export.signature import ArrayForm, StateEntry
 from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import resolve_mesh
@@ -73,7 +75,7 @@ def export(
             Layouts are those of its arrays; shardings that were declared to ``jit`` are not kept.
         *args: Arguments to trace it for: arrays or ``jax.ShapeDtypeStruct``, in tuples, lists and
             dicts. Callers of the loaded function pass these; arguments without arrays (Modules,
-            static arguments of a compiled function, None) belong to the artifact.
+            static arguments of a compiled function, None) belong to the signature.
         to: The folder to write, which must not exist. It appears when it is complete.
         dynamic: Dimensions whose size stays open: ``{"batch": 0}`` is dimension 0 of every array
             that is passed, ``{"batch": {"x": 0, "mask": 1}}`` says it by parameter name.
@@ -104,12 +106,12 @@ def export(
         >>> bool((loaded(jnp.ones((5, 2))) == layer(jnp.ones((5, 2)))).all())
         True
     """
-    artifact.require_extras()
+    signature.require_extras()
     if not is_eager():
         raise ExportError(
             "Cannot export while a transform is tracing: the state has no numbers. Export outside."
         )
-    place = artifact.free_place(to)
+    place = free_place(to)
     compiled, given = (function if isinstance(function, Jit) else jit(function)), args
     if isinstance(function, BoundJit):
         compiled, given = function.__func__, (function.__self__, *args)
@@ -136,17 +138,17 @@ def export(
         vjp_order=vjp_order,
         constraints=tuple(constraints),
     )
-    with artifact.written_at(place) as folder:
-        (folder / artifact.PROGRAM).write_bytes(exported.serialize(vjp_order=vjp_order))
+    with written_at(place) as folder:
+        (folder / signature.PROGRAM).write_bytes(exported.serialize(vjp_order=vjp_order))
         words = map(signature.to_words, program.values)
         names = [entry.path for entry in program.state]
-        artifact.write_weights(folder / artifact.WEIGHTS, dict(zip(names, words, strict=True)))
+        write_weights(folder / signature.WEIGHTS, dict(zip(names, words, strict=True)))
         entries = {
             "signature": described.as_json(),
             "jax": jax.__version__,
             "calling_convention": exported.calling_convention_version,
         }
-        artifact.write_signature(folder, entries)
+        write_signature(folder, entries)
     return place
 
 
@@ -301,6 +303,103 @@ def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
     return None if any(e is not None and type(s) is not int for s, e in split) else sharding
 
 
+# --- writing ---
+
+
+def free_place(path: Any) -> pathlib.Path:
+    """Return the absolute path of an artifact that is to be written."""
+    place = pathlib.Path(os.path.abspath(path))
+    if place.exists():
+        raise ArtifactExistsError(
+            f"There already is something at {place}. An artifact never overwrites another; choose "
+            "another path or remove that one first."
+        )
+    return place
+
+
+@contextlib.contextmanager
+def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Write a folder under a temporary name, and rename it when complete."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}.tmp")
+    draft.mkdir()
+    try:
+        yield draft
+        for item in (*draft.iterdir(), draft):
+            _to_disk(item)
+        free_place(place)  # somebody may have been faster
+        draft.rename(place)
+        _to_disk(place.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """Flush a file or folder, so that no rename overtakes it."""
+    with contextlib.suppress(OSError):  # some file systems cannot do it for folders
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
+    """Write the signature of a folder whose other files are complete."""
+    names = sorted(item.name for item in folder.iterdir() if item.name != signature.SIGNATURE)
+    whole = {
+        "format": signature.FORMAT,
+        "version": signature.VERSION,
+        **entries,
+        "checksums": {name: signature.checksum(folder / name) for name in names},
+    }
+    whole["checksum"] = signature.own_checksum(whole)
+    (folder / signature.SIGNATURE).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays by name, as safetensors."""
+    from safetensors import TensorSpec, serialize_file
+
+    foreign = [
+        name for name, array in arrays.items() if not getattr(array, "is_fully_addressable", True)
+    ]
+    if foreign:
+        raise ExportError(
+            f"Other processes hold parts of {', '.join(foreign[:4])}. Export from one process that "
+            "holds all: restore a checkpoint there."
+        )
+    held = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    plain = {name: _as_numbers(array) for name, array in held.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=array.dtype.name,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in plain.items()
+    }
+    serialize_file(specs, path)
+    path.chmod(0o666 & path.parent.stat().st_mode)  # that of other new files; it is made private
+
+
+def _as_numbers(array: np.ndarray) -> np.ndarray:
+    """View dtypes that safetensors lacks as bytes."""
+    if array.dtype.name in _TAKEN:
+        return array
+    return np.frombuffer(array.tobytes(), np.uint8).reshape(*array.shape, array.dtype.itemsize)
+
+
+_TAKEN = frozenset(
+    [
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64"),
+    ]
+)
+"""Dtypes that are written as they are; of the rest, the bytes."""
+
+
 # --- the function of lists of arrays ---
 
 
@@ -311,7 +410,7 @@ class FlatProgram:
         check_random_state(jit.prepare(args, kwargs)[1])
         traced = jit.trace(*args, **kwargs)
         plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
-        effects = traced._effects
+        effects = traced._source.effects
         check_effects(effects, plan.graphdef)
         self._jaxpr = check_program(traced.jaxpr)
         self._leaves = arguments.plain_leaves()[0]
@@ -393,8 +492,8 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
 def _inputs(
     plan: Specialization, arguments: lift.SplitArguments
 ) -> Iterator[signature.ExportedInput]:
-    """Describe what callers pass; an argument without arrays belongs to the artifact."""
-    labels = [label for _, label in plan.positions.positional]
+    """Describe what callers pass; an argument without arrays belongs to the signature."""
+    labels = plan.positions.labels
     given = [
         *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
         *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
@@ -425,8 +524,11 @@ def _entries(
             check_form_is_kept(path, value, after[position])
         for keys, array in jax.tree_util.tree_leaves_with_path(value):
             text = format_path(path) + jax.tree_util.keystr(keys)
+            axes = leaf.axes and tuple(
+                n if isinstance(n, str | None) else repr(n) for n in leaf.axes
+            )
             kind = type(leaf).__name__
-            yield StateEntry(text, ArrayForm.of(array), kind, leaf.axes, position in after)
+            yield StateEntry(text, ArrayForm.of(array), kind, axes, position in after)
 
 
 def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of exported functions as Modules that hold their state.
 
-A program maps lists of *words* (``host.export.signature``) to lists of words and has no state. It
-is compiled here, or becomes part of a larger program that is being traced.
+A program maps lists of *words* (``host.export.signature``) to lists of words and has no state.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,6 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import MeshError
 from shardax._transforms.jit.jit import jit
 from shardax.host import errors
-from shardax.host.export import artifact
 from shardax.host.export import signature as signatures
 from shardax.host.export.signature import ArrayForm, Signature
 
@@ -167,24 +168,82 @@ def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedF
         >>> loaded(jnp.arange(3.0), by=2.0).tolist()
         [0.0, 2.0, 4.0]
     """
-    artifact.require_extras()
-    folder, entries = artifact.read_signature(path, verify)
+    signatures.require_extras()
+    folder, entries = read_signature(path, verify)
     try:
         signature = Signature.from_json(entries["signature"])
     except (KeyError, TypeError, ValueError) as error:
         raise errors.ArtifactDamagedError(
-            f"{folder / artifact.SIGNATURE} cannot be read ({error!r}). Export the function anew."
+            f"{folder / signatures.SIGNATURE} cannot be read ({error!r}). Export the function anew."
         ) from error
     exported = _program(folder, entries)
     devices = _devices(signature, mesh, str(folder))
     program = LoadedProgram(exported, signature, _mesh(signature, devices, mesh))
-    weights = artifact.Weights(folder / artifact.WEIGHTS)
+    weights = Weights(folder / signatures.WEIGHTS)
     variables: dict[str, Variable[Any]] = {}
     for entry in signature.state:
         words = weights.read(entry.path, entry.form.words(), program.place_of(entry.form))
         value = signatures.from_words(words, entry.form)
         variables[entry.path] = _type_of(entry.type)(value, axes=entry.axes)
     return LoadedFunction(program, variables)
+
+
+def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any]]:
+    """Read the signature of an artifact and checks its files."""
+    place = pathlib.Path(os.path.abspath(path))
+    file = place / signatures.SIGNATURE
+    if not file.is_file():
+        there = "no artifact (a folder with signature.json)" if place.exists() else "nothing"
+        raise errors.ArtifactNotFoundError(f"There is {there} at {place}.")
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        found = entries["format"], entries["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(file, f"cannot be read ({error!r})") from error
+    if found != (signatures.FORMAT, signatures.VERSION):
+        raise errors.ArtifactVersionError(
+            f"{place} has the format {found[0]!r}, version {found[1]!r}; this shardax reads "
+            f"{signatures.FORMAT!r}, version {signatures.VERSION}. Load it with the version that "
+            "wrote it, or export the function anew."
+        )
+    if entries.get("checksum") != signatures.own_checksum(entries):
+        raise _damaged(file, "was changed after it was written")
+    for name, wanted in entries["checksums"].items():
+        if not (place / name).is_file():
+            raise _damaged(place / name, "is missing")
+        if verify and signatures.checksum(place / name) != wanted:
+            raise _damaged(place / name, "is not what was written (its checksum differs)")
+    return place, entries
+
+
+def _damaged(file: pathlib.Path, what: str) -> errors.ArtifactDamagedError:
+    return errors.ArtifactDamagedError(
+        f"{file} {what}. Copy the artifact again from where it was written, or export the "
+        "function anew; an artifact is not meant to be edited."
+    )
+
+
+class Weights:
+    """The arrays of an artifact, read as they are asked for."""
+
+    def __init__(self, file: pathlib.Path) -> None:
+        self._data = np.memmap(file, np.uint8, mode="r")
+        size = int(self._data[:8].view("<u8")[0])
+        self._start = 8 + size
+        self._header: dict[str, Any] = json.loads(self._data[8 : self._start].tobytes())
+
+    def read(self, name: str, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+        """Return an array; over a mesh, each device reads its part only."""
+        begin, end = self._header[name]["data_offsets"]
+        raw = self._data[self._start + begin : self._start + end]
+        array = raw.view(form.dtype).reshape(form.shape)
+        if sharding is None:
+            return jax.numpy.array(array)
+
+        def part(index: Any) -> np.ndarray:
+            return np.array(array[index])
+
+        return jax.make_array_from_callback(form.shape, sharding, part)
 
 
 def _program(folder: Any, entries: Any) -> Any:
@@ -200,7 +259,7 @@ def _program(folder: Any, entries: Any) -> Any:
             f"{highest}. {advice}"
         )
     try:
-        return jax.export.deserialize(bytearray((folder / artifact.PROGRAM).read_bytes()))
+        return jax.export.deserialize(bytearray((folder / signatures.PROGRAM).read_bytes()))
     except Exception as error:
         raise errors.ArtifactVersionError(
             f"JAX {jax.__version__} cannot read the program in {folder}, which JAX "

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures of exported functions, as JSON.
+"""Artifacts on disk: folders with a signature, a program and arrays.
 
-A signature lists the inputs (what a caller passes), the form of the result, and the state: the
-arrays that the function holds, by path, and which of them a call writes. With the program and the
-arrays it is all that is needed to call the function; none of it is Python code.
+| file | what it is |
+| --- | --- |
+| `signature.json` | inputs, result and state by path, versions, checksums of the other files |
+| `program.bin` | the program: StableHLO, as `jax.export` serializes it |
+| `weights.safetensors` | the arrays that the function holds, by path |
 
 Random keys are *words* to everything outside of JAX: the numbers they are made of, ``uint32`` with
-one dimension more. Files and exported programs have words; whoever calls has keys.
-
-Pytrees are containers with the number of each leaf in its place. Only tuples, lists, dicts with
-``str`` or ``int`` keys, and None are written, so that reading needs neither pickle nor the classes
-of whoever wrote it.
+one dimension more. Pytrees are containers with the number of each leaf in its place. Only tuples,
+lists, dicts with ``str`` or ``int`` keys, and None are written, so that reading needs neither
+pickle nor the classes of whoever wrote it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +31,38 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import leaf_paths
 from shardax.host.errors import ArtifactCallError, ExportError
+
+FORMAT = "shardax artifact"
+VERSION = 1
+"""Version of the folder; a reader refuses those that it does not know."""
+
+SIGNATURE = "signature.json"
+PROGRAM = "program.bin"
+WEIGHTS = "weights.safetensors"
+
+
+def require_extras() -> None:
+    """Raise if a library for artifacts is missing."""
+    try:
+        import flatbuffers  # noqa: F401 (jax.export serializes with it)
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"Artifacts need {error.name}, which is not installed: pip install 'shardax[export]'"
+        ) from error
+
+
+def checksum(file: pathlib.Path) -> str:
+    """Return the SHA-256 of a file, as text."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def own_checksum(entries: Mapping[str, Any]) -> str:
+    """Return the checksum of a signature's other entries."""
+    rest = {key: value for key, value in entries.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
 
 # --- arrays ---
 
@@ -47,22 +82,6 @@ class ArrayForm(NamedTuple):
         if holds_keys(value):
             return cls(shape, str(value.dtype), _key_impl(value), _spec_of(value))
         return cls(shape, str(jnp.result_type(value)), None, _spec_of(value))
-
-    @classmethod
-    def from_json(cls, entry: Any) -> ArrayForm:
-        """Return the form that ``as_json`` wrote."""
-        spec = entry.get("spec")
-        spec = None if spec is None else tuple(tuple(e) if type(e) is list else e for e in spec)
-        return cls(tuple(entry["shape"]), entry["dtype"], entry.get("key"), spec)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the form as JSON values."""
-        entry: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
-        if self.key is not None:
-            entry["key"] = self.key
-        if self.spec is not None:
-            entry["spec"] = [list(e) if isinstance(e, tuple) else e for e in self.spec]
-        return entry
 
     @property
     def is_wide(self) -> bool:
@@ -84,7 +103,7 @@ class ArrayForm(NamedTuple):
             entries = (*entries, *(None,) * (len(self.shape) - len(entries)), None)
         return NamedSharding(mesh, PartitionSpec(*entries))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
@@ -210,7 +229,7 @@ class MeshForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What an artifact says of its function; see the module's text.
+    """What an artifact says of its function.
 
     Attributes:
         name: The function's name.
@@ -247,46 +266,21 @@ class Signature:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the signature as JSON values."""
-        return {
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-            "inputs": [
-                {**item._asdict(), "forms": [form.as_json() for form in item.forms]}
-                for item in self.inputs
-            ],
-            "output_forms": [form.as_json() for form in self.output_forms],
-            "state": [
-                {**entry._asdict(), "form": entry.form.as_json(), "axes": _axes(entry.axes)}
-                for entry in self.state
-            ],
-            "mesh": None if self.mesh is None else self.mesh._asdict(),
-        }
+        return _to_plain({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Signature:
         """Returns the signature that ``as_json`` wrote."""
-        inputs = (
-            ExportedInput(**{**item, "forms": _forms(item["forms"])}) for item in entry["inputs"]
-        )
-        state = (
-            StateEntry(
-                **{
-                    **item,
-                    "form": ArrayForm.from_json(item["form"]),
-                    "axes": None if item["axes"] is None else tuple(item["axes"]),
-                }
-            )
-            for item in entry["state"]
-        )
-        read = {
+        read = _with_tuples(entry)
+        inputs = (ExportedInput(**{**i, "forms": _forms(i["forms"])}) for i in read["inputs"])
+        state = (StateEntry(**{**e, "form": ArrayForm(**e["form"])}) for e in read["state"])
+        records = {
             "inputs": tuple(inputs),
-            "output_forms": _forms(entry["output_forms"]),
+            "output_forms": _forms(read["output_forms"]),
             "state": tuple(state),
-            "mesh": entry["mesh"]
-            and MeshForm(*(tuple(entry["mesh"][k]) for k in MeshForm._fields)),
-            "platforms": tuple(entry["platforms"]),
-            "constraints": tuple(entry["constraints"]),
+            "mesh": read["mesh"] and MeshForm(**read["mesh"]),
         }
-        return cls(**{**entry, **read})
+        return cls(**{**read, **records})
 
     def __str__(self) -> str:
         inputs = ", ".join(map(str, self.inputs))
@@ -380,26 +374,27 @@ class Signature:
         return ArtifactCallError(f"{what} The artifact takes {self}. Nothing was run.")
 
 
-def _axes(axes: Any) -> Any:
-    if axes is None:
-        return None
-    return [name if name is None or isinstance(name, str) else repr(name) for name in axes]
+def _to_plain(value: Any) -> Any:
+    """Return records and tuples as JSON values."""
+    if hasattr(value, "_asdict"):  # defaults, which are None, are left out
+        defaults = value._field_defaults
+        value = {k: v for k, v in value._asdict().items() if k not in defaults or v is not None}
+    if isinstance(value, dict):
+        return {key: _to_plain(item) for key, item in value.items()}
+    return list(map(_to_plain, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return JSON values with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _forms(entries: Sequence[Any]) -> tuple[ArrayForm, ...]:
-    return tuple(map(ArrayForm.from_json, entries))
+    return tuple(ArrayForm(**entry) for entry in entries)
 
 
 def shown_tree(tree: Any, forms: Sequence[ArrayForm]) -> str:
     """Return a pytree of arrays as text: ``{'a': float32[3]}``."""
-    shown = jax.tree.map(lambda i: _Verbatim(str(forms[i])), from_json(tree))
-    return repr(shown)
-
-
-class _Verbatim(str):
-    """Text whose ``repr`` is itself."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    return repr(structure(tree).unflatten(forms))

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a checkpoint, and their checksums.
+
+A checkpoint is a directory with the folder ``arrays``, which orbax-checkpoint writes (every process
+the shards that it holds), and ``description.json``, which is written last. The description lists
+size and SHA-256 of every file in ``arrays`` and ends in the SHA-256 of its own bytes, so a change
+in any of them is noticed. The directory has a temporary name until it is complete, so a process
+that dies on the way leaves nothing under the final name. (Object stores cannot rename: there a
+checkpoint is complete once it has its description.)
+
+This is the only file that knows orbax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import hashlib
+import json
+import logging
+import math
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax.train import errors
+from shardax.train.checkpoint_format import FORMAT_VERSION, StoredArray
+
+DESCRIPTION = "description.json"
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
+DELETED = ".deleted"  # at the end of the name of one that is being removed
+DAMAGED = ".damaged"  # at the end of the name of one that was set aside
+_FIRST_DESCRIPTION = ("description", "metadata")  # of format version 1
+_DIGEST = ',"sha256":"{}"}}\n'  # the end of a description
+_DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
+
+
+def as_path(path: Any) -> Any:
+    """Returns an absolute path, also of ``gs://`` and the like."""
+    if "://" in str(path):
+        from etils import epath  # comes with orbax
+
+        return epath.Path(path)
+    return pathlib.Path(os.path.abspath(path))
+
+
+def is_complete(path: Any) -> bool:
+    """Whether a directory is a checkpoint of shardax whose writing was finished."""
+    if TEMPORARY in path.name or path.name.endswith((DELETED, DAMAGED)):
+        return False
+    return (path / DESCRIPTION).exists() or path.joinpath(*_FIRST_DESCRIPTION).exists()
+
+
+# --- Writing ---
+
+
+class Writer:
+    """Writes checkpoints in the background, one at a time."""
+
+    def __init__(self) -> None:
+        self._orbax: Any = None
+        self._thread = ThreadPoolExecutor(1, "shardax-checkpoint")
+        self._pending: Future[None] | None = None
+        _silence_orbax()
+
+    def start(self, path: Any, arrays: Mapping[str, Any], description: Mapping[str, Any]) -> None:
+        """Starts writing a checkpoint; returns when its arrays are copied."""
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        if path.exists():
+            raise errors.CheckpointExistsError(
+                f"There already is something at {path}. A checkpoint never overwrites another; "
+                "choose another path or remove that one first."
+            )
+        is_local = isinstance(path, pathlib.Path)
+        draft = path.with_name(path.name + TEMPORARY) if is_local else path
+        _drafts.add(str(draft))
+        identity = None
+        if jax.process_index() == 0:
+            remove_tree(draft)
+            draft.mkdir(parents=True)
+            identity = draft.stat() if is_local else None
+        _meet("checkpoint begins")
+        if self._orbax is None:
+            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        try:
+            if arrays:
+                self._orbax.save(draft / "arrays", args=ocp.args.PyTreeSave(dict(arrays)))
+        except BaseException:
+            remove_tree(draft)
+            raise
+        self._pending = self._thread.submit(self._complete, draft, identity, path, description)
+
+    def _complete(
+        self, draft: Any, identity: Any, path: Any, description: Mapping[str, Any]
+    ) -> None:
+        problem = ""
+        try:
+            self._orbax.wait_until_finished()
+            # orbax makes a directory again that was moved away while it wrote.
+            if identity is not None and not os.path.samestat(identity, draft.stat()):
+                raise FileNotFoundError(f"{path.parent} was removed or moved")
+            if jax.process_index() == 0:
+                (draft / DESCRIPTION).write_bytes(_sealed(description, _files_below(draft)))
+                if draft != path:
+                    draft.rename(path)
+        except Exception as error:  # noqa: BLE001 (raised again, by ``wait``)
+            problem = one_line(error)
+        if problem:
+            remove_tree(draft)  # what is half written would only fill the disk
+            self._forget_orbax()
+            raise errors.CheckpointWriteError(problem)
+        _drafts.discard(str(draft))
+
+    def _forget_orbax(self) -> None:
+        """Frees what orbax keeps of a failed write."""
+        failed, self._orbax = self._orbax, None
+        with contextlib.suppress(Exception):
+            failed.close()
+        del failed
+        gc.collect()
+
+    def wait(self) -> None:
+        """Waits until what was started is complete, or raises CheckpointWriteError."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+            _meet("checkpoint ends")
+
+    def close(self) -> None:
+        """Frees the threads."""
+        self._thread.shutdown()
+        if self._orbax is not None:
+            self._orbax.close()
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the kind and the text of an error."""
+    line = str(error).partition("\n")[0].partition(" [source locations=")[0]
+    return f"{type(error).__name__}: {line[:600]}"
+
+
+_drafts: set[str] = set()  # being written, or failed
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Keeps out of logs and stderr what ``Writer.wait`` raises."""
+    # orbax and asyncio log a failed write, too, with tracebacks; what was still being written finds
+    # its event loop closed, in threads where no one can catch it.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        is_ours = "orbax" in getattr(code, "co_filename", "")
+        if not (_drafts and (is_ours or str(unraisable.exc_value) == "Event loop is closed")):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a log record is not about a write that failed."""
+    if record.levelno < logging.ERROR:
+        return True
+    text = record.getMessage() + (str(record.exc_info[1]) if record.exc_info else "")
+    return not any(draft in text for draft in _drafts)
+
+
+def _meet(name: str) -> None:
+    """Waits for the other processes."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def _files_below(path: Any) -> dict[str, dict[str, Any]]:
+    """Returns size and digest of all files below a directory."""
+    files = sorted(item for item in path.rglob("*") if item.is_file())
+    with ThreadPoolExecutor() as threads:
+        digests = list(threads.map(_digest_of, files))
+    return {
+        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
+        for file, digest in zip(files, digests, strict=True)
+    }
+
+
+def _digest_of(file: Any) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while part := opened.read(1 << 22):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _sealed(description: Mapping[str, Any], files: Mapping[str, Any]) -> bytes:
+    """Returns a description as text, with its own digest at the end."""
+    text = json.dumps({**description, "files": files}, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return (text[:-1] + _DIGEST.format(digest)).encode()
+
+
+# --- Reading ---
+
+
+def read_description(path: Any) -> dict[str, Any]:
+    """Reads and checks the description of a checkpoint, not its arrays."""
+    if not is_complete(path):
+        if path.is_dir() and (path / "arrays").is_dir():
+            raise _damaged(path, [f"{DESCRIPTION} is missing"])
+        what = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
+        raise errors.CheckpointNotFoundError(f"{what} at {path}.{_near_checkpoints(path)}")
+    file = path / DESCRIPTION
+    if not file.exists():
+        file = path.joinpath(*_FIRST_DESCRIPTION)
+    found = _parsed(file.read_bytes(), is_sealed=file.name == DESCRIPTION)
+    if found is None:
+        name = file.relative_to(path).as_posix()
+        raise _damaged(path, [f"{name} has not the bytes that were written"])
+    version = found.get("version")
+    if found.get("format") != "shardax" or version not in (1, FORMAT_VERSION):
+        raise errors.CheckpointValueError(
+            f"The checkpoint {path} is {found.get('format')!r} version {version!r}, but this "
+            f"shardax reads 'shardax' versions 1 to {FORMAT_VERSION}. Read it with the version "
+            "that wrote it."
+        )
+    step = found.get("step")
+    if step is not None and path.name.isdecimal() and int(path.name) != step:
+        text = f"{file.name} is of step {step}, so the folder was copied or renamed"
+        raise _damaged(path, [text])
+    return found
+
+
+def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
+    """Returns a description, or None if its bytes are not right."""
+    if is_sealed:
+        text = content[:-_DIGEST_LENGTH] + b"}"
+        if content != text[:-1] + _DIGEST.format(hashlib.sha256(text).hexdigest()).encode():
+            return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def verify(path: Any, *, sizes_only: bool = False) -> dict[str, Any]:
+    """Reads the description and checks all files, or raises CheckpointDamagedError."""
+    description = read_description(path)
+    recorded: Mapping[str, Any] = description.get("files", {})
+    with ThreadPoolExecutor() as threads:
+        check = threads.map(
+            lambda item: _problem_of(path, *item, sizes_only=sizes_only), recorded.items()
+        )
+        if problems := [problem for problem in check if problem]:
+            raise _damaged(path, problems)
+    return description
+
+
+def _problem_of(path: Any, name: str, recorded: Mapping[str, Any], sizes_only: bool) -> str:
+    try:
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size is None:
+            return f"{name} is missing"
+        if size != recorded["bytes"]:
+            return f"{name} has {size:,} bytes, of {recorded['bytes']:,} that were written"
+        if not sizes_only and _digest_of(path / name) != recorded["sha256"]:
+            return f"{name} has not the bytes that were written"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return ""
+
+
+def _damaged(path: Any, problems: Sequence[str]) -> errors.CheckpointDamagedError:
+    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+    shown = "; ".join(problems[:4]) + more
+    return errors.CheckpointDamagedError(
+        f"The checkpoint {path} is damaged: {shown}. Nothing was changed. Restore another "
+        f"one.{_near_checkpoints(path)}",
+        shown,
+    )
+
+
+def _near_checkpoints(path: Any) -> str:
+    """Names checkpoints in a folder or next to it."""
+    for folder in (path, path.parent):
+        if folder.is_dir():
+            items = sorted(folder.iterdir())
+            found = [str(item) for item in items if item != path and is_complete(item)]
+            if found:
+                return f" Checkpoints nearby: {', '.join(found[-5:])}."
+    return ""
+
+
+def read_arrays(
+    path: Any, stored: Sequence[StoredArray], dtypes: Sequence[Any], shardings: Sequence[Any]
+) -> list[jax.Array]:
+    """Reads arrays, each process only what its devices hold."""
+    # A sharding of None is the default device, uncommitted. Dtypes of random keys are ignored.
+    import orbax.checkpoint as ocp
+
+    wanted: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for array, dtype, sharding in zip(stored, dtypes, shardings, strict=True):
+        if math.prod(array.shape) == 0:
+            continue  # an array of no elements is its description
+        wanted[array.path] = 0
+        numbers = np.dtype(np.uint32) if array.key is not None else dtype
+        options[array.path] = (
+            ocp.RestoreArgs(restore_type=np.ndarray, dtype=numbers)
+            if sharding is None
+            else ocp.ArrayRestoreArgs(sharding=_sharding_of_data(array, sharding), dtype=numbers)
+        )
+    found: Mapping[str, Any] = {}
+    if wanted:
+        arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            found = checkpointer.restore(path / "arrays", args=arguments)
+    return [
+        _as_array(array, found.get(array.path), dtype, sharding)
+        for array, dtype, sharding in zip(stored, dtypes, shardings, strict=True)
+    ]
+
+
+def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
+    """Returns the sharding of stored numbers."""
+    # Random keys are stored with one dimension more.
+    if array.key is None or not isinstance(sharding, NamedSharding):
+        return sharding
+    entries = (*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec)))
+    spec = PartitionSpec(*entries, None)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> jax.Array:
+    """Returns the array of what was read; None has no elements."""
+    if numbers is None and stored.key is None:
+        return jax.device_put(jnp.zeros(stored.shape, dtype), sharding)
+    if stored.key is None:
+        return jnp.asarray(numbers)
+    if numbers is None:
+        words = jax.random.key_data(jax.random.key(0, impl=stored.key)).shape
+        numbers = jnp.zeros((*stored.shape, *words), jnp.uint32)
+    keys = jax.random.wrap_key_data(jnp.asarray(numbers), impl=stored.key)
+    return keys if sharding is None else jax.device_put(keys, sharding)
+
+
+# --- Removing ---
+
+
+def remove(path: Any) -> None:
+    """Removes a checkpoint."""
+    # Renamed first: a process killed on the way leaves no half of it.
+    remove_tree(_renamed(path, DELETED))
+
+
+def set_aside(path: Any) -> Any:
+    """Renames a damaged checkpoint; returns its new place."""
+    return _renamed(path, DAMAGED)
+
+
+def _renamed(path: Any, ending: str) -> Any:
+    place = path.with_name(path.name + ending)
+    count = 1
+    while place.exists():
+        count += 1
+        place = path.with_name(f"{path.name}.{count}{ending}")
+    path.rename(place)
+    return place
+
+
+def remove_leftovers(directory: Any) -> None:
+    """Removes what killed processes left half written or half removed."""
+    if not directory.is_dir():
+        return
+    for item in directory.iterdir():
+        if TEMPORARY in item.name or item.name.endswith(DELETED):
+            remove_tree(item)
+
+
+def remove_tree(path: Any) -> None:
+    """Removes a directory and everything in it, if it is there."""
+    if isinstance(path, pathlib.Path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.rmtree(missing_ok=True)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Params and Modules inside classes that are registered with JAX, held by a Module."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.core import FrozenDict
+
+import shardax as sx
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    a: Any
+    b: Any
+    kind: str = dataclasses.field(default="pair", metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenPair:
+    a: Any
+    b: Any
+
+
+@flax.struct.dataclass
+class FlaxPair:
+    a: Any
+    b: Any
+    kind: str = flax.struct.field(pytree_node=False, default="pair")
+
+
+class Tuple(NamedTuple):
+    a: Any
+    b: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed:
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+    def tree_flatten_with_keys(self) -> Any:
+        key = jax.tree_util.GetAttrKey
+        return ((key("a"), self.a), (key("b"), self.b)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Keyed:
+        return cls(*children)
+
+
+class Plain:
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+
+jax.tree_util.register_pytree_node(
+    Plain, lambda plain: ((plain.a, plain.b), None), lambda _, children: Plain(*children)
+)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    rate: float
+
+
+KINDS: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, Any]]] = {
+    "dataclass": (Pair, ("a", "b")),
+    "frozen dataclass": (FrozenPair, ("a", "b")),
+    "flax.struct": (FlaxPair, ("a", "b")),
+    "with keys": (Keyed, ("a", "b")),
+    "without keys": (Plain, (0, 1)),
+    "named tuple": (Tuple, (0, 1)),
+    "FrozenDict": (lambda a, b: FrozenDict(a=a, b=b), ("a", "b")),
+}
+every_kind = pytest.mark.parametrize(("make", "keys"), KINDS.values(), ids=KINDS.keys())
+
+
+class Net(sx.Module):
+    """Its first Param is tied to one beside the node, its Module leads back here."""
+
+    def __init__(self, make: Callable[[Any, Any], Any]) -> None:
+        inner = sx.Module()
+        inner.net, inner.scale = self, sx.Param(jnp.full(2, 3.0), axes=("embed",))
+        self.tied = sx.Param(jnp.ones(2), axes=("embed",))
+        self.node = make(self.tied, {"deep": [(inner, make(jnp.zeros(()), sx.BatchStat(0.0)))]})
+
+    def __call__(self, x: Any) -> Any:
+        first, second = _parts(self.node)
+        ((inner, counted),) = second["deep"]
+        _parts(counted)[1][...] += 1
+        return (x * first * inner.scale * self.tied).sum() + _parts(counted)[0]
+
+
+def _parts(node: Any) -> Any:
+    if isinstance(node, FrozenDict):
+        return node["a"], node["b"]
+    return node.a, node.b
+
+
+def _paths(keys: tuple[Any, Any]) -> list[Any]:
+    a, b = keys
+    deep = ("node", b, "deep", 0)
+    return [("tied",), (*deep, 0, "scale"), (*deep, 1, b), (*deep, 1, a)]
+
+
+@every_kind
+def test_what_it_holds_is_state_of_the_model_under_the_nodes_own_keys(
+    make: Any, keys: tuple[Any, Any]
+) -> None:
+    net = Net(make)
+    tied, scale, count, array = _paths(keys)
+    assert set(sx.state(net).flat()) == {tied, scale, count, array}
+    assert set(sx.state(net, sx.Param).flat()) == {tied, scale}
+    assert set(sx.state(net, sx.BatchStat).flat()) == {count}
+    assert sx.find_duplicates(sx.select(net).at_children().get_all()[:1]) == []
+    assert type(net.node) is type(make(1, 2)) and _parts(net.node)[0] is net.tied
+
+
+@every_kind
+def test_it_has_gradients_and_jit_writes_back(make: Any, keys: tuple[Any, Any]) -> None:
+    net = Net(make)
+    tied, scale, count, _ = _paths(keys)
+    gradients = sx.grad(lambda net: net(2.0))(net).flat()
+    assert {path: g.tolist() for path, g in gradients.items()} == {
+        tied: [12.0, 12.0],
+        scale: [2.0, 2.0],
+    }
+    step = sx.jit(lambda net, x: net(x))
+    assert [float(step(net, 1.0)) for _ in range(2)] == [6.0, 6.0]
+    assert float(sx.state(net).flat()[count]) == 3.0
+    assert len(jax.tree.leaves(net)) == 4
+
+
+@every_kind
+def test_every_copy_keeps_types_sharing_and_cycles(make: Any, keys: tuple[Any, Any]) -> None:
+    net = Net(make)
+    copies = [
+        sx.clone(net),
+        sx.merge(*sx.split(net)),
+        sx.merge(*sx.split(net, sx.Param, ...)),
+        jax.tree.map(lambda x: x, net),
+        sx.bind(*sx.unbind(net)),
+        sx.thaw(sx.freeze(net)),
+        sx.select(net).at(lambda net: net.tied).apply(lambda w: w.replace(w.value)),
+    ]
+    if make is not KINDS["FrozenDict"][0]:  # Flax's own copy rebuilds the Modules in it
+        copies.append(copy.deepcopy(net))
+    for made in copies:
+        first, second = _parts(made.node)
+        inner = second["deep"][0][0]
+        assert type(made.node) is type(net.node)
+        assert first is made.tied and inner.net is made is not net
+        assert sx.graphdef(made) == sx.graphdef(net)
+    graphdef = sx.graphdef(net)
+    assert pickle.loads(pickle.dumps(graphdef)) == graphdef
+
+
+@every_kind
+def test_it_is_sharded_selected_printed_mapped_and_saved(
+    make: Any, keys: tuple[Any, Any], tmp_path: Path
+) -> None:
+    net = Net(make)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sx.shard(net, mesh, rules=[("embed", "x")])
+    spec = jax.sharding.PartitionSpec("x")
+    scale = _parts(net.node)[1]["deep"][0][0].scale
+    assert scale.sharding.spec == net.tied.sharding.spec == spec
+    assert set(sx.select(net).at_instances_of(sx.Param).keypaths()) == set(_paths(keys)[:2])
+    assert "scale=Param(float32[2], axes=('embed',))" in repr(net)
+    mapped = sx.vmap(lambda net, x: net(x), in_axes=(sx.StateAxes({...: None}), 0))
+    assert mapped(net, jnp.ones(3)).tolist() == [6.0, 6.0, 6.0]
+    assert float(sx.state(net, sx.BatchStat).flat()[_paths(keys)[2]]) == 1.0
+    sx.train.checkpoint.save(net, tmp_path / "saved")
+    other = Net(make)
+    other.tied[...] = jnp.zeros(2)
+    sx.train.checkpoint.restore(other, tmp_path / "saved")
+    assert other.tied.value.tolist() == [1.0, 1.0] and _parts(other.node)[0] is other.tied
+
+
+@every_kind
+def test_an_optimizer_trains_it(make: Any, keys: tuple[Any, Any]) -> None:
+    net = Net(make)
+    optimizer = sx.train.Optimizer(net, optax.sgd(0.5))
+    optimizer.update(sx.grad(lambda net: net(1.0))(net))
+    assert _parts(net.node)[0].value.tolist() == [-2.0, -2.0]
+
+
+def test_arrays_alone_stay_the_value_of_one_attribute() -> None:
+    model = sx.Module()
+    model.pair = Pair(jnp.ones(2), jnp.zeros(3))
+    model.setting = Setting(0.5)
+    assert list(sx.state(model).flat()) == [("pair",)]
+    assert type(model.pair) is Pair and model.pair.b.shape == (3,)
+    assert model.setting == Setting(0.5)
+
+
+def test_what_was_registered_as_static_is_compared_exactly() -> None:
+    def model(kind: Any) -> sx.Module:
+        made = sx.Module()
+        made.pair = Pair(sx.Param(1.0), 2, kind)
+        return made
+
+    assert sx.graphdef(model(1)) == sx.graphdef(model(1)) != sx.graphdef(model(True))
+    with pytest.raises(sx.errors.StaticAttributeError, match=r"attribute 'pair'.*\n?.*unhashable"):
+        model([])
+
+
+def test_a_field_that_is_assigned_in_place_is_seen_by_compiled_functions() -> None:
+    model = sx.Module()
+    model.pair = Pair(sx.Param(jnp.ones(2)), sx.Param(jnp.ones(2)))
+    total = sx.jit(lambda model: model.pair.a.sum())
+    assert float(total(model)) == 2.0
+    model.pair.a = sx.Param(jnp.zeros(2))
+    assert float(total(model)) == 0.0
+
+    @sx.jit
+    def change(model: Any) -> None:
+        model.pair.b = sx.BatchStat(model.pair.a + 1)
+
+    change(model)
+    assert type(model.pair.b) is sx.BatchStat and model.pair.b.value.tolist() == [1.0, 1.0]
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def _generator(held: Any) -> Iterator[Any]:
+    yield held
+
+
+UNTRACKED: dict[str, Callable[[Any], Any]] = {
+    "set": lambda held: {held},
+    "frozenset": lambda held: frozenset([held]),
+    "deque": lambda held: collections.deque([held]),
+    "generator": _generator,
+    "map": lambda held: map(abs, [held]),
+    "chain": lambda held: itertools.chain([held]),
+    "dict_values": lambda held: {"a": held}.values(),
+    "Holder": Holder,
+}
+
+
+@pytest.mark.parametrize("make", UNTRACKED.values(), ids=UNTRACKED.keys())
+@pytest.mark.parametrize("around", [lambda x: x, lambda x: (x,), lambda x: {"k": [x]}])
+@pytest.mark.parametrize("held", [sx.Param(1.0), sx.Module()], ids=["Param", "Module"])
+def test_what_cannot_be_tracked_is_refused_at_assignment_with_the_fix(
+    make: Any, around: Any, held: Any
+) -> None:
+    model = sx.Module()
+    with pytest.raises(sx.errors.StaticAttributeError, match="cannot be tracked") as refused:
+        model.held = around(make(held))
+    assert "use a list, dict or tuple" in str(refused.value)
+    assert not hasattr(model, "held")
