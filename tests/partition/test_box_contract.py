@@ -165,7 +165,7 @@ def test_a_box_around_arrays_of_several_ranks_has_one_spec(mesh: Mesh) -> None:
 
 
 def test_optimizer_states_keep_the_dimensions_of_parameters_with_short_names(mesh: Mesh) -> None:
-    params = {"w": Partitioned(jnp.ones((4, 8)), ("data",))}
+    params: Any = {"w": Partitioned(jnp.ones((4, 8)), ("data",))}
     state = optax.adam(1e-3).init(params)
     places = get_sharding((params, state), mesh)
     assert places[1][0].mu == places[0] == {"w": NamedSharding(mesh, P("data"))}

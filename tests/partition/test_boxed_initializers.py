@@ -85,9 +85,11 @@ def test_every_layer_takes_such_an_initializer(make: Any, mesh: Mesh) -> None:
 
 
 def test_named_layers_compute_with_parameters_of_other_names(mesh: Mesh) -> None:
-    options = {"scale_init": with_partitioning(jax.nn.initializers.ones, ("model",))}
-    norm = named.LayerNorm({"a": 8}, **options)
-    layer = named.Linear(
+    options: dict[str, Any] = {
+        "scale_init": with_partitioning(jax.nn.initializers.ones, ("model",))
+    }
+    norm: Any = named.LayerNorm({"a": 8}, **options)
+    layer: Any = named.Linear(
         {"a": 8},
         {"b": 4},
         bias_init=with_partitioning(jax.nn.initializers.ones, (None,)),
@@ -136,9 +138,10 @@ def test_a_variable_of_such_an_initializer_is_the_box_again() -> None:
 
 def test_constants_still_draw_nothing() -> None:
     zeros = with_partitioning(jax.nn.initializers.zeros, ("model",))
+    pairs: Any = ((sx.Rngs(0), {}), (sx.Rngs(0), {"bias_init": zeros}))
     models = [
         nn.Sequential(nn.Linear(4, 4, rngs=rngs, **options), nn.Linear(4, 4, rngs=rngs))
-        for rngs, options in ((sx.Rngs(0), {}), (sx.Rngs(0), {"bias_init": zeros}))
+        for rngs, options in pairs
     ]
     first, second = (jax.tree.leaves(sx.state(model)) for model in models)
     assert all(jnp.array_equal(a, b) for a, b in zip(first, second, strict=True))

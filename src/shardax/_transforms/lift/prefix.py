@@ -390,6 +390,8 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
                 raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
 
         return by_filter
+    if isinstance(root, Variable) and not _is_entry(prefix) and _fits_value(prefix, root):
+        return lambda path, variable: prefix
     if isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
 
@@ -411,6 +413,23 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
     return lambda path, variable: prefix
 
 
+def _fits_value(prefix: Any, variable: Variable[Any]) -> bool:
+    """Whether a prefix is one of a Variable's value, such as of named arrays."""
+    if isinstance(prefix, (Object, State)):
+        return False
+    structure = jax.tree.structure(prefix, is_leaf=lambda entry: entry is None)
+    try:
+        structure.flatten_up_to(variable._here()._value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether entries are equal, also pytrees of them."""
+    return first is second or jax.tree.flatten(first) == jax.tree.flatten(second)
+
+
 def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
     """Returns (path, entry) by ``id`` of Variable, one each."""
     found: dict[int, tuple[Path, Any]] = {}
@@ -418,7 +437,7 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
         if not isinstance(leaf, Variable):
             continue
         first = found.setdefault(id(leaf), (path, entry))
-        if first[1] is not entry and first[1] != entry:
+        if not _is_same(first[1], entry):
             raise InconsistentAliasingError(
                 f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
                 f"{format_path(first[0])}: {first[1]}\n  {format_path(path)}: {entry}\n"
