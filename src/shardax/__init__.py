@@ -105,6 +105,7 @@ if _typing.TYPE_CHECKING:
     from shardax import models as models
     from shardax import named as named
     from shardax import nn as nn
+    from shardax import numpy as numpy
     from shardax import random as random
     from shardax import train as train
     from shardax import view as view
@@ -119,7 +120,9 @@ if _typing.TYPE_CHECKING:
     from shardax.config.configure import configure as configure
 
 
-_ON_FIRST_USE = frozenset({"host", "models", "named", "nn", "plan", "random", "train", "view"})
+_ON_FIRST_USE = frozenset(
+    {"host", "models", "named", "nn", "numpy", "plan", "random", "train", "view"}
+)
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 
 _MODULE_OF = {

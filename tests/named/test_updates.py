@@ -96,7 +96,8 @@ def test_traced_positions_and_derivatives_of_updates() -> None:
 
 def test_positions_out_of_range_follow_the_mode() -> None:
     far = jnp.array([1, 9])
-    for options in ({}, {"mode": "drop"}, {"mode": "clip"}):
+    modes: list[Any] = [{}, {"mode": "drop"}, {"mode": "clip"}]
+    for options in modes:
         rows = [jnp.asarray(row).at[far].set(-1.0, **options) for row in NUMBERS]
         assert np.array_equal(X.at[far].set(-1.0, **options).data, np.stack(rows))
     assert float(X.at[far].get(mode="fill", fill_value=5.0)[1].sum().sum("n").data) == 30.0
@@ -136,8 +137,9 @@ def test_keys_that_are_split_are_split_again_and_draw_each_for_itself() -> None:
 def test_swapped_arguments_of_a_draw_say_so(draw: Any) -> None:
     with pytest.raises(NamedAxesError, match=r"The key comes before the axes: named\.normal\(key"):
         draw({"a": 2}, jax.random.key(0))
+    swapped: Any = jax.random.key(0)
     with pytest.raises(NamedAxesError, match=r"named\.random"):
-        named.random(jax.random.key(0), jax.random.normal, {"a": 2})
+        named.random(swapped, jax.random.normal, {"a": 2})
 
 
 def test_einsum_sums_over_the_names_that_the_result_lacks() -> None:

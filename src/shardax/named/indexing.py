@@ -228,7 +228,7 @@ def _masked(name: Any, mask: Any, dims: base.Dims, size: int) -> elementwise.Ope
 
 
 class _Index(NamedTuple):
-    """An index taken apart: of names or simple, of new names, and otherwise of arrays."""
+    """An index, and the names that it adds."""
 
     entries: Any
     added: base.Dims = ()
@@ -336,7 +336,7 @@ class Update:
     def _run_lifted(
         self, array: elementwise.Operand, index: Any, change: Change, value: Any, mode: Any
     ) -> Any:
-        """Changes the elements of the whole array at the positions that the index takes."""
+        """Changes the elements at the positions that the index takes."""
         # Names of the index that the array lacks are further positions, not further arrays. A
         # position out of range stays so, for JAX to treat by the mode.
         shape, places = array.data.shape, []

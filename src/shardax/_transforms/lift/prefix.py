@@ -414,7 +414,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
 
 
 def _fits_value(prefix: Any, variable: Variable[Any]) -> bool:
-    """Whether a prefix is one of a Variable's value, such as of named arrays."""
+    """Whether a prefix fits a Variable's value, such as named arrays."""
     if isinstance(prefix, (Object, State)):
         return False
     structure = jax.tree.structure(prefix, is_leaf=lambda entry: entry is None)

@@ -585,7 +585,7 @@ BOX_ENTRY = "box"
 def layout_of_variable(
     axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
 ) -> tuple[AnyMesh | None, Rules | None, frozenset[str]]:
-    """Mesh and rules of a Variable from a box, and names added since."""
+    """Mesh, rules and added names of a Variable made of a box."""
     box: Any = entries.get(BOX_ENTRY)
     if axes is None or not isinstance(box, Partitioned):
         return None, None, frozenset()
