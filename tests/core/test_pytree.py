@@ -224,6 +224,90 @@ def test_a_variable_passed_on_its_own_is_read_only_too() -> None:
     assert float(jax.jit(function)(sx.Param(2.0))) == 4.0
 
 
+class Counting(sx.Module):
+    """Writes, draws, sows or gets an attribute, and holds no tracer under a plain transform."""
+
+    def __init__(self) -> None:
+        self.calls, self.items, self.number = sx.Variable(0), [], 0
+        self.drop = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
+
+
+class Arrayless(sx.Module):
+    def __init__(self) -> None:
+        self.items, self.number = [], 0
+
+
+def _count(model: Counting) -> None:
+    model.calls += 1
+
+
+UNTRACED_WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "counter": lambda m, x: m.calls.__iadd__(1),
+    "draw": lambda m, x: m.drop(x),
+    "lifted": lambda m, x: sx.jit(_count)(m),
+    "number": lambda m, x: setattr(m, "number", m.number + 1),
+    "new attribute": lambda m, x: setattr(m, "new", x),
+    "sow": lambda m, x: m.sow("seen", x),
+    "append": lambda m, x: m.items.append(1),
+}
+PASSING: dict[str, Callable[[Any, Any], Any]] = {
+    "vmap": lambda f, m: jax.vmap(f, in_axes=(None, 0))(m, jnp.ones((4, 2))),
+    "jit of vmap": lambda f, m: jax.jit(jax.vmap(f, in_axes=(None, 0)))(m, jnp.ones((4, 2))),
+    "jit": lambda f, m: jax.jit(f)(m, jnp.ones(2)),
+    "grad": lambda f, m: jax.grad(lambda x, m: f(m, x).sum())(jnp.ones(2), m),
+    "checkpoint": lambda f, m: jax.checkpoint(f)(m, jnp.ones(2)),
+    "eval_shape": lambda f, m: jax.eval_shape(f, m, jnp.ones(2)),
+    "scan": lambda f, m: jax.lax.scan(lambda m, x: (m, f(m, x)), m, jnp.ones((3, 2))),
+    "scan closure": lambda f, m: jax.lax.scan(lambda c, x: (c, f(m, x)), 0.0, jnp.ones((3, 2))),
+    "cond": lambda f, m: jax.lax.cond(True, f, lambda m, x: x, m, jnp.ones(2)),
+    "fori_loop": lambda f, m: jax.lax.fori_loop(0, 2, lambda i, x: f(m, x), jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("transform", PASSING.values(), ids=PASSING.keys())
+@pytest.mark.parametrize("write", UNTRACED_WRITES, ids=UNTRACED_WRITES)
+@pytest.mark.parametrize("kind", [Counting, Arrayless])
+def test_no_write_to_a_copy_without_tracers_is_lost(transform: Any, write: str, kind: Any) -> None:
+    model = kind()
+    if write in ("counter", "draw", "lifted") and kind is Arrayless:
+        return
+    jax.tree.leaves(model)  # what is lazy becomes real
+    before = repr(model)
+
+    def function(model: Any, x: Any) -> Any:
+        UNTRACED_WRITES[write](model, x)
+        return x
+
+    if write == "lifted" and transform is PASSING["grad"]:  # nothing is traced by the inner jit
+        transform(function, model)
+        assert int(model.calls) == 1
+        return
+    with pytest.raises(
+        (ReadOnlyCopyError, sx.errors.TraceLeakError), match="shardax transform of the same name"
+    ):
+        transform(function, model)
+    assert repr(model) == before
+
+
+def test_a_variable_without_arrays_is_read_only_in_a_plain_transform() -> None:
+    variable: sx.Variable[Any] = sx.Variable({})
+    with pytest.raises(ReadOnlyCopyError):
+        jax.jit(lambda v, x: v.__setitem__("s", x))(variable, 1.0)
+    assert variable.value == {}
+
+
+def test_copies_that_jax_makes_outside_of_transforms_are_writable() -> None:
+    model = Counting()
+    leaves, treedef = jax.tree.flatten(model)
+    copies = [jax.tree.map(lambda x: x, model), jax.tree.unflatten(treedef, leaves)]
+    for made in (*copies, jax.tree.map(lambda x: x, Arrayless())):
+        for name, write in UNTRACED_WRITES.items():
+            if hasattr(made, "calls") or name not in ("counter", "draw", "lifted"):
+                write(made, jnp.ones(2))
+        assert made.number == 1 and made.items == [1]
+    assert [int(made.calls) for made in copies] == [2, 2] and int(model.calls) == 0
+
+
 # --- mutable ---
 
 

@@ -185,3 +185,64 @@ def test_it_shows_one_line_per_value() -> None:
         "State(\n  .layers[0].kernel: float32[2]\n  .layers[1].kernel: float32[2]\n)"
     )
     assert repr(sx.State()) == "State()"
+
+
+def _states() -> tuple[Any, sx.State]:
+    model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+    model.mean = sx.BatchStat(jnp.ones(2))
+    return model, sx.state(model)
+
+
+def test_state_and_split_filter_a_state_as_they_do_a_model() -> None:
+    model, state = _states()
+    kernels = [("gate", "kernel"), ("up", "kernel"), ("down", "kernel")]
+    assert list(sx.state(state, sx.Param).flat()) == kernels
+    assert sx.state(state) == state and sx.state(state, ...) == state
+    for part, of_model in zip(
+        sx.state(state, sx.BatchStat, sx.Param),
+        sx.state(model, sx.BatchStat, sx.Param),
+        strict=True,
+    ):
+        assert part == of_model
+    graphdef, params, rest = sx.split(state, sx.Param, ...)
+    assert list(params.flat()) == kernels and list(rest.flat()) == [("mean",)]
+    assert sx.merge(graphdef, params, rest) == state == sx.clone(state)
+    both = sx.state({"state": state, "model": (model,)}, sx.BatchStat)
+    assert list(both.flat()) == [("state", "mean"), ("model", 0, "mean")]
+    with pytest.raises(sx.errors.FilterError, match=r"\.mean"):
+        sx.split(state, sx.Param)
+
+
+def test_a_state_cannot_be_updated_nor_popped_from() -> None:
+    _, state = _states()
+    with pytest.raises(sx.errors.StateMismatchError, match=r"\.mean: is a plain array"):
+        sx.update(state, {"mean": jnp.zeros(2)})
+    with pytest.raises(sx.errors.StateMismatchError, match=r"Cannot pop \.mean"):
+        sx.pop(state, sx.BatchStat)
+
+
+def test_states_are_equal_by_path_origin_and_every_number(auto_mesh: Any) -> None:
+    model, state = _states()
+    same = sx.state(sx.clone(model))
+    assert state == same and hash(state) == hash(same)
+    assert state != state.merge(sx.state(sx.Module()), sx.State({"mean": jnp.ones(2)}))
+    for changed in (jnp.zeros(2), jnp.ones(3), jnp.ones(2, jnp.int32)):
+        other = sx.clone(model)
+        other.mean = sx.BatchStat(changed)
+        assert state != sx.state(other)
+    other.mean = sx.BatchStat(jnp.ones(2), axes=("embed",))
+    assert state != sx.state(other) and state != state.filter(sx.Param)
+    assert sx.shardings(model, auto_mesh) == sx.shardings(model, auto_mesh)
+    assert sx.shardings(model, auto_mesh) != sx.shardings(model, auto_mesh, [("mlp", "model")])
+    assert sx.partition_specs(model) == sx.partition_specs(model)
+    assert jax.eval_shape(lambda s: s, state) == jax.eval_shape(lambda s: s, state) != state
+    assert (state == state.to_pure_dict()) is False
+
+
+def test_messages_of_jax_name_paths() -> None:
+    model, state = _states()
+    for tree in (model, state):
+        keys = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        assert keys == [("gate", "kernel"), ("up", "kernel"), ("down", "kernel"), "mean"]
+    with pytest.raises(ValueError, match=r"child keys\n.*\('up', 'kernel'\)(?s:.*)mean"):
+        jax.tree.map(lambda a, b: a, state, state.filter(sx.Param))

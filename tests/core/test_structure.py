@@ -88,6 +88,33 @@ def test_a_graphdef_prints_its_size_and_survives_pickling() -> None:
     assert graphdef != "GraphDef"
 
 
+def test_plain_transforms_take_and_return_it_as_static() -> None:
+    model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+    model.up.kernel = model.gate.kernel
+    graphdef, state = sx.split(model)
+
+    @jax.jit
+    def step(graphdef: Any, state: Any) -> Any:
+        model = sx.merge(graphdef, state)
+        for _, param in sx.iter_variables(model, sx.Param):
+            param[...] = param + 1
+        return sx.split(model)
+
+    made, new = step(*sx.split(model))
+    assert made == graphdef and jax.tree.leaves(made) == []
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b + 1).all()), new, state))
+    traces = step._cache_size()
+    step(made, new)
+    assert step._cache_size() == traces
+    abstract_def, abstract = jax.eval_shape(lambda: sx.split(model))
+    assert abstract_def == graphdef and abstract == jax.eval_shape(lambda s: s, state)
+    batched = jax.vmap(lambda g, s, x: sx.split(sx.merge(g, s))[1], in_axes=(None, None, 0))
+    assert jax.tree.leaves(batched(graphdef, state, jnp.ones(3)))[0].shape[0] == 3
+    gradient = jax.grad(lambda s, g: sum(x.sum() for x in jax.tree.leaves(sx.merge(g, s))))
+    assert jax.tree.structure(gradient(state, graphdef)) == jax.tree.structure(state)
+    assert sx.jit(lambda g, s: sx.split(sx.merge(g, s)))(graphdef, state) == (graphdef, state)
+
+
 def test_it_holds_no_value() -> None:
     model = _model()
     arrays = [weakref.ref(v.value) for _, v in sx.iter_variables(model)]

@@ -190,6 +190,152 @@ def test_an_all_reduce_of_which_a_fusion_keeps_a_part_is_a_reduce_scatter() -> N
     assert each.op_name == "g"  # of the fusion, for its own is not written
 
 
+BOTH = f"(f32[64], bf16[32,4]) all-reduce(%p, %q), channel_id=1, {ROWS}, to_apply=%add"
+PARTS = """
+  %a = f32[64] get-tuple-element(%all), index=0
+  %b = bf16[32,4] get-tuple-element(%all), index=1
+  %i = s32[] constant(0)
+  %u = f32[16] dynamic-slice(%a, %i), dynamic_slice_sizes={16}
+  %v = bf16[8,4] dynamic-slice(%b, %i, %i), dynamic_slice_sizes={8,4}
+"""
+SCATTER = ("reduce-scatter", 512, 3 / 4 * 512, 4, ("model",))
+FUSED = "fusion(%x, %y), kind=kCustom, calls=%all-reduce-scatter"
+
+
+def joined(*lines: str, name: str = "all-reduce-scatter", before: str = "") -> str:
+    """A computation of p: f32[64] and q: bf16[32,4] whose last line is its root."""
+    *inner, last = lines
+    return (
+        f"{before}\n%{name} (p: f32[64], q: bf16[32,4]) -> (f32[16], bf16[8,4]) {{\n"
+        "  %p = f32[64] parameter(0)\n  %q = bf16[32,4] parameter(1)\n"
+        + "".join(f"  {line}\n" for line in inner)
+        + f"  ROOT {last}\n}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "root"),
+    [
+        ([f"%all = {BOTH}", PARTS], "(f32[16], bf16[8,4]) tuple(%u, %v)"),
+        (  # of a tuple in a tuple
+            [f"%all = {BOTH}", PARTS, "%w = (f32[16]) tuple(%u)"],
+            "((f32[16]), bf16[8,4]) tuple(%w, %v)",
+        ),
+        (  # through other tuples
+            [
+                f"%sum = {BOTH}",
+                "%n = (s32[], (f32[64], bf16[32,4])) tuple(%o, %sum)",
+                "%all = (f32[64], bf16[32,4]) get-tuple-element(%n), index=1",
+                PARTS,
+            ],
+            "(f32[16], bf16[8,4]) tuple(%u, %v)",
+        ),
+        (  # through other forms of the same numbers
+            [
+                f"%all = {BOTH}",
+                PARTS.replace("(%a, %i)", "(%g, %i)"),
+                "%c = f32[8,8] reshape(%a)",
+                "%d = f32[8,8] transpose(%c), dimensions={1,0}",
+                "%e = bf16[8,8] convert(%d)",
+                "%g = bf16[64] bitcast(%e)",
+            ],
+            "(f32[16], bf16[8,4]) tuple(%u, %v)",
+        ),
+        (  # begun and ended
+            [
+                f"%s = {BOTH.replace('all-reduce(', 'all-reduce-start(')}",
+                "%all = (f32[64], bf16[32,4]) all-reduce-done(%s)",
+                PARTS,
+            ],
+            "(f32[16], bf16[8,4]) tuple(%u, %v)",
+        ),
+    ],
+    ids=["two results", "nested results", "nested tuples", "other forms", "start and done"],
+)
+def test_arrays_that_are_summed_together_are_scattered_if_devices_keep_their_parts(
+    lines: list[str], root: str
+) -> None:
+    number = ["%o = s32[] constant(0)"]
+    before = joined(*number, *lines, f"%r = {root}")
+    assert sent(one(f"%f = (f32[16], bf16[8,4]) {FUSED}", before=before)) == SCATTER
+
+
+def test_parts_may_be_taken_in_a_fusion_around_the_sum() -> None:
+    sums = joined(f"%all = {BOTH}", name="sums")
+    call = "%all = (f32[64], bf16[32,4]) fusion(%p, %q), kind=kCustom, calls=%sums"
+    before = joined(call, PARTS, "%r = (f32[16], bf16[8,4]) tuple(%u, %v)", before=sums)
+    assert sent(one(f"%f = (f32[16], bf16[8,4]) {FUSED}", before=before)) == SCATTER
+
+
+def test_a_scattering_fusion_that_runs_meanwhile_is_asynchronous() -> None:
+    fused = joined(f"%all = {BOTH}", PARTS, "%r = (f32[16], bf16[8,4]) tuple(%u, %v)")
+    call = f"%f = (f32[16], bf16[8,4]) {FUSED.replace('%x, %y', '%p, %q')}"
+    before = joined(call, name="meanwhile", before=fused)
+    start = (
+        "%s = ((f32[64], bf16[32,4]), (f32[16], bf16[8,4]), u32[]) "
+        "async-start(%x, %y), calls=%meanwhile"
+    )
+    end = "%d = (f32[16], bf16[8,4]) async-done(%s)"
+    each = one(start, WORK, end, before=before)
+    assert (sent(each), each.asynchronous) == (SCATTER, True)
+    assert not one(start, end, before=before).asynchronous
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        "(f32[16], bf16[32,4]) tuple(%u, %b)",  # a device keeps the second whole
+        "(f32[16], bf16[8,4], bf16[32,4]) tuple(%u, %v, %b)",  # beside its part
+    ],
+)
+def test_of_arrays_that_are_summed_together_those_that_stay_whole_are_reduced(root: str) -> None:
+    before = joined(f"%all = {BOTH}", PARTS, f"%r = {root}")
+    program = f"%f = {root.partition(' tuple')[0]} {FUSED}"
+    assert sorted(map(sent, facts(program, before=before).collectives)) == [
+        ("all-reduce", 256, 2 * 3 / 4 * 256, 4, ("model",)),
+        ("reduce-scatter", 256, 3 / 4 * 256, 4, ("model",)),
+    ]
+
+
+def test_more_than_a_devices_part_is_no_scatter() -> None:
+    half = PART.replace("f32[16]", "f32[32]").replace("{16}", "{32}")
+    fused = "fusion(%x), kind=kCustom, calls=%all-reduce-scatter"
+    assert one(f"%f = f32[32] {fused}", before=half).kind == "all-reduce"
+
+
+def test_a_slice_outside_of_a_fusion_makes_no_scatter() -> None:
+    all_reduce = f"%all = f32[64] all-reduce(%x), {ROWS}, to_apply=%add"
+    cut = "%c = f32[16] dynamic-slice(%all, %zero), dynamic_slice_sizes={16}"
+    assert one(all_reduce, "%zero = s32[] constant(0)", cut).kind == "all-reduce"
+
+
+@pytest.mark.parametrize(
+    ("line", "result", "expected"),
+    [
+        (
+            f"(f32[256], bf16[128,4]) all-gather(%p, %q), {ROWS}, dimensions={{0}}",
+            "(f32[256], bf16[128,4])",
+            ("all-gather", 2048, 3 / 4 * 2048, 4, ("model",)),
+        ),
+        (
+            f"(f32[16], bf16[8,4]) reduce-scatter(%p, %q), {ROWS}, dimensions={{0}}, to_apply=%add",
+            "(f32[16], bf16[8,4])",
+            SCATTER,
+        ),
+        (
+            f"(f32[64], bf16[32,4]) all-to-all(%p, %q), {COLUMNS}",
+            "(f32[64], bf16[32,4])",
+            ("all-to-all", 512, 1 / 2 * 512, 2, ("data",)),
+        ),
+    ],
+)
+def test_other_collectives_of_several_arrays_in_a_fusion(
+    line: str, result: str, expected: tuple[Any, ...]
+) -> None:
+    before = joined(f"%c = {line}")
+    assert sent(one(f"%f = {result} {FUSED}", before=before)) == expected
+
+
 def stage(name: str, started: bool) -> str:
     start = ' custom-call(%ag), custom_call_target="AsyncCollectiveStart"'
     return f"""

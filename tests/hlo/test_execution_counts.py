@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from shardax.hlo import matmul_flops, parse, read_program
+from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import count_executions, trip_count
 from shardax.hlo.program import HloReadError
-from shardax.hlo.traffic import own_flops
 
 LOOP = """\
 HloModule loop

@@ -9,6 +9,7 @@ bytes of an element; of n devices an all-reduce sends 2 (n-1)/n of its bytes, ot
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,6 +165,7 @@ COUNTS: dict[str, Callable[[int], Count]] = {
 SCATTERED = {
     ("v5e", "fully_sharded"): 1.0,
     ("v5e", "decoder"): 1 / 4,
+    ("v5e", "sharded_scan"): 1.0,
     ("v4", "decoder"): 1 / 4,
     ("tpu7x", "decoder"): 1.0,
     ("h100", "fully_sharded"): 1.0,
@@ -254,6 +256,16 @@ def test_a_collective_that_goes_on_in_several_fusions_counts_once_and_as_asynchr
         (False, d * f * 2),
         (True, d * f * 2),
     ]
+
+
+@pytest.mark.parametrize("hardware", [n for n, c in COMPILERS.items() if c.kind == "tpu"])
+def test_what_the_tpu_compiler_names_a_scatter_counts_as_one(hardware: str) -> None:
+    for name in COMPILERS[hardware].cases:
+        text, _ = golden(hardware, name)
+        named = re.findall(r"calls=%(all-reduce-scatter[\w.\-]*)", text)
+        facts = read(hardware, name, text)
+        found = [each for each in facts.collectives if each.kind == "reduce-scatter"]
+        assert len([each for each in found if not each.crosses_slices]) >= len(named), name
 
 
 def test_collectives_name_the_line_of_the_model() -> None:

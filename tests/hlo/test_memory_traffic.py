@@ -19,9 +19,8 @@ import pytest
 from jax import lax
 
 from shardax.hlo import parse, read_program
-from shardax.hlo.analyze import partitioned_text
+from shardax.hlo.analyze import estimated_hbm_bytes, hbm_bytes, partitioned_text
 from shardax.hlo.program import Program
-from shardax.hlo.traffic import estimated_hbm_bytes, hbm_bytes
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -450,3 +450,47 @@ def test_an_optimizer_trains_a_stack_like_its_layers() -> None:
     theirs = train(sx.List(layers), in_turn)
     np.testing.assert_allclose(mine, theirs, rtol=1e-4)
     assert mine[-1] < mine[0]
+
+
+# --- layers that hold named arrays ---
+
+
+class NamedScale(sx.Module):
+    """A layer whose parameters know their axes by themselves."""
+
+    def __init__(self, form: str = "param") -> None:
+        value = sx.named.ones({"foo": 4})
+        forms = {"param": sx.Param, "tree": lambda x: sx.Param({"a": x}), "attribute": lambda x: x}
+        self.w = forms[form](value)
+
+    def __call__(self, x: Any) -> Any:
+        return x * 2
+
+
+@pytest.mark.parametrize("form", ["param", "tree", "attribute"])
+@pytest.mark.parametrize("make", ["Stack", "stack_layers", "vmap"])
+def test_the_axis_of_a_stack_names_the_leading_dimension_of_named_arrays(
+    form: str, make: str, mesh: Mesh
+) -> None:
+    name = {sx.partition.PARTITION_NAME: "stack"}
+    model = {
+        "Stack": lambda: Stack(lambda: NamedScale(form), 4, "stack"),
+        "stack_layers": lambda: stack_layers([NamedScale(form) for _ in range(4)], "stack"),
+        "vmap": lambda: sx.vmap(lambda _: NamedScale(form), metadata=name)(jnp.arange(4)),
+    }[make]()
+    rules = {"stack": "data", "foo": "model"}
+    (spec,) = jax.tree.leaves(sx.partition_specs(model, rules=rules))
+    assert spec == jax.sharding.PartitionSpec("data", "model")
+    sx.shard(model, mesh, rules)
+    assert [x.sharding.spec for x in jax.tree.leaves(sx.state(model))] == [spec]
+    assert sx.check(model, mesh, rules=rules) == []
+
+
+def test_taking_a_stack_of_named_arrays_apart_gives_the_layers_back() -> None:
+    nested = Stack(lambda: Stack(NamedScale, 2, "inner"), 3, "outer")
+    (spec,) = jax.tree.leaves(sx.partition_specs(nested, {"outer": "a", "inner": "b", "foo": "c"}))
+    assert spec == jax.sharding.PartitionSpec("a", "b", "c")
+    assert nested(jnp.ones(())) == 64
+    for inner in unstack_layers(nested):
+        for layer in unstack_layers(inner):
+            assert sx.split(layer)[0] == sx.split(NamedScale())[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from shardax.plan import Layout, LayoutReport, TimeBand
-from shardax.plan.report.columns import (
+from shardax.plan.report.table import (
     BINARY,
     TIMES,
     axes_text,

@@ -46,6 +46,40 @@ def compared(rules: Any = None, **options: Any) -> plan.Plan:
     return plan.compare(train_step, (Mlp(), X), rules, MESH, "cpu:8", cache=None, **options)
 
 
+def test_what_a_step_does_not_donate_it_needs_twice() -> None:
+    """8 GiB in and 8 GiB out, of the 15.75 GiB of a device."""
+
+    def step(x: Any) -> Any:
+        return x * 2 + 1
+
+    def report(step: Any) -> plan.LayoutReport:
+        x = plan.NamedShape((2**31,), "float32", ("batch",))
+        found = plan.compare(
+            step,
+            (x,),
+            {"whole": {"batch": None}},
+            {"data": 1},
+            "tpu:v5e:1x1",
+            compiler="estimate",
+            cache=None,
+        )
+        return found["whole"]
+
+    plain, jitted, donating = (
+        report(each) for each in (step, jax.jit(step), jax.jit(step, donate_argnums=0))
+    )
+    assert [each.outcome for each in (plain, jitted, donating)] == [
+        "does not fit",
+        "does not fit",
+        "fits",
+    ]
+    assert (plain.peak_bytes, donating.peak_bytes) == (2**34, 2**33)
+    assert (
+        "A plain function donates nothing; with jax.jit(step, donate_argnums=...)" in plain.reason
+    )
+    assert "donates nothing" not in jitted.reason
+
+
 def test_a_comparison_has_a_report_per_rule_set_the_ones_that_cannot_be_last() -> None:
     model = Mlp()
     found = plan.compare(
@@ -102,6 +136,18 @@ def test_a_plan_comes_back_from_json_as_it_was(tmp_path: Any) -> None:
     assert again == found
     assert str(again) == str(found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
+
+
+def test_the_json_of_a_plan_has_the_total_of_wire_bytes(tmp_path: Any) -> None:
+    found = compared()
+    found.to_json(tmp_path / "plan.json")
+    written = json.loads((tmp_path / "plan.json").read_text())["reports"]
+    assert {each["layout"]["name"]: each["total_wire_bytes"] for each in written} == {
+        "tp": found["tp"].total_wire_bytes,
+        "fsdp": found["fsdp"].total_wire_bytes,
+        "odd": None,  # it was not compiled
+    }
+    assert found["tp"].total_wire_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
 from shardax.plan.compile.evaluate import evaluate
 from shardax.plan.inputs import Inputs
-from shardax.plan.searching.dimension_walk import matching_groups
-from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
+from shardax.plan.searching.dimensions import DimensionModel, matching_groups, trace_dimensions
 
 Described = dict[tuple[str, ...], float]
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from tests.plan.samples import gather, sample_reports
 
-from shardax.plan.records import Layout
+from shardax.plan.records import Layout, Plan
 from shardax.plan.report.html import page
-from shardax.plan.result import Plan
 
 VOID = {"meta", "br"}
 

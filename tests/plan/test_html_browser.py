@@ -11,7 +11,7 @@ import pytest
 from tests.browsing import NEEDS_BROWSER, chromium
 from tests.plan.samples import sample_reports
 
-from shardax.plan.result import Plan
+from shardax.plan.records import Plan
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 pytestmark = NEEDS_BROWSER

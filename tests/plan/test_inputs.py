@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, cast
 
@@ -135,10 +136,24 @@ def test_a_function_over_boxes_is_given_boxes_and_shapes_for_named_shapes() -> N
     assert set(map(str, seen)) == {str(LogicallyPartitioned), "(8, 16)"}
 
 
-def test_a_plain_step_gives_its_state_back_in_the_layout_it_came_in_and_reuses_its_memory() -> None:
-    def step(params: Any, x: Any) -> Any:
-        return jax.tree.map(lambda p: p * 2, params), x.sum()
+def doubled(params: Any, x: Any) -> Any:
+    return jax.tree.map(lambda p: p * 2, params), x.sum()
 
+
+@pytest.mark.parametrize(
+    ("step", "reused"),
+    [
+        (doubled, 0),
+        (jax.jit(doubled), 0),
+        (jax.jit(doubled, donate_argnums=0), 8 * 16),
+        (functools.partial(jax.jit(doubled, donate_argnums=0)), 8 * 16),
+        (sx.jit(doubled, donate_argnums=0), 8 * 16),
+    ],
+    ids=["plain", "jit", "jit that donates", "partial", "sx.jit that donates"],
+)
+def test_a_step_gives_its_state_back_in_the_layout_it_came_in_and_reuses_what_it_donates(
+    step: Any, reused: int
+) -> None:
     params = {"w": boxed((8, 16), "embed", "mlp")}
     inputs = Inputs(step, (params, TOKENS))
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -146,7 +161,7 @@ def test_a_plain_step_gives_its_state_back_in_the_layout_it_came_in_and_reuses_i
     compiled = lower(inputs, layout, inputs.place(layout, mesh), mesh)[0].compile()
     back = compiled.output_shardings[0]["w"].value
     assert back.spec == jax.sharding.PartitionSpec(None, "model")
-    assert compiled.memory_analysis().alias_size_in_bytes == 8 * 16
+    assert compiled.memory_analysis().alias_size_in_bytes == reused
 
 
 def test_what_cannot_be_laid_out_is_told_by_the_arguments_name() -> None:

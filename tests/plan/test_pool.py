@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import signal
@@ -15,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tests.plan.steps import Perceptron, perceptron, perceptron_loss
 
 import shardax as sx
+from shardax import plan
 from shardax.partition.context import current_rules
 from shardax.plan import Layout, Target
+from shardax.plan.compile.evaluate import evaluate
 from shardax.plan.compile.pool import PoolEvaluator
 from shardax.plan.inputs import Inputs
 
@@ -159,6 +164,108 @@ def test_another_step_can_be_taken() -> None:
         pool.take(other)
         (second,) = pool.evaluate([layout("dp", batch="data")])
     assert second.report.flops == 2 * first.report.flops
+
+
+W = plan.NamedShape((16, 64), "float32", ("embed", "mlp"))
+X = plan.NamedShape((32, 16), "float32", ("batch", "embed"))
+
+
+def descent(w: Any, x: Any, rate: float = 0.1) -> Any:
+    return w - rate * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+
+
+def of_batch(x: Any, w: Any) -> Any:
+    return descent(w, x)
+
+
+@jax.jit
+def decorated(w: Any, x: Any) -> Any:
+    return descent(w, x)
+
+
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def of_static_rate(w: Any, x: Any, rate: int) -> Any:
+    return descent(w, x, float(rate))
+
+
+class Trainer:
+    """Its rate is the same for all steps."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def plain(self, w: Any, x: Any) -> Any:
+        return descent(w, x, self.rate)
+
+    compiled = functools.partial(jax.jit, static_argnums=0, donate_argnums=1)(plain)
+    lifted = functools.partial(sx.jit, static_argnums=0, donate_argnums=1)(plain)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def __call__(self, w: Any, x: Any) -> Any:
+        return self.plain(w, x)
+
+
+def closure() -> Any:
+    rate = jnp.float32(0.1)
+    return jax.jit(lambda w, x: descent(w, x, rate), donate_argnums=0)
+
+
+STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "jit": (jax.jit(descent), (W, X)),
+    "jit that donates": (jax.jit(descent, donate_argnums=0), (W, X)),
+    "decorated": (decorated, (W, X)),
+    "static argument": (of_static_rate, (W, X, 2)),
+    "closure": (closure(), (W, X)),
+    "jit of a partial": (jax.jit(functools.partial(descent, rate=0.2)), (W, X)),
+    "partial of jit": (functools.partial(jax.jit(descent, donate_argnums=0), rate=0.2), (W, X)),
+    "partial of a batch": (
+        functools.partial(jax.jit(of_batch, donate_argnums=1), np.ones((32, 16), np.float32)),
+        (W,),
+    ),
+    "jit of a method": (jax.jit(Trainer(0.1).plain), (W, X)),
+    "method": (Trainer(0.1).compiled, (W, X)),
+    "object": (Trainer(0.1), (W, X)),
+    "sx.jit": (sx.jit(descent, donate_argnums=0), (W, X)),
+    "partial of sx.jit": (functools.partial(sx.jit(descent, donate_argnums=0), rate=0.2), (W, X)),
+    "method of sx.jit": (Trainer(0.1).lifted, (W, X)),
+}
+
+
+def test_processes_compile_steps_of_every_form_as_this_process_does() -> None:
+    def found(report: plan.LayoutReport) -> Any:
+        wire = report.wire_bytes("kind")
+        return report.outcome, report.reason, report.peak_bytes, report.flops, wire
+
+    dp = layout("dp", batch="data")
+    here, there = {}, {}
+    with PoolEvaluator(Inputs(*perceptron()), TARGET, processes=1, cache=None) as pool:
+        for name, (step, args) in STEPS.items():
+            inputs = Inputs(step, args)
+            pool.take(inputs)
+            (answer,) = pool.evaluate([dp])
+            there[name] = found(answer.report)
+            here[name] = found(evaluate(inputs, dp, TARGET))
+    assert there == here
+    assert {outcome for outcome, *_ in here.values()} == {"fits"}
+
+
+def test_a_jitted_step_of_a_module_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with PoolEvaluator(Inputs(decorated, (W, X)), TARGET, processes=1, cache=None) as pool:
+        (answer,) = pool.evaluate([layout("dp", batch="data")])
+    assert (answer.report.outcome, answer.report.reason) == ("fits", "")
+
+
+def test_numbers_beside_arrays_reach_the_step() -> None:
+    def step(state: dict[str, Any], x: Any, rate: float, rule: str) -> Any:
+        assert rule == "descent"
+        return {**state, "w": descent(state["w"], x, rate * state["scale"])}
+
+    jitted = jax.jit(step, static_argnames="rule", donate_argnums=0)
+    args = ({"w": W, "scale": 2.0, "steps": 3}, X, 0.1, "descent")
+    with PoolEvaluator(Inputs(jitted, args), TARGET, processes=1, cache=None) as pool:
+        (answer,) = pool.evaluate([layout("dp", batch="data")])
+    assert (answer.report.outcome, answer.report.reason) == ("fits", "")
 
 
 def test_a_source_that_changes_meanwhile_ends_the_search_with_what_to_do(

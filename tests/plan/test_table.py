@@ -11,32 +11,30 @@ import pytest
 from rich.console import Console
 from tests.plan.samples import report, sample_reports
 
-from shardax.plan.records import TimeBand
-from shardax.plan.report.columns import columns_of
-from shardax.plan.report.table import Note, outcome_line, render, show, tied_with_best
-from shardax.plan.result import Plan
+from shardax.plan.records import Plan, TimeBand
+from shardax.plan.report.table import Note, columns_of, outcome_line, render, show, tied_with_best
 
 GOLDEN = """
 tpu:v5e:4x4: 2 of 8 layouts fit; 2 too large, 3 rejected before compiling, 1 failed to
 compile
 
-    layout       data x model  fits  peak   free  args  time of a step  bound by  wire data
-                                      GiB    GiB   GiB               s                   GB
-1=  fsdp 16x1    16 x 1        yes   9.10   6.65  1.23     0.59 - 1.41  memory         10.3
-2=  fsdp+tp 4x4  4 x 4         yes   8.20   7.55  1.23     0.61 - 1.50  compute        7.20
- 3  dp 16x1      16 x 1        no    29.8  -14.0  1.23     0.59 - 1.41  memory         10.3
+    layout       data x model  fits  peak   free  args  time of a step  bound by  wire
+                                      GiB    GiB   GiB               s              GB
+1=  fsdp 16x1    16 x 1        yes   9.10   6.65  1.23     0.59 - 1.41  memory    10.3
+2=  fsdp+tp 4x4  4 x 4         yes   8.20   7.55  1.23     0.61 - 1.50  compute   20.3
+ 3  dp 16x1      16 x 1        no    29.8  -14.0  1.23     0.59 - 1.41  memory    10.3
 
-    layout       wire model  wire data+model  cross-slice  collectives  async   work  repeat
-                         GB               GB           GB                   %  TFLOP       x
-1=  fsdp 16x1             0                0            0            3   67.9    115    1.00
-2=  fsdp+tp 4x4        12.1             1.00         1.00            3    100    144    1.25
- 3  dp 16x1               0                0            0            3   67.9    115    1.00
+    layout       wire data  wire model  wire data+model  cross-slice  collectives  async
+                        GB          GB               GB           GB                   %
+1=  fsdp 16x1         10.3           0                0            0            3   67.9
+2=  fsdp+tp 4x4       7.20        12.1             1.00         1.00            3    100
+ 3  dp 16x1           10.3           0                0            0            3   67.9
 
-    layout       traffic  compute  memory  comm.  compiling
-                      GB        s       s      s          s
-1=  fsdp 16x1        480     0.59    0.59   0.23       7.40
-2=  fsdp+tp 4x4      480     0.61    0.50   0.35       7.40
- 3  dp 16x1          480     0.59    0.59   0.23       7.40
+    layout        work  repeat  traffic  compute  memory  comm.  compiling
+                 TFLOP       x       GB        s       s      s          s
+1=  fsdp 16x1      115    1.00      480     0.59    0.59   0.23       7.40
+2=  fsdp+tp 4x4    144    1.25      480     0.61    0.50   0.35       7.40
+ 3  dp 16x1        115    1.00      480     0.59    0.59   0.23       7.40
 
 Ties (=)
   fsdp 16x1, fsdp+tp 4x4: their times cannot be told apart by this model
@@ -61,7 +59,7 @@ Where the figures come from
   libtpu 0.0.42.1 for tpu:v5e:4x4, full effort, JAX 0.10.2
   exact (from shapes and shardings alone): args
   compiler (measured by the target's own compiler): peak, free
-  counted (counted in the program that the compiler made): wire data, wire model, wire
+  counted (counted in the program that the compiler made): wire, wire data, wire model, wire
     data+model, cross-slice, collectives, async, work, repeat
   estimate (a model, or the CPU's program standing in for the target's; no measurement):
     time of a step, bound by, traffic, compute, memory, comm.

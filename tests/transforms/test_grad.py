@@ -51,11 +51,37 @@ def test_a_tied_parameter_has_one_gradient_the_sum_over_its_uses() -> None:
     assert _flat(gradient) == {("embed",): 5.0 + 6.0}
 
 
-def test_a_model_tied_across_arguments_gets_the_whole_gradient_in_each() -> None:
+@pytest.mark.parametrize(
+    ("argnums", "expected"),
+    [
+        (0, {("embed",): 6.0}),
+        (1, {("embed",): 6.0}),
+        ((0, 1), [{("embed",): 6.0}, {}]),
+        ((1, 0), [{}, {("embed",): 6.0}]),
+        ((-1, 0), [{}, {("embed",): 6.0}]),
+        ((sx.DiffState(0, sx.BatchStat), 1), [{("stat",): 0.0}, {("embed",): 6.0}]),
+    ],
+)
+def test_a_variable_of_two_arguments_has_one_gradient_at_its_first_path(
+    argnums: Any, expected: Any
+) -> None:
     model = Tied(3.0)
-    both = sx.grad(lambda a, b: a.embed * b.head, argnums=(0, 1))(model, model)
-    assert [_flat(gradient) for gradient in both] == [{("embed",): 6.0}] * 2
-    assert _flat(sx.grad(lambda a, b: a.embed * b.head)(model, model)) == {("embed",): 6.0}
+    model.stat = sx.BatchStat(jnp.float32(1))
+    for transform in (sx.grad, lambda f, **o: lambda *a: sx.value_and_grad(f, **o)(*a)[1]):
+        found = transform(lambda a, b: a.embed * b.head, argnums=argnums)(model, model)
+        assert ([*map(_flat, found)] if isinstance(found, tuple) else _flat(found)) == expected
+
+
+def test_of_a_variable_that_stands_by_itself_the_other_places_hold_none() -> None:
+    v, model = sx.Param(jnp.float32(3)), Tied(2.0)
+    assert sx.grad(lambda a, b: a * b, argnums=(0, 1))(v, v) == (6.0, None)
+    assert sx.grad(lambda tree: tree[0] * tree[1])([v, v]) == [6.0, None]
+
+    def loss(tree: Any, w: Any) -> Any:
+        return tree["m"].embed * tree["again"].head * w
+
+    of_tree, of_w = sx.grad(loss, argnums=(0, 1))({"m": model, "again": model}, model.head)
+    assert (_flat(of_tree["again"]), _flat(of_tree["m"]), of_w) == ({("embed",): 12.0}, {}, None)
 
 
 @pytest.mark.parametrize(
@@ -363,6 +389,7 @@ def test_integers_may_be_differentiated_on_request_as_in_jax() -> None:
         (lambda: sx.grad(_loss, argnums=1)(Scale()), r"argnums=1 is out of range: .* 1 positional"),
         (lambda: sx.grad(_loss)(model=Scale()), r"argnums=0 is out of range: .* 0 positional"),
         (lambda: sx.grad(_weighted, argnums=(0, 0))(Scale(), 1.0, Scale()), r"twice: \[0, 0\]"),
+        (lambda: sx.grad(_weighted, argnums=(0, -3))(Scale(), 1.0, Scale()), r"twice: \[0, -3\]"),
         (lambda: sx.grad(lambda m: m.factor * 1)(Scale()), r"it returned float32\[2\]"),
         (lambda: sx.grad(lambda m: m)(Scale()), r"it returned a Scale"),
         (lambda: sx.grad(lambda m: None)(Scale()), r"it returned a NoneType"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.transforms.examples import Scale, Tied, values
+from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
 from shardax._core.errors import ForeignMutationError, TraceLeakError
@@ -273,3 +273,92 @@ def test_a_variable_that_left_through_a_closure_says_where_it_came_from() -> Non
     leak(1.0)
     with pytest.raises(TraceLeakError, match=r"made inside sx\.jit was used after that call ended"):
         _ = leaked[0].value
+
+
+# --- closed-over Python numbers: read when traced, as by ``jax.jit`` ---
+
+
+def _restructure_something_else() -> None:
+    other = Box()
+    sx.jit(lambda m: None)(other)
+    other.new = sx.Param(1.0)
+
+
+class Acts(sx.Module):
+    """Applies the functions that it holds, in any kind of place."""
+
+    def __init__(self, act: Any) -> None:
+        self.weight = sx.Param(jnp.float32(1))
+        self.act = act
+        self.more = (act, {"deep": functools.partial(act)})
+
+    def __call__(self, x: Any) -> Any:
+        return self.act(x) * self.weight
+
+
+def _number_of_a_function(scale: Any) -> tuple[Any, Any, Any]:
+    def rescale(new: Any) -> None:
+        nonlocal scale
+        scale = new
+
+    return (lambda w, x: w * 0 + x * scale), rescale, lambda act: (sx.Variable(jnp.ones(())), act)
+
+
+def _number_of_a_model(scale: Any) -> tuple[Any, Any, Any]:
+    def rescale(new: Any) -> None:
+        nonlocal scale
+        scale = new
+
+    return (lambda x: x * scale), rescale, lambda act: (Acts(act), lambda m, x: m(x))
+
+
+@pytest.mark.parametrize("static", [None, "auto", "numbers"])
+@pytest.mark.parametrize("make", [_number_of_a_function, _number_of_a_model])
+def test_a_closed_over_number_is_read_when_traced_whatever_other_models_do(
+    make: Any, static: str | None
+) -> None:
+    act, rescale, build = make(2)
+    model, function = build(act)
+    run = sx.jit(function, static=static)
+    x = jnp.float32(1)
+    assert float(run(model, x)) == 2.0
+    rescale(3)
+    with sx.explain_retraces(file=False) as retraces:
+        for _ in range(2):
+            assert float(run(model, x)) == 2.0
+            _restructure_something_else()
+    assert retraces == []
+    assert run(model, jnp.ones(2)).tolist() == [3.0, 3.0]  # traced for another shape
+
+
+def test_a_function_that_counts_its_traces_is_traced_once() -> None:
+    traces = 0
+
+    def act(x: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return x + traces
+
+    run, model = sx.jit(lambda m, x, fn: fn(m(x)), static_argnums=2), Acts(act)
+    for _ in range(3):
+        assert float(run(model, 0.0, act)) == 3.0
+        _restructure_something_else()
+    assert traces == 2  # twice in one trace
+
+
+def test_functions_made_alike_share_a_program_until_one_of_them_is_rebound() -> None:
+    calls = []
+
+    def call(m: Any, x: Any) -> Any:
+        calls.append(x)
+        return m(x)
+
+    run = sx.jit(call)
+    (first, rebind, _), (second, _, _) = (_number_of_a_model(11) for _ in range(2))
+    models = [Acts(first), Acts(second)]
+    assert [float(run(m, 1.0)) for m in models] == [11.0, 11.0] and len(calls) == 1
+    rebind(5)
+    _restructure_something_else()
+    assert [run(m, jnp.ones(1)).tolist() for m in models] == [[5.0], [11.0]]
+    assert run(Acts(_number_of_a_model(11)[0]), jnp.ones(1)).tolist() == [11.0]
+    assert run(Acts(_number_of_a_model(5)[0]), jnp.ones(1)).tolist() == [5.0]

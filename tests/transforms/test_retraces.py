@@ -273,3 +273,34 @@ def test_a_model_that_grows_a_child_of_another_kind_is_described_in_full() -> No
     assert _reasons(forward, lambda: forward(model)) == [
         (".model.child: absent -> Box", ".model.child.x: absent -> Param")
     ]
+
+
+def _scaled(scale: Any, shift: int = 0) -> Callable[[Any], Any]:
+    return lambda x: x * scale + shift
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_function_that_closes_over_another_number_is_named_with_it(inside: bool) -> None:
+    run, model = sx.jit(lambda m, x: (m.act[1] if inside else m.act)(x)), Box()
+
+    def use(act: Any) -> Callable[[], Any]:
+        def call() -> Any:
+            model.act = (0, act) if inside else act
+            return run(model, 1.0)
+
+        return call
+
+    reasons = _reasons(run, use(_scaled(2)), use(_scaled(2)), use(_scaled(3)))
+    where = ".m.act[1]" if inside else ".m.act"
+    assert reasons == [(f"{where} closes over scale: 2 (int) -> 3 (int)",)]
+
+
+def test_so_is_a_static_argument() -> None:
+    run = sx.jit(lambda act, x: act(x), static_argnums=0)
+    calls = [lambda: run(_scaled(2), 1.0), lambda: run(_scaled(2.0, 1), 1.0)]
+    assert _reasons(run, *calls) == [
+        (
+            "static argument 'act' closes over scale: 2 (int) -> 2.0 (float)",
+            "static argument 'act' closes over shift: 0 (int) -> 1 (int)",
+        )
+    ]

@@ -12,6 +12,7 @@ import pytest
 
 import shardax as sx
 from shardax._transforms.errors import (
+    ArgumentError,
     AxisSizeError,
     CarryError,
     InconsistentAliasingError,
@@ -374,6 +375,32 @@ class TestClosures:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda f, init, xs: sx.scan(f, init, xs),
+            lambda f, init, xs: sx.scan(f, init=init, xs=xs),
+            lambda f, init, xs: sx.scan(f, init, None, length=3),
+            lambda f, init, xs: sx.scan(f, init, xs=xs, reverse=True),
+        ],
+    )
+    def test_the_argument_order_of_jax_is_an_error_that_shows_the_call(self, call: Any) -> None:
+        with pytest.raises(ArgumentError, match=r"sx\.scan\(function\)\(init, xs\)"):
+            call(lambda c, x: (c + x, x), 0.0, jnp.arange(3.0))
+        carry, _ = sx.scan(lambda c, x: (c + x, x))(0.0, jnp.arange(3.0))
+        assert carry == 3
+
+    @pytest.mark.parametrize("length", ["x", 2.5, True, -1, None])
+    def test_a_length_that_is_no_size_is_refused_at_once(self, length: Any) -> None:
+        if length is not None:
+            with pytest.raises(AxisSizeError, match=r"length is .*such as length=8"):
+                sx.scan(lambda c, x: (c, x), length=length)
+            with pytest.raises(AxisSizeError, match=r"axis_size is .*such as axis_size=8"):
+                sx.vmap(lambda x: x, axis_size=length)
+        with pytest.raises(AxisSizeError, match=r"axis_size is JitTracer.*known before it runs"):
+            jax.jit(lambda n: sx.vmap(lambda x: x, axis_size=n)(jnp.ones(3)))(3)
+        assert sx.vmap(lambda x: x, axis_size=np.int64(3))(jnp.ones(3)).shape == (3,)  # pyright: ignore[reportArgumentType]
+
     def test_carry_stands_once_at_the_top_level_on_both_sides(self) -> None:
         with pytest.raises(CarryError, match=r"in_axes of sx\.scan has sx\.Carry 2 times"):
             sx.scan(lambda a, b: a, in_axes=(Carry, Carry))
@@ -386,9 +413,23 @@ class TestErrors:
         with pytest.raises(CarryError, match="has 2 \\(a, b\\)"):
             sx.scan(lambda a, b: a, in_axes=Carry, out_axes=Carry)(1.0, 2.0)
 
-    def test_a_result_without_an_axis_is_refused(self) -> None:
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            None,
+            (0, None),
+            {"a": sx.StateAxes({...: None})},
+            sx.StateAxes({sx.Param: 0, ...: None}),
+            sx.State({"kernel": None}),
+        ],
+    )
+    def test_a_result_without_an_axis_is_refused_in_every_form_of_the_entry(
+        self, entry: Any
+    ) -> None:
         with pytest.raises(PrefixError, match=r"out_axes of sx\.scan gives None"):
-            sx.scan(lambda a, b: a, out_axes=(Carry, None))
+            sx.scan(lambda a, b: a, out_axes=(Carry, entry))
+        with pytest.raises(PrefixError, match=r"out_axes of sx\.scan gives None"):
+            sx.scan(lambda b: b, in_axes=0, out_axes=entry)
 
     def test_the_result_must_have_the_form_of_out_axes(self) -> None:
         with pytest.raises(CarryError, match="carry at position 0, but it returned a tuple of 3"):

@@ -93,7 +93,32 @@ def test_results_that_cannot_be_put_together_are_named(auto_mesh: Mesh) -> None:
         sx.shard_map(call, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))(jnp.ones(8))
 
 
-def test_arrays_are_brought_to_the_mesh_from_wherever_they_are(mesh: Mesh) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameters_that_are_only_read_move_once_and_stay_in_their_shards(
+    mesh: Mesh, compiled: bool
+) -> None:
+    specs = sx.StateSharding({sx.PathContains("kernel"): P("data"), ...: P()})
+    call = sx.shard_map(
+        lambda layer, x: x + jax.lax.psum(layer.kernel.value.sum(), "data"),
+        mesh=mesh,
+        in_specs=(specs, P("data")),
+        out_specs=P("data"),
+    )
+    run = sx.jit(call) if compiled else call
+    for layer in [sx.nn.Linear(8, 8, rngs=sx.Rngs(i)) for i in range(2)]:
+        total = float(layer.kernel.value.sum())
+        first = run(layer, jnp.zeros(8))
+        assert jnp.allclose(first, total, atol=1e-5)
+        held = layer.kernel.value
+        assert held.sharding == NamedSharding(mesh, P("data"))
+        assert layer.bias.value.sharding == NamedSharding(mesh, P())
+        run(layer, jnp.zeros(8))
+        assert layer.kernel.value is held
+
+
+def test_arrays_come_to_the_mesh_from_wherever_they_are_and_variables_stay_there(
+    mesh: Mesh,
+) -> None:
     one = jax.devices()[5]
     other = jax.make_mesh((8,), ("all",))
     run = sx.shard_map(
@@ -103,9 +128,8 @@ def test_arrays_are_brought_to_the_mesh_from_wherever_they_are(mesh: Mesh) -> No
         variable = sx.Variable(jax.device_put(jnp.arange(8.0), place))
         x = jax.device_put(jnp.arange(8.0), place)
         assert run(variable, x).tolist() == [2.0 * i for i in range(8)]
-        assert variable.value.sharding == (
-            place if isinstance(place, NamedSharding) else x.sharding
-        )
+        assert variable.value.sharding == NamedSharding(mesh, P("data"))
+        assert x.sharding == place or isinstance(place, jax.Device)
     assert run(sx.Variable(np.arange(8.0)), np.arange(8.0)).tolist() == [2.0 * i for i in range(8)]
 
 

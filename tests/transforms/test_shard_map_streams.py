@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tests.transforms.sharded import P
 
 import shardax as sx
-from shardax._transforms.errors import OutputError
+from shardax._transforms.errors import OutputError, SharedWriteError
 
 
 def test_a_stream_under_mesh_axes_is_split_and_moves_on_by_one_draw(mesh: Mesh) -> None:
@@ -78,3 +78,20 @@ def test_a_split_stream_cannot_be_given_another_key(auto_mesh: Mesh) -> None:
 
     with pytest.raises(OutputError, match=r"\.rngs\.default\.key"):
         sx.shard_map(reseed, mesh=auto_mesh, in_specs=P("data"), out_specs=None)(sx.Rngs(0))
+
+
+def test_a_new_layer_that_keeps_a_split_stream_is_refused_with_the_fix(auto_mesh: Mesh) -> None:
+    rngs = sx.Rngs(0)
+    make = sx.shard_map(
+        lambda rngs: sx.nn.Dropout(0.5, rngs=rngs),
+        mesh=auto_mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    with pytest.raises(SharedWriteError, match=r"RngState at \.result\.stream\.key.*spec P\(\)"):
+        make(rngs)
+    assert int(rngs.default.count) == 0
+    whole = sx.shard_map(
+        lambda rngs: sx.nn.Dropout(0.5, rngs=rngs), mesh=auto_mesh, in_specs=P(), out_specs=P()
+    )
+    assert whole(rngs).stream is rngs.default

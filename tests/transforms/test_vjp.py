@@ -138,10 +138,15 @@ def test_wrt_is_a_filter_for_all_arguments_or_one_each(wrt: Any, expected: Any) 
     assert tuple(map(_flat, gradients(1.0))) == expected
 
 
-def test_a_shared_variable_has_one_gradient_the_whole_one_in_each_argument() -> None:
+def test_a_shared_variable_has_one_gradient_at_its_first_path() -> None:
     model = Tied(3.0)
     _, gradients = sx.vjp(lambda a, b: a.embed * b.head, model, model)
-    assert [_flat(gradient) for gradient in gradients(1.0)] == [{("embed",): 6.0}] * 2
+    assert [_flat(gradient) for gradient in gradients(1.0)] == [{("embed",): 6.0}, {}]
+    _, gradients = sx.vjp(lambda a, b: a * b.head, model.embed, model)
+    of_variable, of_model = gradients(1.0)
+    assert (of_variable, _flat(of_model)) == (6.0, {})
+    _, gradients = sx.vjp(lambda a, b: a.embed * b, model, model.embed, wrt=sx.BatchStat)
+    assert [_flat(gradients(1.0)[0]), gradients(1.0)[1]] == [{}, 6.0]
 
 
 def test_plain_arguments_are_differentiated_as_by_jax() -> None:

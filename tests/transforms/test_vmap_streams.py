@@ -186,16 +186,101 @@ def test_a_stream_with_a_key_per_lane_is_mapped_like_any_array() -> None:
     assert rngs.default.count.tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("form", ["typed", "raw", "default", "mixed"])
+@pytest.mark.parametrize("over", ["vmap", "scan", "jit"])
+def test_rngs_of_an_array_of_keys_have_one_key_per_lane(form: str, over: str) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    rngs = {
+        "typed": lambda: sx.Rngs(params=keys),
+        "raw": lambda: sx.Rngs(params=jax.random.key_data(keys)),
+        "default": lambda: sx.Rngs(keys),
+        "mixed": lambda: sx.Rngs(params=keys, dropout=7),
+    }[form]()
+
+    def draw(r: sx.Rngs) -> Any:
+        return jax.random.normal(r.params()) + jax.random.normal(r.params())
+
+    run = sx.scan(draw, in_axes=0, out_axes=0) if over == "scan" else sx.vmap(draw)
+    run = sx.jit(run) if over == "jit" else run
+    lanes = [sx.Rngs(params=key) for key in keys]
+    for _ in range(2):
+        assert jnp.allclose(run(rngs), jnp.stack([draw(lane) for lane in lanes]))
+    assert rngs.params.count.value.tolist() == [4, 4, 4]
+
+
+def test_keys_that_are_written_into_a_stream_of_one_key_are_mapped_too() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    for run in (sx.vmap, lambda f: sx.scan(f, in_axes=0, out_axes=0)):
+        rngs = sx.Rngs(params=0)
+        rngs.params.key.value = keys
+        drawn = run(lambda r: jax.random.normal(r.params()))(rngs)
+        expected = [jax.random.normal(sx.Rngs(params=key).params()) for key in keys]
+        assert jnp.allclose(drawn, jnp.stack(expected))
+        assert rngs.params.count.value.tolist() == [1, 1, 1]
+
+
+def test_rngs_of_a_table_of_keys_are_mapped_along_any_axis_and_twice() -> None:
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    draw = sx.vmap(lambda r: jax.random.normal(r.params()))
+    rows = sx.vmap(draw)(sx.Rngs(params=keys))
+    columns = sx.vmap(draw, in_axes=1)(sx.Rngs(params=keys))
+    expected = [[float(jax.random.normal(sx.Rngs(params=k).params())) for k in row] for row in keys]
+    assert jnp.allclose(rows, jnp.array(expected)) and jnp.allclose(columns.T, rows)
+
+
 def test_streams_made_inside_come_out_with_a_key_per_lane() -> None:
     forks = sx.vmap(lambda r: r.fork(), axis_size=3)(sx.Rngs(0))
     assert forks.default.key.shape == forks.default.count.shape == (3,)
     assert len(set(sx.vmap(lambda r: jax.random.normal(r.noise()))(forks).tolist())) == 3
 
 
-def test_a_layer_made_inside_that_keeps_a_given_stream_keeps_the_callers() -> None:
+@pytest.mark.parametrize("out_axes", [0, -1])
+def test_layers_made_inside_that_keep_a_split_stream_have_a_key_per_lane(out_axes: int) -> None:
+    """The trap: with the caller's one stream the members are no slices of the ensemble."""
+
+    class Block(sx.Module):
+        def __init__(self, rngs: sx.Rngs) -> None:
+            self.linear = sx.nn.Linear(64, 64, rngs=rngs)
+            self.layers = [sx.nn.Dropout(0.5, rngs=rngs)]
+            self.rngs = rngs
+
     rngs = sx.Rngs(0)
-    layer = sx.vmap(lambda r: sx.nn.Dropout(0.5, rngs=r), axis_size=3)(rngs)
-    assert layer.stream is rngs.default
+    made = sx.vmap(Block, axis_size=3, out_axes=out_axes)(rngs)
+    stream = made.layers[0].stream
+    assert made.rngs is not rngs and made.rngs.default is stream is not rngs.default
+    assert (stream.key.shape, stream.count.value.tolist()) == ((3,), [1, 1, 1])
+    lanes = [Block(lane) for lane in _lane_streams(sx.Rngs(0), 3)]
+    for i, lane in enumerate(lanes):
+        whole = jax.tree.map(lambda a, i=i: jnp.take(a, i, axis=out_axes), sx.state(made))
+        assert_equal_values(whole.flat(), sx.state(lane).flat())
+    assert (rngs.default.key.shape, int(rngs.default.count)) == ((), 1)
+
+
+def test_two_ensembles_that_only_keep_the_stream_drop_other_elements() -> None:
+    rngs = sx.Rngs(0)
+    make = sx.vmap(lambda r: sx.nn.Dropout(0.5, rngs=r), axis_size=3)
+    y = [row for _ in range(2) for row in sx.vmap(_drop)(make(rngs), ONES).tolist()]
+    assert len(set(map(tuple, y))) == 6 and int(rngs.default.count) == 2
+
+
+def test_a_layer_that_is_attached_inside_has_a_key_per_lane_and_given_objects_stay() -> None:
+    def attach(model: sx.Module, rngs: sx.Rngs) -> Any:
+        model.drop = sx.nn.Dropout(0.5, rngs=rngs)
+        model.rngs = rngs
+        return model, rngs
+
+    model, rngs = sx.Module(), sx.Rngs(0)
+    model.before = rngs.default
+    assert sx.vmap(attach, axis_size=3)(model, rngs) == (model, rngs)
+    assert model.before is rngs.default
+    assert model.drop.stream.key.shape == model.rngs.default.key.shape == (3,)
+
+
+def test_layers_made_in_a_scan_over_a_split_stream_have_a_key_per_slice() -> None:
+    made = sx.scan(lambda r: sx.nn.Dropout(0.5, rngs=r), in_axes=0, out_axes=0, length=3)
+    rngs = sx.Rngs(0)
+    layer = made(rngs)
+    assert layer.stream is not rngs.default and layer.stream.key.shape == (3,)
     assert len({tuple(row) for row in sx.vmap(_drop)(layer, ONES).tolist()}) == 3
 
 

@@ -245,8 +245,21 @@ def _rule(kind: Callable[..., Any], function: Callable[..., Any], argnums: Any) 
     return kind(function, argnums)
 
 
+def _reduce_jitted(function: Any) -> Any:
+    # JAX's own state of one leaves out its attributes, with which it traces.
+    make, arguments, state, *_ = function.__reduce_ex__(2)
+    again = make, arguments, (state, vars(function)), None, None, _restore_jitted
+    return name_of(function) or again
+
+
+def _restore_jitted(function: Any, states: tuple[Any, dict[str, Any]]) -> None:
+    function.__setstate__(states[0])
+    vars(function).update(states[1])
+
+
 # Pickle asks this table before the class, for these types and no others. They are types that it
 # fails on; how JAX's arrays are pickled outside of shardax's own classes stays as it is.
 copyreg.pickle(Mesh, _reduce_mesh)
+copyreg.pickle(type(jax.jit(_rule)), _reduce_jitted)
 for _kind in (jax.custom_jvp, jax.custom_vjp):
     copyreg.pickle(_kind, _reduce_rule)

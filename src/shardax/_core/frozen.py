@@ -173,7 +173,7 @@ class FrozenVariable(Variable[T]):
         if not isinstance(other, FrozenVariable):
             return super().__eq__(other)
         one, two = self._here(), other._here()
-        return bool(one._metadata == two._metadata and _same(one._value, two._value))
+        return bool(one._metadata == two._metadata and same_value(one._value, two._value))
 
     def __ne__(self, other: object) -> Any:
         if not isinstance(other, FrozenVariable):
@@ -200,8 +200,8 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
     return form._make(snapshot(here._value), known, owner_here())
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are known to be the same numbers; never raises."""
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are known to be the same numbers or configuration; never raises."""
     ours, treedef = jax.tree.flatten(one)
     theirs, other_treedef = jax.tree.flatten(other)
     return treedef == other_treedef and all(map(_same_leaf, ours, theirs))
@@ -210,10 +210,11 @@ def _same(one: Any, other: Any) -> bool:
 def _same_leaf(one: Any, other: Any) -> bool:
     if one is other:
         return True
+    kinds = (jax.Array, np.ndarray, np.generic, LazyValue)
+    if not (isinstance(one, kinds) and isinstance(other, kinds)):  # shapes, shardings, numbers
+        return type(one) is type(other) and one == other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if isinstance(one, jax.ShapeDtypeStruct) or isinstance(other, jax.ShapeDtypeStruct):
-        return type(one) is type(other) and one == other
     arrays = [_numbers(leaf) for leaf in (one, other)]
     return all(array is not None for array in arrays) and arrays[0] == arrays[1]
 

@@ -3,9 +3,10 @@
 
 A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assignment
 sorts values: Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
-tuples stay tuples, and so do classes registered with JAX that hold data; everything else is *static configuration* and must be hashable, which is checked
-on assignment, where the mistake is made, rather than at the first compiled call. Arrays are kept in
-hidden Variables (``_core.containers``); attribute access returns the array.
+tuples stay tuples, and so do classes registered with JAX that hold data; everything else is *static
+configuration* and must be hashable, which is checked on assignment, where the mistake is made,
+rather than at the first compiled call. Arrays are kept in hidden Variables
+(``_core.containers``); attribute access returns the array.
 
 A *drawing* is a tree that mirrors a value: Modules, containers and what leads to objects have
 parts; everything else is a *leaf*. An object met again is a leaf that refers to the first

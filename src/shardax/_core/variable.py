@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise
+from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
 from shardax._core.cross_process import packed
-from shardax._core.errors import MetadataError, VariableValueError
+from shardax._core.errors import MetadataError, StateMismatchError, VariableValueError
 from shardax._core.frames import Frame, check_trace, check_unlocked, local, owner_here, resolve
 from shardax._core.graph.flatten import VariableDef, register_variable
 from shardax._core.graph.handlers import axes_of
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
 from shardax._core.object import Object, epoch
@@ -293,6 +293,31 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         _check_rank(variable, variable._metadata.axes)
         return variable
 
+    def update(self, value: Any) -> None:
+        """Takes a value of the same shape and dtype.
+
+        Args:
+            value: An array, a frozen value, or a Variable, whose value is taken.
+
+        Raises:
+            StateMismatchError: If shape or dtype differ, or if it is the frozen value of another
+                label than ``unbind`` gave this Variable; nothing is changed.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> w = sx.Param(jnp.zeros(2))
+            >>> w.update(sx.Param(jnp.ones(2)).freeze())
+            >>> w.value.tolist()
+            [1.0, 1.0]
+        """
+        fitting, problem = fitted(self, value)
+        if problem:
+            raise StateMismatchError(
+                f"The {type(self).__name__} {problem}; nothing was changed. To change shape or "
+                f"dtype on purpose, write it whole: v[...] = array."
+            )
+        self._write(fitting)
+
     def freeze(self) -> FrozenVariable[T]:
         """Returns the present value, immutable, with type and metadata.
 
@@ -387,6 +412,38 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
             f"{variable._value.ndim} dimensions but was given "
             f"{len(axes)} axis names: {axes}. Give one name per dimension, None for an unnamed one."
         )
+
+
+def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str | None]:
+    """Returns a value as a Variable can take it, and what is wrong with it."""
+    if isinstance(given, Variable):
+        here = given._here()
+        label, known = getattr(here._metadata, "label", ()), getattr(variable, "_labels", ())
+        if label and known and label not in known:
+            shown = (format_path(each) for each in (known[-1], label))
+            return None, "has the label {}, given the frozen value of {}".format(*shown)
+        given = snapshot(here._value)
+    try:
+        value = as_value(given, type(variable).__name__)
+    except VariableValueError as error:
+        return None, str(error)
+    old = variable._here()._value
+    if not hasattr(old, "shape"):
+        return value, None
+    if not hasattr(value, "shape"):
+        return None, f"has shape {tuple(old.shape)}, given a {type(value).__name__}"
+    if tuple(old.shape) != tuple(value.shape):
+        return None, f"has shape {tuple(old.shape)}, given {tuple(value.shape)}"
+    if old.dtype == value.dtype or cast == "keep":
+        return value, None
+    is_weak = isinstance(given, (int, float, complex)) or getattr(value, "weak_type", False)
+    is_number = not any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in (old, value))
+    if is_number and (cast or (is_weak and jnp.result_type(given, old.dtype) == old.dtype)):
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(value.shape, old.dtype, sharding=value.sharding), None
+        value = value.compute() if isinstance(value, LazyValue) else value
+        return value.astype(old.dtype), None
+    return None, f"has dtype {old.dtype}, given {value.dtype}"
 
 
 register_variable(Variable)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -32,7 +32,7 @@ from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError
 from shardax._core.frames import is_eager, resolve
-from shardax._core.graph.flatten import VariableDef, flatten
+from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, compute_all
 from shardax._core.variable import Variable
@@ -40,7 +40,7 @@ from shardax._transforms import errors
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 from shardax._transforms.lift import prefix as prefixes
-from shardax._transforms.vmap.axes import SplitStreams
+from shardax._transforms.vmap.axes import LeavingValue, MappedCall
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -83,14 +83,7 @@ def _without_end(spec: PartitionSpec) -> PartitionSpec:
 
 def specs_in(prefix: Any) -> list[PartitionSpec]:
     """Returns the specs that a canonical prefix can give."""
-    found: list[PartitionSpec] = []
-    for leaf in jax.tree.leaves(prefix):
-        found.extend(
-            spec
-            for value in (leaf.values() if isinstance(leaf, prefixes.FilterMapping) else [leaf])
-            for spec in jax.tree.leaves(value)
-        )
-    return found
+    return jax.tree.leaves(prefixes.entries_in(prefix))
 
 
 def dimension_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
@@ -136,26 +129,20 @@ def assign(
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
         return AssignedSpecs(tuple(args), dict(kwargs), [specs] * len(args), named)
-    most = max(len(positional), len(args))
-    if not len(args) <= len(specs) <= most:
+    if not len(args) <= len(specs) <= max(len(positional), len(args)):
         shown = f" ({', '.join(positional)})" if positional else ""
         raise errors.PrefixError(
             f"in_specs has {len(specs)} entries, but the function was given {len(args)} positional "
             f"arguments{shown}. Give one entry per parameter, or one for everything."
         )
-    named = {}
+    by_name = dict(zip(positional, specs, strict=False))
     for keyword in kwargs:
-        if keyword not in positional:
+        if keyword not in by_name:
             raise errors.PrefixError(
-                f"in_specs has one entry per positional parameter, so none for {keyword!r}, which "
-                "can only be given by name. Make it positional, or give one entry for everything."
+                f"in_specs has {len(specs)} entries, one per positional parameter, so none for "
+                f"{keyword!r}. Add one, make it positional, or give one entry for everything."
             )
-        if positional.index(keyword) >= len(specs):
-            raise errors.PrefixError(
-                f"in_specs has {len(specs)} entries, so there is none for the argument {keyword!r} "
-                f"at position {positional.index(keyword)}."
-            )
-        named[keyword] = specs[positional.index(keyword)]
+    named = {keyword: by_name[keyword] for keyword in kwargs}
     return AssignedSpecs(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
 
 
@@ -301,16 +288,6 @@ _REASON = (
 )
 
 
-class _ShardMapOptions(NamedTuple):
-    """What the caller of ``shard_map`` asked for, specs in their one form."""
-
-    mesh: AnyMesh | None
-    in_specs: Any
-    out_specs: Any
-    axis_names: frozenset[str]
-    check_vma: bool
-
-
 @engine.decorator
 def shard_map(
     function: Any = None,
@@ -336,7 +313,7 @@ def shard_map(
             argument given by name has the entry of its position. An entry is a ``PartitionSpec``
             (None is ``P()``), for a Module also a State of specs, such as
             ``sx.partition_specs(model)``, or a ``StateSharding``; for a container the same
-            container with entries.
+            container with entries. Variables in the arguments move to their shards and stay there.
         out_specs: A prefix of the result, likewise.
         axis_names: The mesh axes to split over; the others are left to the compiler. Empty: all.
         check_vma: As in ``jax.shard_map``: whether JAX keeps track of what varies. Without it,
@@ -373,23 +350,21 @@ def shard_map(
         raise errors.PrefixError(
             f"axis_names={axis_names!r} is one string; give a set: {{{axis_names!r}}}."
         )
-    options = _ShardMapOptions(
-        mesh,
-        canonical(in_specs, "in_specs"),
-        canonical(out_specs, "out_specs"),
-        frozenset(axis_names),
-        check_vma,
-    )
+    in_specs, out_specs = canonical(in_specs, "in_specs"), canonical(out_specs, "out_specs")
+    axis_names = frozenset(axis_names)
 
     @engine.wraps(function)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        region = find_region(mesh, options.axis_names)
-        check_axes(region, specs_in(options.in_specs), "in_specs")
-        check_axes(region, specs_in(options.out_specs), "out_specs")
-        assigned = assign(function, options.in_specs, args, kwargs)
-        return engine.retry_captured(
-            lambda known: _ShardMapCall(function, options, region, assigned, known).run()
-        )
+        region = find_region(mesh, axis_names)
+        check_axes(region, specs_in(in_specs), "in_specs")
+        check_axes(region, specs_in(out_specs), "out_specs")
+        given = assign(function, in_specs, args, kwargs)
+
+        def attempt(captured: list[Variable[Any]]) -> Any:
+            call = _ShardMapCall(function, (in_specs, out_specs), region, given, captured)
+            return call.run({"axis_names": axis_names, "check_vma": check_vma})
+
+        return engine.retry_captured(attempt)
 
     return sharded
 
@@ -411,52 +386,44 @@ class _ShardFrame(engine.SealedFrame):
         raise engine.NewCaptures(list(found.values()))
 
 
-class _ShardMapCall:
+class _ShardMapCall(MappedCall):
     """One call of a function made by ``shard_map``."""
 
     def __init__(
         self,
         function: Callable[..., Any],
-        options: _ShardMapOptions,
+        specs: tuple[Any, Any],
         region: ManualRegion,
         given: AssignedSpecs,
         captured: Sequence[Variable[Any]],
     ) -> None:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
-        self.options = options
         self.region = region
-        self.call = engine.LiftedCall(
+        call = engine.LiftedCall(
             "shard_map", [function], given.args, given.kwargs, make_frame, captured
         )
-        self.assignment = prefixes.EntryAssignment(
-            self.call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
+        assignment = prefixes.EntryAssignment(
+            call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
         )
-        self._materialise()
-        self.values = self.call.graph.values()
-        self.streams = SplitStreams(self.call, self.values, self._splits)
-        self.grouped = prefixes.GroupedOutputs(
-            [*specs_in(options.in_specs), *specs_in(options.out_specs), WHOLE]
-        )
-        # Known after the function ran:
-        self.flat: prefixes.FlatOutputs | None = None
-        self.trees: list[Any] = []
-        self.moved: dict[int, Any] = {}
+        self._materialise(assignment)
+        entries = [*specs_in(specs), WHOLE]
+        super().__init__(assignment, (specs[1], "out_specs", WHOLE), entries, self._splits)
 
     def _splits(self, position: int) -> bool:
         entry = self.assignment.leaves[position]
         return isinstance(entry, PartitionSpec) and bool(axes_of(entry))
 
-    def _materialise(self) -> None:
+    def _materialise(self, assignment: prefixes.EntryAssignment) -> None:
         """Computes lazy values in the arguments straight into their shards."""
-        mesh, assignment = self.region.mesh, self.assignment
+        mesh = self.region.mesh
         if not (isinstance(mesh, Mesh) and is_eager()):
             return
         rows = [
             (path, variable, entry)
             for path, leaf, variable, entry in zip(
                 assignment.leaf_paths,
-                self.call.graph.flat.leaves,
-                self.call.graph.leaves,
+                assignment.call.graph.flat.leaves,
+                assignment.call.graph.leaves,
                 assignment.leaves,
                 strict=True,
             )
@@ -469,33 +436,60 @@ class _ShardMapCall:
         for (_, variable, _), array in zip(rows, arrays, strict=True):
             variable._value = array
 
-    def run(self) -> Any:
+    def run(self, options: dict[str, Any]) -> Any:
         """Runs all shards and carries back what they did."""
         entering_arrays, specs, treedef = self._entering()
         mapped = jax.shard_map(
             functools.partial(self._pure, treedef),
             mesh=self.region.mesh,
             in_specs=(specs,),
-            out_specs=tuple(self.grouped.entries),
-            axis_names=frozenset(self.options.axis_names),
-            check_vma=self.options.check_vma,
+            out_specs=tuple(self.entries),
+            **options,
         )
         if self.region.is_inner:  # JAX does not run one shard_map in another without compiling
             mapped = jax.jit(mapped)
-        left = iter(self.grouped.restore(mapped(entering_arrays)))
-        assert self.flat is not None
-        outputs = self.flat.assemble(
-            [tree.unflatten([next(left) for _ in range(tree.num_leaves)]) for tree in self.trees]
-        )
-        outputs = self.streams.restore(outputs, self.moved)
-        return self.call.apply(outputs)
+        return self.apply(mapped(entering_arrays))
 
     def _entering(self) -> tuple[list[Any], list[PartitionSpec], Any]:
         """Returns the arrays that enter, their specs, and the treedef."""
+        drawn = self.streams.draw(self.values)
+        for path, leaf, spec in self._rows(drawn)[0]:
+            self.region.check(path, leaf, spec, "in_specs")
+        self._settle()
+        rows, treedef = self._rows(drawn)
+        placed = [self.region.place(leaf, spec) for _, leaf, spec in rows]
+        return placed, [spec for _, _, spec in rows], treedef
+
+    def _settle(self) -> None:
+        """Moves Variables in the arguments to their shards, where they stay."""
+        mesh, assignment = self.region.mesh, self.assignment
+        if not isinstance(mesh, Mesh):
+            return
+        whole = len(self.region.axes) == len(mesh.axis_names)  # else others lay it out, too
+        found: dict[int, NamedSharding] = {}
+        for position, (leaf, spec) in enumerate(
+            zip(self.call.graph.flat.leaves, assignment.leaves, strict=True)
+        ):
+            on_mesh = any(
+                getattr(getattr(item, "sharding", None), "mesh", None) == mesh
+                for item in jax.tree.leaves(leaf._value)
+            )
+            declared = id(leaf) in assignment.by_id and isinstance(spec, PartitionSpec)
+            if declared and position not in self.streams and (whole or not on_mesh):
+                found[position] = NamedSharding(mesh, spec)
+        leaves = [self.call.graph.leaves[position] for position in found]
+        if not is_eager():  # the compiled function around this call has them moved
+            engine.request_placement(leaves, [*found.values()])
+            return
+        prefixes.place_variables(leaves, [*found.values()])
+        for position, variable in zip(found, leaves, strict=True):
+            self.values[position] = variable._value
+
+    def _rows(self, drawn: Mapping[int, Any]) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
+        """Returns (path, array, spec) of all that enters, and the treedef."""
         arguments, assignment = self.call.arguments, self.assignment
         plain = (list(arguments.plain), arguments.plain_named)
         rows: list[tuple[Path, Any, PartitionSpec]] = []
-        drawn = self.streams.draw(self.values)
         values = list(self.values)
         for position, (path, entry) in enumerate(
             zip(assignment.leaf_paths, assignment.leaves, strict=True)
@@ -508,10 +502,7 @@ class _ShardMapCall:
             specs = spread(entry, value, path, "in_specs")
             rows += [(path, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
         rows += zip(assignment.plain_paths, jax.tree.leaves(plain), assignment.plain, strict=True)
-        for path, leaf, spec in rows:
-            self.region.check(path, leaf, spec, "in_specs")
-        placed = [self.region.place(leaf, spec) for _, leaf, spec in rows]
-        return placed, [spec for _, _, spec in rows], jax.tree.structure((values, plain))
+        return rows, jax.tree.structure((values, plain))
 
     def _pure(self, treedef: Any, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
         values, (positional, named) = treedef.unflatten(entering_arrays)
@@ -522,68 +513,55 @@ class _ShardMapCall:
 
     def _leave(self, context: engine.RunContext) -> tuple[list[Any], ...]:
         """Groups what leaves a shard by spec."""
-        engine.check_result(context.result, "shard_map")
-        output_entries = self.assignment.output_entries(
-            context, self.options.out_specs, "out_specs"
-        )
-        outputs, self.moved = self.streams.separate_counts(context.record_effects(context.result))
-        prefixes.refuse_foreign(outputs.effects, "shard_map")
-        self.flat = prefixes.FlatOutputs(outputs)
-        self.trees = [jax.tree.structure(value) for value in self.flat.values]
-        pairs: list[tuple[PartitionSpec, Any]] = []
-        places = self._places(outputs.effects, output_entries)
-        for (kind, path, entry), value in zip(places, self.flat.values, strict=True):
-            specs = spread(entry, value, path, "in_specs or out_specs")
-            for leaf, spec in zip(jax.tree.leaves(value), specs, strict=True):
-                self._check_leaving(kind, path, leaf, spec)
-                pairs.append((spec, leaf))
-        return self.grouped.group(pairs)
+        outputs, leaving = self.record(context)
+        entries: list[PartitionSpec] = []
+        for item in leaving:
+            specs = spread(item.entry, item.value, item.path, "in_specs or out_specs")
+            for leaf, spec in zip(jax.tree.leaves(item.value), specs, strict=True):
+                self._check_leaving(item, leaf, spec)
+            entries += specs
+        return self.group(outputs, entries)
 
-    def _places(
-        self, effects: engine.Effects, output_entries: prefixes.OutputEntries
-    ) -> Iterator[tuple[str, Path, Any]]:
-        """Yields (kind, path, entry) of every value that leaves."""
-        for path, entry in output_entries.labels:
-            yield "result", path, entry
-        for position in effects.written:
-            yield "written", self.assignment.leaf_paths[position], self.assignment.leaves[position]
-        types = [item.type.__name__ for item in effects.fresh if type(item) is VariableDef]
-        for key, name in zip(effects.fresh_ids, types, strict=True):
-            yield f"new {name}", *output_entries.by_id.get(key, ((), WHOLE))
-
-    def _check_leaving(self, kind: str, path: Path, leaf: Any, spec: PartitionSpec) -> None:
+    def _check_leaving(self, item: LeavingValue, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that shards can be put together to one array."""
         if len(spec) > jnp.ndim(leaf):
+            what = f"new {item.new}" if item.new else item.kind
             raise errors.AxisSizeError(
-                f"sx.shard_map puts the {kind} value at {format_path(path)} together by {spec}, "
-                f"but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
+                f"sx.shard_map puts the {what} value at {format_path(item.path)} together by "
+                f"{spec}, but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
             )
         varying = _jax.varying_axes(leaf) & set(self.region.axes) - set(axes_of(spec))
         if varying:
-            self._refuse(kind, path, spec, [axis for axis in self.region.axes if axis in varying])
+            self._refuse(item, spec, [axis for axis in self.region.axes if axis in varying])
 
-    def _refuse(self, kind: str, path: Path, spec: PartitionSpec, axes: list[str]) -> NoReturn:
+    def _refuse(self, item: LeavingValue, spec: PartitionSpec, axes: list[str]) -> NoReturn:
         over = ", ".join(map(repr, axes))
         named = axes[0] if len(axes) == 1 else tuple(axes)
         reduced = f"jax.lax.pmean(x, {named!r})"
-        where = format_path(path)
-        if kind == "result":
+        where, name = format_path(item.path), item.new
+        if item.kind == "result" and not name:
             raise errors.SharedWriteError(
                 f"out_specs of sx.shard_map gives {spec} for the value at {where}, but it differs "
                 f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
                 "these axes in out_specs."
             )
-        if kind.startswith("new"):
-            name = kind.removeprefix("new ")
-            place = f"at {where}" if path else "attached to what the function is bound to"
+        if name:
+            place = f"at {where}" if item.path else "attached to what the function is bound to"
+            if name == "RngState":
+                raise errors.SharedWriteError(
+                    f"The new RngState {place} is of a stream that in_specs splits, so it differs "
+                    f"between shards over the mesh axes {over}, and a new object has one. Give the "
+                    "Rngs that it keeps the spec P(), sx.StateSharding([(sx.RngState, P()), ...]) "
+                    "in in_specs, or make the object outside."
+                )
             raise errors.SharedWriteError(
                 f"The new {name} {place} has the spec {spec} (that of the Module it was attached "
                 "to, or of its place in the result), but differs between shards over the mesh "
                 f"axes {over}. Reduce it, {reduced}, or give its type a spec in the entry of that "
                 f"Module: sx.StateSharding([({name}, P({named!r})), (..., P())])."
             )
-        position = self.assignment.leaf_paths.index(path)
+        position = self.assignment.leaf_paths.index(item.path)
         raise errors.SharedWriteError(
             f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
             "in in_specs, but was written with a value that differs between shards over the mesh "

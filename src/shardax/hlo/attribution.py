@@ -63,19 +63,15 @@ class Dataflow:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
-        self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._kept: dict[str, frozenset[int]] = {}
         # Of a send through the host, by its place and its meeting, what receives; and the reverse.
         self._meets: dict[tuple[str, str, str], Instruction] = {}
         for name, inside in program.computations.items():
-            users = self._users.setdefault(name, {})
             for each in inside.instructions:
                 if each.opcode in ("send", "recv"):
                     self._meets[name, each.opcode, rendezvous(each)] = each
                 for callee in (*called(each), *branches(each)):
                     self._callers.setdefault(callee, []).append((name, each))
-                for operand in set(each.inputs):
-                    users.setdefault(operand, []).append(each)
 
     def sources(self, value: ValueRef) -> ValueSources:
         arguments: set[int] = set()
@@ -104,7 +100,8 @@ class Dataflow:
     def needed_by(self, value: ValueRef) -> Instruction | None:
         """Returns the nearest user of a value with a traced operation."""
         for here in self._forwards(value):
-            for user in self._users.get(here.inside, {}).get(here.name, []):
+            inside = self._program.computations.get(here.inside)
+            for user in inside.users[here.name] if inside else ():
                 if user.op_name and user.opcode not in ("while", "call", "conditional"):
                     return user
         return None
@@ -194,7 +191,7 @@ class Dataflow:
             receiver = self._meets.get((here.inside, "recv", rendezvous(each)))
             if receiver is not None:
                 yield ValueRef(here.inside, receiver.name)
-        for user in self._users[here.inside].get(here.name, []):
+        for user in inside.users[here.name]:
             places = [place for place, name in enumerate(user.operands) if name == here.name]
             yield from self._into(here, each, user, places)
 
@@ -269,22 +266,21 @@ def attribute(
     def path(number: int) -> str:
         return arguments[number] if number < len(arguments) else ""
 
-    def updated_by(value: ValueRef, count: int, updates: Mapping[int, int]) -> tuple[str, ...]:
+    def updated_by(
+        value: ValueRef, elements: Sequence[int], updates: Mapping[int, int]
+    ) -> tuple[str, ...]:
         """Paths of the arguments that what travels is used to update."""
         paths: dict[str, None] = {}
-        for element in range(count) if count > 1 else (_ALL,):
+        for element in elements:
             results = flow.results(value._replace(element=element))
             numbers = sorted({updates[result] for result in results if result in updates})
             paths |= dict.fromkeys(_without_states([path(number) for number in numbers]))
         return tuple(paths)
 
     attributed: list[Collective] = []
-    for inside, each, collective in found:
+    for inside, each, collective, numbers in found:
         value = ValueRef(inside.name, each.name)
-        # Of a permutation of buffers, and of a send, what stands behind the first is no data.
-        single = collective.kind == "collective-permute" or each.opcode == "send"
-        operands = each.operands[:1] if single else each.operands
-        sources = [flow.sources(ValueRef(inside.name, name)) for name in operands]
+        sources = [flow.sources(ValueRef(inside.name, each.operands[i])) for i in numbers]
         computed = [instruction for source in sources for instruction in source.computed]
         moved: tuple[str, ...] = ()
         if not computed and all(source.arguments for source in sources):
@@ -298,7 +294,8 @@ def attribute(
         is_backward = any("transpose(" in name for name in names)
         # A gradient is one also if it is a result itself, or the step keeps its arguments.
         updates = likely if is_backward else known_updates
-        updated = () if moved else updated_by(value, len(operands), updates)
+        elements = numbers if len(each.operands) > 1 and each.opcode != "send" else (_ALL,)
+        updated = () if moved else updated_by(value, elements, updates)
         why = _why(collective, moved, updated, reduction(program, each), is_backward)
         attributed.append(dataclasses.replace(collective, parameters=moved or updated, why=why))
     return tuple(attributed)

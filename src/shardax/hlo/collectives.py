@@ -9,9 +9,9 @@ loop counts as often as the loop runs.
 
 A collective is one instruction (``all-gather``), or two (``all-gather-start``, ``all-gather-done``)
 between which others run, or a computation that an ``async-start`` runs. TPU compilers also put
-collectives into fusions: an all-reduce of which each device keeps its part is a reduce-scatter, and
-a collective that goes on during several fusions is repeated in each of them, of which the one that
-calls ``AsyncCollectiveStart`` counts.
+collectives into fusions: an all-reduce of which each device keeps its part is a reduce-scatter
+(array by array, if it sums several), and a collective that goes on during several fusions is
+repeated in each of them, of which the one that calls ``AsyncCollectiveStart`` counts.
 
 A *group* is the numbers of devices that exchange data; a device's number is its position in the
 mesh, row-major. XLA prints groups as lists, as the numbers from 0 on reshaped and transposed
@@ -81,6 +81,9 @@ _STARTS_FUSED = "AsyncCollectiveStart"
 _KNOWN_CALLS = frozenset({_STARTS_FUSED, "AsyncCollectiveDone"})
 _FUSED = '"async_collective_fusion_config"'
 _PAIRS = re.compile(r"_xla_send_recv_source_target_pairs=\"?(\{\{.*?\}\}|\{\})")
+_VIEWS = frozenset(
+    {"bitcast", "convert", "copy", "reshape", "transpose", "opt-barrier", "optimization-barrier"}
+)
 _IDLE = frozenset(
     {"bitcast", "tuple", "get-tuple-element", "constant", "parameter", "after-all", "copy"}
 )
@@ -365,6 +368,7 @@ class LocatedCollective(NamedTuple):
     inside: Computation
     instruction: Instruction  # that says what is sent
     collective: Collective
+    numbers: tuple[int, ...]  # of its operands, those that travel
 
 
 def find_collectives(
@@ -414,28 +418,82 @@ class _CollectiveFinder:
     def _grouped(
         self, inside: Computation, each: Instruction, base: str
     ) -> Iterator[LocatedCollective]:
-        kind, origin = KINDS[base], each
-        overlapped = each.opcode.endswith("-start") and _overlaps(inside, each)
-        caller = self._callers.get(inside.name)
-        if caller is not None:
-            origin = caller[1]
-            if origin.opcode.endswith("-start"):
-                overlapped = _overlaps(*caller)
+        callers: list[tuple[Computation, Instruction]] = []
+        here = inside
+        while here.name in self._callers:
+            callers.append(self._callers[here.name])
+            here = callers[-1][0]
+        starts = [(inside, each), *callers]
+        overlapped = any(
+            origin.opcode.endswith("-start") and _overlaps(where, origin)
+            for where, origin in starts
+        )
+        if callers and callers[0][1].opcode == "fusion" and not overlapped:
+            overlapped = _begins(inside, each)
+            if not overlapped and _FUSED in each.attributes:
+                if each.attribute("channel_id") not in self._begun:
+                    raise HloReadError(
+                        f"{each.opcode} {each.name!r} goes on with a collective of a fusion of "
+                        f"which the start, a call of {_STARTS_FUSED}, is not in the program; "
+                        "it would not be counted."
+                    )
+                return
+        groups = groups_of(each, self._devices)
+        # Offsets, sizes, and a place for the result are no data.
+        data = 1 if base.startswith("ragged-") or each.attribute("slice_sizes") else None
+        numbers = range(len(each.operands[:data]))
+        scattered = [
+            number
+            for number in numbers
+            if callers and base == "all-reduce" and self._scatters(inside, each, number, groups)
+        ]
+        whole = [number for number in numbers if number not in scattered]
+        origin = callers[0][1] if callers else each
+        for kind, some in (("reduce-scatter", scattered), (KINDS[base], whole)):
+            if some:
+                yield self._located(inside, each, origin, kind, groups, overlapped, some)
+
+    def _scatters(
+        self, inside: Computation, each: Instruction, number: int, groups: Groups
+    ) -> bool:
+        """Whether devices keep at most their part of an array that a fusion sums."""
+        path = (number,) if len(each.operands) > 1 else ()
+        kept = {
+            cut and (cut.operands, cut.attributes): cut for cut in self._kept(inside, each, path)
+        }
+        size = sum(cut.shapes[0].size for cut in kept.values() if cut)
+        whole = inside.by_name[each.operands[number]].shapes[0].size
+        return bool(kept) and None not in kept and size * groups.size <= whole
+
+    def _kept(
+        self, inside: Computation, each: Instruction, path: tuple[int, ...]
+    ) -> Iterator[Instruction | None]:
+        """Yields the slices that a fusion takes of a value, and None if it takes it whole."""
+        # ``path`` is where the value is in the result of the instruction, by numbers of elements.
+        if each is inside.root:
+            outside, caller = self._callers[inside.name]
+            if caller.opcode == "fusion" and outside.name in self._callers:
+                yield from self._kept(outside, caller, path)
             else:
-                overlapped = _begins(inside, each)
-                if not overlapped and _FUSED in each.attributes:
-                    if each.attribute("channel_id") not in self._begun:
-                        raise HloReadError(
-                            f"{each.opcode} {each.name!r} goes on with a collective of a fusion of "
-                            f"which the start, a call of {_STARTS_FUSED}, is not in the program; "
-                            "it would not be counted."
-                        )
-                    return
-                users = [user for user in inside.instructions if each.name in user.operands]
-                sliced = all(user.opcode in ("dynamic-slice", "slice") for user in users)
-                if kind == "all-reduce" and users and sliced:
-                    kind = "reduce-scatter"
-        yield self._located(inside, each, origin, kind, groups_of(each, self._devices), overlapped)
+                yield None
+        for user in inside.users[each.name]:
+            places = [place for place, name in enumerate(user.operands) if name == each.name]
+            if user.opcode == "get-tuple-element":
+                if path[:1] == (user.element,):
+                    yield from self._kept(inside, user, path[1:])
+            elif user.opcode == "tuple":
+                for place in places:
+                    yield from self._kept(inside, user, (place, *path))
+            elif user.opcode == "fusion":
+                for name in user.computations("calls"):
+                    within = self.program.computations[name]
+                    for place in places:
+                        yield from self._kept(within, within.parameters[place], path)
+            elif user.opcode in _VIEWS or user.opcode.endswith("-done"):
+                yield from self._kept(inside, user, path)
+            else:
+                is_cut = user.opcode in ("dynamic-slice", "slice") and places[0] == 0
+                yield user if is_cut else None
 
     def _send(self, inside: Computation, each: Instruction) -> Iterator[LocatedCollective]:
         if _MEGASCALE in each.attributes:
@@ -448,14 +506,15 @@ class _CollectiveFinder:
                     f"are {', '.join(_SLICE_KINDS)}."
                 )
             overlapped = _overlaps(inside, each, rendezvous(each))
-            yield self._located(inside, each, each, _SLICE_KINDS[kind], groups, overlapped)
+            yield self._located(inside, each, each, _SLICE_KINDS[kind], groups, overlapped, [0])
         elif each.attribute("is_host_transfer") != "true":
             pairs = _PAIRS.search(each.attributes)
             if pairs is None:
                 raise _unknown(each, "it sends to devices that it does not name")
             groups = _permutation(_lists(pairs[1], each), each, self._devices)
             overlapped = _overlaps(inside, each)
-            yield self._located(inside, each, each, "collective-permute", groups, overlapped)
+            kind = "collective-permute"
+            yield self._located(inside, each, each, kind, groups, overlapped, [0])
 
     def _located(
         self,
@@ -465,12 +524,10 @@ class _CollectiveFinder:
         kind: str,
         groups: Groups,
         overlapped: bool,
+        numbers: Sequence[int],
     ) -> LocatedCollective:
-        # Other operands of these hold offsets and sizes, a place for the result, or the order of
-        # sends.
-        first_only = each.opcode == "send" or each.opcode.startswith("ragged-")
-        count = 1 if first_only or each.attribute("slice_sizes") else None
-        arrays = [shape for name in each.operands[:count] for shape in inside.by_name[name].shapes]
+        names = [each.operands[number] for number in numbers]
+        arrays = [shape for name in names for shape in inside.by_name[name].shapes]
         payload = sum(shape.bytes for shape in arrays)
         if kind == "all-gather":
             payload *= groups.size
@@ -493,7 +550,7 @@ class _CollectiveFinder:
             # One that was merged has lost its line; others of the same operation have it.
             source=each.source or origin.source or self.program.sources.get(op_name, ""),
         )
-        return LocatedCollective(inside, each, collective)
+        return LocatedCollective(inside, each, collective, tuple(numbers))
 
 
 def wire_bytes(kind: str, payload: int, size: int) -> float:
@@ -527,8 +584,10 @@ def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> boo
 
 def _begins(inside: Computation, each: Instruction) -> bool:
     """Whether a fusion begins a collective that goes on in others."""
-    users = [user for user in inside.instructions if each.name in user.operands]
-    return any(user.opcode == "custom-call" and user.call_target == _STARTS_FUSED for user in users)
+    return any(
+        user.opcode == "custom-call" and user.call_target == _STARTS_FUSED
+        for user in inside.users[each.name]
+    )
 
 
 def _check_reached(program: Program) -> None:

@@ -128,10 +128,10 @@ def _without_dead_state(program: Program) -> Program:
             (condition,) = loop.computations("condition")
             body = computations[name]
             (state,) = body.parameters.values()
-            users = [each for each in computation.instructions if loop.name in each.inputs]
-            uses = [each for each in body.instructions if state.name in each.inputs]
+            users = computation.users[loop.name]
             # The state is taken apart and put together element by element.
-            by_element = all(each.opcode == "get-tuple-element" for each in (*users, *uses))
+            readers = (*users, *body.users[state.name])
+            by_element = all(each.opcode == "get-tuple-element" for each in readers)
             if by_element and body.root.opcode == "tuple" and not loop.is_root:
                 read = _elements_read(computations[condition].instructions)
                 read |= {each.element for each in users}

@@ -93,23 +93,18 @@ class _ExecutionCounter:
     def _callers_first(self) -> list[str]:
         """Names of computations, each before what it calls."""
         done: dict[str, None] = {}
-        path: list[tuple[str, Iterator[str]]] = []
+        begun: set[str] = set()
 
-        def enter(name: str) -> None:
-            inside = self._computation(name)
-            path.append((name, iter([callee for _, callee, _, _ in self._calls(inside)])))
+        def visit(name: str) -> None:
+            begun.add(name)
+            for _, callee, _, _ in self._calls(self._computation(name)):
+                if callee not in begun:
+                    visit(callee)
+                elif callee not in done:
+                    raise HloReadError(f"Computation {callee!r} calls itself.")
+            done[name] = None
 
-        enter(self._program.entry)
-        while path:
-            name, callees = path[-1]
-            callee = next((each for each in callees if each not in done), None)
-            if callee is None:
-                done[name] = None
-                path.pop()
-            elif any(callee == other for other, _ in path):
-                raise HloReadError(f"Computation {callee!r} calls itself.")
-            else:
-                enter(callee)
+        visit(self._program.entry)
         return list(reversed(done))
 
     def _calls(self, inside: Computation) -> Iterator[tuple[Instruction, str, int, str]]:

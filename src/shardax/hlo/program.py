@@ -320,6 +320,15 @@ class Computation:
         """Its parameters by number."""
         return {int(i.operands[0]): i for i in self.instructions if i.opcode == "parameter"}
 
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Those that take the result of each instruction, in order."""
+        found: dict[str, list[Instruction]] = {each.name: [] for each in self.instructions}
+        for user in self.instructions:
+            for name in dict.fromkeys(user.inputs):
+                found[name].append(user)
+        return {name: tuple(users) for name, users in found.items()}
+
     def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
         """Returns the instructions that one takes its operands from."""
         return tuple(self.by_name[name] for name in instruction.operands if name in self.by_name)

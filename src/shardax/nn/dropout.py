@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.errors import MissingRngsError
+from shardax._core.init.lazy import check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
@@ -41,6 +42,7 @@ class Dropout(Module):
 
     Raises:
         LayerConfigError: If ``rate`` is not a probability.
+        SeedError: If ``rngs`` is a seed or a key, and no ``Rngs``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -66,7 +68,7 @@ class Dropout(Module):
         self.rate = float(rate)
         self.broadcast_dims = tuple(broadcast_dims)
         self.deterministic = bool(deterministic)
-        self.stream = None if rngs is None else rngs["dropout"]
+        self.stream = None if rngs is None else check_rngs(rngs)["dropout"]
 
     def __call__(
         self, x: Any, *, deterministic: bool | None = None, rngs: Rngs | None = None
@@ -90,7 +92,7 @@ class Dropout(Module):
             return x
         if self.rate == 1:
             return jnp.zeros_like(x)
-        stream = self.stream if rngs is None else rngs["dropout"]
+        stream = self.stream if rngs is None else check_rngs(rngs)["dropout"]
         if stream is None:
             raise MissingRngsError(
                 "Dropout has no random stream: it was made without rngs. Make it with "

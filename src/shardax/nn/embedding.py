@@ -14,7 +14,7 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.nn import parameters
-from shardax.nn.linear import as_array, cast_all, contract, joined_sharding
+from shardax.nn.linear import as_array, cast_all, contract, joined_sharding, take_features
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", out_axis=0
@@ -115,13 +115,8 @@ class Embed(Module):
         Raises:
             LayerInputError: If the last dimension is not ``features``.
         """
-        x, table = as_array(x), self.embedding.value
-        if x.shape[-1:] != (self.features,):
-            parameters.refuse_input(
-                f"Embed({self.num_embeddings}, {self.features}).attend",
-                f"an input of shape {parameters.shown_sizes((self.features,))}",
-                x,
-                "It is the transpose of the lookup, so it takes what the lookup gives.",
-            )
-        x, table = cast_all(self.dtype, x, table)
+        name = f"Embed({self.num_embeddings}, {self.features}).attend"
+        hint = "It is the transpose of the lookup, so it takes what the lookup gives."
+        x = take_features(name, x, (self.features,), hint=hint)
+        x, table = cast_all(self.dtype, x, self.embedding.value)
         return contract(x, table, (1,), out_sharding)

@@ -110,18 +110,10 @@ class Linear(Module):
         Raises:
             LayerInputError: If the last dimensions are not ``in_features``.
         """
-        x, kernel = as_array(x), self.kernel.value
+        kernel = self.kernel.value
         count = len(self.in_features) if isinstance(self.in_features, tuple) else 1
-        sizes = kernel.shape[:count]
-        if x.shape[-count:] != sizes:
-            parameters.refuse_input(
-                f"Linear(in_features={self.in_features}, out_features={self.out_features})",
-                f"an input of shape {parameters.shown_sizes(sizes)}",
-                x,
-                f"Make the layer with in_features="
-                f"{x.shape[-1] if count == 1 and x.ndim else x.shape[-count:]}, or bring the "
-                f"features to the end.",
-            )
+        name = f"Linear(in_features={self.in_features}, out_features={self.out_features})"
+        x = take_features(name, x, kernel.shape[:count], "in_features")
         x, kernel = cast_all(self.dtype, x, kernel)
         y = contract(x, kernel, range(count), out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
@@ -134,6 +126,23 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
 def as_array(value: Any) -> jax.Array:
     """Returns a number, NumPy array or Variable as a JAX array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def take_features(
+    layer: str, x: Any, sizes: tuple[int, ...], option: str = "features", hint: str = ""
+) -> jax.Array:
+    """Returns an input as an array, or raises if its last dimensions have other sizes."""
+    x = as_array(x)
+    found = x.shape[-len(sizes) :]
+    if found != sizes:
+        have = found[0] if len(found) == 1 else found
+        parameters.refuse_input(
+            layer,
+            f"an input of shape ({', '.join(['...', *map(str, sizes)])})",
+            x,
+            hint or f"Make the layer with {option}={have}, or bring the features to the end.",
+        )
+    return x
 
 
 def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -8,7 +8,8 @@ with the activation silu this is SwiGLU. Not gated: ``down(activation(up(x)))``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,11 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
+from shardax._transforms.lift.arguments import parameters_of
+from shardax._transforms.wrappers import ModuleWrapper
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import as_axes, as_size, zeros
+from shardax.nn.parameters import LayerInputError, as_axes, as_size, zeros
+from shardax.nn.stack import Stack
 
 Activation = str | Callable[[Any], Any]
 
@@ -126,10 +130,12 @@ def _find_activation(activation: Activation) -> Callable[[Any], Any]:
 class Sequential(Module):
     """Layers called one after the other.
 
-    Each is called on the result of the one before.
+    Each is called on the result of the one before. Further arguments of the call, such as a mask or
+    positions, are given by name and reach every layer that has a parameter of that name; of a
+    ``Sequential``, ``Stack``, ``Jitted`` or ``Remat`` among the layers, what is in it decides.
 
     Args:
-        *layers: Modules or functions of one argument.
+        *layers: Modules or functions, called with one argument and those that they take by name.
 
     Attributes:
         layers: The layers, a tracked list: append to it, replace items, slice it.
@@ -144,6 +150,9 @@ class Sequential(Module):
         ...     sx.nn.Linear(2, 8, rngs=rngs), jax.nn.relu, sx.nn.Linear(8, 1, rngs=rngs))
         >>> model(jnp.ones((5, 2))).shape, model.layers[2].kernel.shape
         ((5, 1), (8, 1))
+        >>> scaled = sx.nn.Sequential(jax.nn.relu, lambda x, scale: scale * x)
+        >>> scaled(jnp.array([-1.0, 2.0]), scale=10).tolist()
+        [0.0, 20.0]
     """
 
     def __init__(self, *layers: Callable[[Any], Any]) -> None:
@@ -156,8 +165,49 @@ class Sequential(Module):
                 )
         self.layers = list(layers)
 
-    def __call__(self, x: Any) -> Any:
-        """Returns the result of the last layer; of no layers, the input."""
-        for layer in self.layers:
-            x = layer(x)
+    def __call__(self, x: Any, *args: Any, **side_inputs: Any) -> Any:
+        """Returns the result of the last layer; of no layers, the input.
+
+        Args:
+            x: Given to the first layer.
+            *args: None: further arguments are given by name.
+            **side_inputs: Each is given to all layers that have a parameter of that name.
+
+        Returns:
+            What the last layer returns.
+
+        Raises:
+            LayerInputError: If a further argument is given by position, or no layer takes it (None
+                may be given to none).
+        """
+        if not args and not side_inputs:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+        names = [_side_inputs(layer, side_inputs) for layer in self.layers]
+        given = {name for name, value in side_inputs.items() if value is not None}
+        unknown = sorted(given.difference(*names))
+        if args or unknown:
+            found = f"no layer takes {', '.join(unknown)}" if unknown else "they have no names"
+            raise LayerInputError(
+                f"Sequential gives further arguments to the layers that have a parameter of that "
+                f"name, but {found}. Its layers are "
+                f"{', '.join(getattr(x, '__name__', type(x).__name__) for x in self.layers)}. "
+                f"Call it as model(x, mask=mask), where a layer is called as layer(x, mask=mask)."
+            )
+        for layer, taken in zip(self.layers, names, strict=True):
+            x = layer(x, **{name: side_inputs[name] for name in taken})
         return x
+
+
+def _side_inputs(layer: Any, names: Collection[str]) -> set[str]:
+    """Returns which names a layer takes besides its input."""
+    if isinstance(layer, Sequential):
+        return {name for inner in layer.layers for name in _side_inputs(inner, names)}
+    if isinstance(layer, (ModuleWrapper, Stack)):
+        return _side_inputs(layer.stacked if isinstance(layer, Stack) else layer.body, names)
+    parameters = (parameters_of(layer) or ())[1:]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return set(names)
+    unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return {each.name for each in parameters if each.kind not in unnamed}.intersection(names)

@@ -13,7 +13,6 @@ of ``shard_map``, ``axis_name`` makes its statistics those of the whole batch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -24,13 +23,54 @@ import numpy as np
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax._core.variable import BatchStat
+from shardax._core.variable import BatchStat, Param
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.nn.linear import align, as_array, at_least_float32, result_dtype
+from shardax.nn.linear import align, as_array, at_least_float32, result_dtype, take_features
 
 
-class RMSNorm(Module):
+class _Norm(Module):
+    """Base of normalizations, with a scale and a bias."""
+
+    scale: Param[Any] | None
+    bias: Param[Any] | None = None
+
+    def _take_options(
+        self, features: int, epsilon: float, axes: Sequence[str | None], dtype: Any
+    ) -> parameters.AxisNames:
+        layer = type(self).__name__
+        self.features = parameters.as_size(layer, "features", features)
+        self.epsilon = parameters.check_epsilon(layer, epsilon)
+        self.dtype = parameters.canonical_dtype(dtype)
+        return parameters.as_axes(layer, "axis names", axes, 1)
+
+    def _make(
+        self,
+        axes: parameters.AxisNames,
+        dtype: Any,
+        rngs: Rngs | None,
+        **initializers: Initializer | None,
+    ) -> None:
+        for name, init in initializers.items():
+            made = init and parameters.make_parameter(init, (self.features,), dtype, axes, rngs)
+            setattr(self, name, made)
+
+    def _over_root_mean_square(self, wide: jax.Array) -> jax.Array:
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return wide * jax.lax.rsqrt(mean_square + self.epsilon)
+
+    def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
+        """Applies scale and bias, and casts to the compute dtype."""
+        scale = None if self.scale is None else self.scale.value
+        bias = None if self.bias is None else self.bias.value
+        if scale is not None:
+            normed = normed * _spread(scale, normed, dimension)
+        if bias is not None:
+            normed = normed + _spread(bias, normed, dimension)
+        return normed.astype(result_dtype(self.dtype, x, scale, bias))
+
+
+class RMSNorm(_Norm):
     """Normalization by the root of the mean square.
 
     ``x / sqrt(mean(x**2) + epsilon) * scale``; Zhang and Sennrich, "Root Mean Square Layer
@@ -70,15 +110,8 @@ class RMSNorm(Module):
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
     ) -> None:
-        self.features = parameters.as_size("RMSNorm", "features", features)
-        self.epsilon = parameters.check_epsilon("RMSNorm", epsilon)
-        names = parameters.as_axes("RMSNorm", "axis names", axes, 1)
-        self.scale = (
-            parameters.make_parameter(scale_init, (self.features,), param_dtype, names, rngs)
-            if use_scale
-            else None
-        )
-        self.dtype = parameters.canonical_dtype(dtype)
+        names = self._take_options(features, epsilon, axes, dtype)
+        self._make(names, param_dtype, rngs, scale=scale_init if use_scale else None)
 
     def __call__(self, x: Any) -> jax.Array:
         """Normalises an input.
@@ -92,14 +125,11 @@ class RMSNorm(Module):
         Raises:
             LayerInputError: If the last dimension is not ``features``.
         """
-        x = _check_input("RMSNorm", self.features, x)
-        scale = None if self.scale is None else self.scale.value
-        wide = x.astype(at_least_float32(x.dtype))
-        normed = _over_root_mean_square(wide, self.epsilon, scale)
-        return normed.astype(result_dtype(self.dtype, x, scale))
+        x = take_features(f"RMSNorm({self.features})", x, (self.features,))
+        return self._scaled(x, self._over_root_mean_square(x.astype(at_least_float32(x.dtype))))
 
 
-class LayerNorm(Module):
+class LayerNorm(_Norm):
     """Normalization by mean and standard deviation over the last dimension.
 
     ``(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias``; Ba, Kiros and Hinton, "Layer
@@ -144,15 +174,12 @@ class LayerNorm(Module):
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
     ) -> None:
-        self.features = parameters.as_size("LayerNorm", "features", features)
-        self.epsilon = parameters.check_epsilon("LayerNorm", epsilon)
-        names, shape = parameters.as_axes("LayerNorm", "axis names", axes, 1), (self.features,)
-        make = functools.partial(
-            parameters.make_parameter, shape=shape, dtype=param_dtype, axes=names, rngs=rngs
-        )
-        self.scale = make(scale_init) if use_scale else None
-        self.bias = make(bias_init) if use_bias else None
-        self.dtype = parameters.canonical_dtype(dtype)
+        names = self._take_options(features, epsilon, axes, dtype)
+        inits = {
+            "scale": scale_init if use_scale else None,
+            "bias": bias_init if use_bias else None,
+        }
+        self._make(names, param_dtype, rngs, **inits)
 
     def __call__(self, x: Any) -> jax.Array:
         """Normalises an input.
@@ -166,35 +193,11 @@ class LayerNorm(Module):
         Raises:
             LayerInputError: If the last dimension is not ``features``.
         """
-        x = _check_input("LayerNorm", self.features, x)
-        scale = None if self.scale is None else self.scale.value
-        bias = None if self.bias is None else self.bias.value
+        x = take_features(f"LayerNorm({self.features})", x, (self.features,))
         wide = x.astype(at_least_float32(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         # Of centred values, so that a large common offset costs no precision.
-        normed = _over_root_mean_square(centred, self.epsilon, scale)
-        if bias is not None:
-            normed = normed + _spread(bias, normed)
-        return normed.astype(result_dtype(self.dtype, x, scale, bias))
-
-
-def _check_input(layer: str, features: int, x: Any) -> jax.Array:
-    x = as_array(x)
-    if x.shape[-1:] != (features,):
-        parameters.refuse_input(
-            f"{layer}({features})",
-            f"an input of shape {parameters.shown_sizes((features,))}",
-            x,
-            f"Make the layer with features={x.shape[-1] if x.ndim else 1}, or bring the features "
-            f"to the end.",
-        )
-    return x
-
-
-def _over_root_mean_square(wide: jax.Array, epsilon: float, scale: jax.Array | None) -> jax.Array:
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + epsilon)
-    return normed if scale is None else normed * _spread(scale, normed)
+        return self._scaled(x, self._over_root_mean_square(centred))
 
 
 def _spread(parameter: jax.Array, x: jax.Array, dimension: int | None = None) -> jax.Array:
@@ -204,7 +207,7 @@ def _spread(parameter: jax.Array, x: jax.Array, dimension: int | None = None) ->
     return jax.lax.expand_dims(parameter, [i for i in range(x.ndim) if i != dimension])
 
 
-class BatchNorm(Module):
+class BatchNorm(_Norm):
     """Normalization of each feature by mean and standard deviation over the batch.
 
     ``(x - mean) / sqrt(var + epsilon) * scale + bias``. Variances are those of the batch itself
@@ -273,21 +276,18 @@ class BatchNorm(Module):
                 f"BatchNorm needs a momentum from 0 to 1, the part of the running statistics to "
                 f"keep, but momentum={momentum!r}."
             )
-        self.features = parameters.as_size("BatchNorm", "features", features)
+        names = self._take_options(features, epsilon, axes, dtype)
         self.axis = int(axis)
         self.momentum = float(momentum)
-        self.epsilon = parameters.check_epsilon("BatchNorm", epsilon)
         self.use_running_average = bool(use_running_average)
         self.axis_name = axis_name
-        names, shape = parameters.as_axes("BatchNorm", "axis names", axes, 1), (self.features,)
-        self.mean = BatchStat(Init(parameters.zeros, shape, np.float32), axes=names)
-        self.var = BatchStat(Init(parameters.ones, shape, np.float32), axes=names)
-        make = functools.partial(
-            parameters.make_parameter, shape=shape, dtype=param_dtype, axes=names, rngs=rngs
-        )
-        self.scale = make(scale_init) if use_scale else None
-        self.bias = make(bias_init) if use_bias else None
-        self.dtype = parameters.canonical_dtype(dtype)
+        self.mean = BatchStat(Init(parameters.zeros, (self.features,), np.float32), axes=names)
+        self.var = BatchStat(Init(parameters.ones, (self.features,), np.float32), axes=names)
+        inits = {
+            "scale": scale_init if use_scale else None,
+            "bias": bias_init if use_bias else None,
+        }
+        self._make(names, param_dtype, rngs, **inits)
 
     def __call__(
         self, x: Any, *, use_running_average: bool | None = None, mask: Any = None
@@ -323,15 +323,9 @@ class BatchNorm(Module):
             mean, var = self.mean.value, self.var.value
         else:
             mean, var = self._batch_statistics(wide, dimension, mask)
-        scale = None if self.scale is None else self.scale.value
-        bias = None if self.bias is None else self.bias.value
         normed = wide - _spread(mean, wide, dimension)
         normed = normed * jax.lax.rsqrt(_spread(var, wide, dimension) + self.epsilon)
-        if scale is not None:
-            normed = normed * _spread(scale, wide, dimension)
-        if bias is not None:
-            normed = normed + _spread(bias, wide, dimension)
-        return normed.astype(result_dtype(self.dtype, x, scale, bias))
+        return self._scaled(x, normed, dimension)
 
     def _batch_statistics(
         self, x: jax.Array, dimension: int, mask: Any

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.errors import ShardaxError
-from shardax._core.init.lazy import Init, Initializer, announced
+from shardax._core.init.lazy import Init, Initializer, announced, check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import Param
 from shardax._transforms.errors import LayerConfigError
@@ -51,6 +51,7 @@ def make_parameter(
     # they were.
     plain, box = announced(initializer)
     source = None if plain in (ones, zeros) else rngs
+    check_rngs(rngs)
     names = tuple(axes) if box is None else None  # the names of its box come before the layer's
     return Param(Init(initializer, shape, dtype, rngs=source), axes=names)
 
@@ -93,11 +94,6 @@ def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> Ax
             f"{layer} needs {count} {name}, one per dimension, but was given {axes!r}."
         )
     return tuple(axes)
-
-
-def shown_sizes(sizes: tuple[int, ...]) -> str:
-    """Formats trailing dimensions, such as ``(..., 4, 16)``."""
-    return f"({', '.join(['...', *map(str, sizes)])})"
 
 
 def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:

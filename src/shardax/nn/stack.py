@@ -432,7 +432,7 @@ def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
         levels = stacks.levels(path)
         kind = origins[path]
         for level in levels:
-            if level.length is not None and kind.all_metadata.axes is not None:
+            if level.length is not None:
                 kind = Origin(kind.variable_type, kind.all_metadata.without_axis(0))
         for indices in _indices(levels):
             part = value

@@ -34,7 +34,7 @@ from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_whole
 from shardax._core.graph.paths import Path, format_path, plain_path
-from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.graph.static import EMPTY, MAPPED_AXES, Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
@@ -223,6 +223,10 @@ class TreeInventory:
                 arrays = tuple(_array_info((*path, *plain_path(k)), each) for k, each in found)
                 treedef = jax.tree.structure(value)
                 axes = metadata.axes if own_axes is None else own_axes
+            lead = metadata.entries.get(MAPPED_AXES)
+            if lead is not None:
+                arrays = tuple(_with_mapped_axes(info, lead) for info in arrays)
+                axes = arrays[0].axes if len(arrays) == 1 else axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
             if BOX_ENTRY in metadata.entries:
                 mesh, rules, added = layout_of_variable(axes, metadata.entries)
@@ -305,6 +309,13 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     named = sharding if isinstance(sharding, NamedSharding) else None
     weak = bool(getattr(value, "weak_type", False))
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
+
+
+def _with_mapped_axes(info: ArrayInfo, lead: Sequence[Any]) -> ArrayInfo:
+    """Names the dimensions in front of those whose names an array knows."""
+    own = info.axes or (None,) * len(info.shape)
+    named = [new if old is None else old for new, old in zip(lead, own, strict=False)]
+    return info._replace(axes=(*named, *own[len(named) :]))
 
 
 class PathEnds(Generic[T]):

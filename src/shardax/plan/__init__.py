@@ -19,11 +19,11 @@ from shardax.plan.inputs import NamedShape as NamedShape
 from shardax.plan.records import ArrayLayout as ArrayLayout
 from shardax.plan.records import Layout as Layout
 from shardax.plan.records import LayoutReport as LayoutReport
+from shardax.plan.records import Plan as Plan
 from shardax.plan.records import Provenance as Provenance
 from shardax.plan.records import TimeBand as TimeBand
-from shardax.plan.report.diff import diff as diff
+from shardax.plan.report.explanation import diff as diff
 from shardax.plan.report.explanation import explain as explain
-from shardax.plan.result import Plan as Plan
 from shardax.plan.rules_file import NamedRules as NamedRules
 from shardax.plan.rules_file import named_rules as named_rules
 from shardax.plan.rules_file import read_rules as read_rules

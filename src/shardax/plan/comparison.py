@@ -15,9 +15,8 @@ from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.errors import LayoutAssertionError, PlanInputError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
-from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.records import Layout, LayoutReport, Plan
 from shardax.plan.report.progress import progress_for
-from shardax.plan.result import Plan
 from shardax.plan.searching.search import search
 
 Bound = int | float | str
@@ -55,7 +54,8 @@ def compare(
     """Compares layouts by their cost: every rule set over every mesh.
 
     Args:
-        step: What is planned: a function made by ``sx.jit`` or ``jax.jit``, or one to be compiled.
+        step: What is planned: a function made by ``sx.jit`` or ``jax.jit``, a method or partial of
+            one, or a plain function, which donates no arguments.
         args: Its positional arguments, none of which needs to hold an array: lazy Modules and
             optimizers, boxes, ``NamedShape`` for a batch.
         rules: Rules by name.

@@ -13,8 +13,10 @@ An argument's *kind* is ``"parameters"`` (Variables of type ``Param``, boxes), `
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +29,12 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.state import Origin
 from shardax._core.variable import OptState, Param, Variable
+from shardax._transforms.jit.jit import BoundJit
 from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, mesh_axes_of
+from shardax.partition.specs import abstract
 from shardax.partition.tree_layout import TreeLayout
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, Layout
@@ -91,6 +95,20 @@ class Placed:
     arrays: tuple[ArrayLayout, ...] = ()  # how parameters and batch are split
     errors: tuple[str, ...] = ()  # why the arguments cannot be laid out so
     warnings: tuple[str, ...] = ()
+
+
+def unbound(step: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns what was compiled, or is to be, with the arguments that are bound to it."""
+    if isinstance(step, functools.partial):
+        function, args, keywords = unbound(step.func)
+        return function, (*args, *step.args), {**keywords, **step.keywords}
+    if isinstance(step, (types.MethodType, BoundJit)):
+        function, args, keywords = unbound(step.__func__)
+        return function, (*args, step.__self__), keywords
+    called = type(step).__call__
+    if hasattr(called, "trace") and not hasattr(step, "trace"):  # an object whose calls are
+        return called, (step,), {}
+    return step, (), {}
 
 
 class Inputs:
@@ -168,9 +186,16 @@ class Inputs:
 
     def shapes(self) -> tuple[Any, ...]:
         """Returns the arguments as shapes without a layout, for tracing."""
-        from shardax.partition import abstract
+        return self._positional(self.abstract())
 
-        return self._positional(abstract(self.tree, None))
+    def abstract(self, mesh: AnyMesh | None = None, rules: Rules | None = None) -> dict[str, Any]:
+        """Returns the arguments by name, as shapes; what is no array as it is."""
+        return jax.tree.map(
+            lambda given, shape: given if shape is None else shape,
+            self.tree,
+            abstract(self.tree, mesh, rules),
+            is_leaf=_is_part,
+        )
 
     def _positional(self, tree: Any) -> tuple[Any, ...]:
         """The arguments of a tree by name, in order and unboxed."""
@@ -181,8 +206,6 @@ class Inputs:
 
     def place(self, layout: Layout, mesh: AnyMesh | None = None) -> Placed:
         """Lays the arguments out over a mesh, by default an abstract one."""
-        from shardax.partition import abstract
-
         sizes = layout.sizes
         where = mesh if mesh is not None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
         # No rules at all would be taken for rules that were forgotten.
@@ -214,7 +237,7 @@ class Inputs:
             and not (each.code == "mesh-axis-conflict" and each.path in batch)
         )
         return Placed(
-            self._positional(abstract(self.tree, where, rules)),
+            self._positional(self.abstract(where, rules)),
             self._positional(found.entries(placed)),
             sizes_by_kind,
             tuple(sorted(whole, key=lambda path: (-whole[path], path))),

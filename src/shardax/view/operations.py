@@ -30,9 +30,9 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.engine import wraps
+from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import called, count_executions
 from shardax.hlo.program import Computation, Instruction, Program, parse
-from shardax.hlo.traffic import own_flops
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import RulesLike
 from shardax.partition.specs import abstract

@@ -16,9 +16,9 @@ To JAX a Module (or tracked container) is one pytree node: its children are the 
 Variables, each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
 ``jax.tree.map`` and the rest work on models as they are, and tied weights get their one summed
 gradient. A Variable on its own is a node with its value as the child. What JAX rebuilds inside a
-plain transform is a *read-only copy*: a write would be lost when the function returns, so it is
-refused (``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an
-ordinary model.
+plain transform is a *read-only copy*, whatever it holds: a write would be lost when the function
+returns, so it is refused (``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete
+arrays, is an ordinary model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import LayerViewError, StaticAttributeError
-from shardax._core.frames import READ_ONLY, local, owner_here, resolve
+from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
@@ -85,8 +85,11 @@ class VariableDef(NamedTuple):
     metadata: Metadata
 
 
+@jax.tree_util.register_static
 class GraphDef(Shown):
     """Structure of a model: hashable, comparable, without any value.
+
+    To JAX it is static: functions under transforms take and return it as it is.
 
     Attributes:
         objects: One definition per object, in walking order.
@@ -406,9 +409,13 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
     return values
 
 
-def _lock_for(children: Sequence[Any]) -> str | None:
-    traced = any(isinstance(leaf, Tracer) for child in children for leaf in jax.tree.leaves(child))
-    return READ_ONLY if traced else None
+def _rebuilt_here(children: Sequence[Any]) -> tuple[Any, str | None]:
+    """Returns owner and lock of what JAX rebuilds."""
+    owner = owner_here()
+    traced = isinstance(owner, PlainTrace) or any(
+        isinstance(leaf, Tracer) for child in children for leaf in jax.tree.leaves(child)
+    )
+    return owner, READ_ONLY if traced else None
 
 
 _PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
@@ -429,7 +436,7 @@ def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[PathKey, Any]], Grap
 
 def _unflatten_graph(graphdef: GraphDef, children: Iterable[Any]) -> Any:
     values = list(children)
-    return build(graphdef, values, owner_here(), _lock_for(values))[0][0]
+    return build(graphdef, values, *_rebuilt_here(values))[0][0]
 
 
 def register_graph(cls: type) -> None:
@@ -454,7 +461,7 @@ def register_variable(cls: Any) -> None:
 
     def unflatten_variable(metadata: Metadata, children: Iterable[Any]) -> Any:
         values = list(children)
-        return cls._make(values[0], metadata, owner_here(), _lock_for(values))
+        return cls._make(values[0], metadata, *_rebuilt_here(values))
 
     jax.tree_util.register_pytree_with_keys(
         cls, flatten_with_keys, unflatten_variable, flatten_variable

@@ -321,6 +321,12 @@ def has_parts(value: Any) -> bool:
     return any(has_parts(child) for _, child in handler.children(value))
 
 
+def knows_names(value: Any) -> bool:
+    """Whether a value holds arrays that know the names of their dimensions."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda item: axes_of(item) is not None)
+    return any(axes_of(leaf) is not None for leaf in leaves)
+
+
 def axes_of(value: Any) -> tuple[Any, ...] | None:
     """Returns the dimension names that an array itself knows, or None."""
     return handler_of(value).axes(value)

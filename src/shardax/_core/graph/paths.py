@@ -44,6 +44,11 @@ class PathKey(NamedTuple):
 
     path: Path
 
+    @property
+    def key(self) -> Any:
+        """The step, or the path of several, as other entries of JAX's have it."""
+        return self.path[0] if len(self.path) == 1 else self.path
+
     def __str__(self) -> str:
         return format_path(self.path)
 

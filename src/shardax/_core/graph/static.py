@@ -19,6 +19,7 @@ import dataclasses
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -80,6 +81,10 @@ def _key(value: Any, depth: int) -> Hashable:
         fields = dataclasses.fields(value)
         return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
+    if depth and isinstance(value, types.MethodType):
+        return (kind, _identity(value.__self__), _key(value.__func__, depth))
+    if depth and kind.__eq__ is object.__eq__:
+        return _identity(value)
     return (kind, value)
 
 
@@ -95,16 +100,47 @@ def _is_plain_frozen_dataclass(value: Any) -> bool:
     )
 
 
+# The first key of each function, and the functions of which a closed-over name was rebound since,
+# by that key. Neither keeps anything alive: such keys refer weakly to what has an identity.
+_first_keys: weakref.WeakKeyDictionary[types.FunctionType, Hashable] = weakref.WeakKeyDictionary()
+_rebound: dict[Hashable, weakref.ref[types.FunctionType]] = {}
+
+
 def _function_key(function: types.FunctionType, depth: int) -> Hashable:
-    """Returns a function's key: code, globals, defaults and closure."""
+    """Returns a function's key, which stays when a closed-over name is rebound."""
+    # As in ``jax.jit``, a name is read when a program is traced. Where that changed what one
+    # function does, no other one shares its programs any more.
+    found = _closure_key(function, depth)
+    if depth:
+        return found
+    first = _first_keys.setdefault(function, found)
+    if first == found and first not in _rebound:
+        return first
+    if _rebound.setdefault(first, weakref.ref(function))() is not function:
+        first = _first_keys[function] = _identity(function)
+    return first
+
+
+def _identity(value: Any) -> Hashable:
+    """Returns the key of what is compared by identity, without keeping it alive."""
+    try:
+        reference = weakref.ref(value)
+        hash(reference)  # now: later it might be gone
+    except TypeError:
+        return (type(value), value)
+    return (type(value), reference)
+
+
+def _closure_key(function: types.FunctionType, depth: int) -> Hashable:
+    """Returns what a function does now: code, globals, defaults and closure."""
     if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - {"__wrapped__"}:
-        return (types.FunctionType, function)
+        return _identity(function)
     try:
         cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())
         defaults = _key(function.__defaults__, depth + 1)
         named = tuple((k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items())
     except TypeError:  # something closed over is not hashable: the function is only equal to itself
-        return (types.FunctionType, function)
+        return _identity(function)
     return (
         types.FunctionType,
         function.__code__,
@@ -189,29 +225,47 @@ class Metadata:
 
     def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
         """Returns the metadata without the name of one dimension."""
-        if self.axes is None:
-            return self
-        if not -len(self.axes) <= position < len(self.axes):
-            raise MetadataError(f"axes {self.axes} have no dimension {position} to remove.")
-        place = position % len(self.axes)
-        if expected is not None and self.axes[place] not in (None, expected):
+        names = self.mapped_names
+        if not -len(names) <= position < len(names):
+            if self.axes is None:
+                return self
+            raise MetadataError(f"axes {names} have no dimension {position} to remove.")
+        place = position % len(names)
+        if expected is not None and names[place] not in (None, expected):
             raise MetadataError(
-                f"the dimension {place} of axes {self.axes} is named {self.axes[place]!r}, but the "
+                f"the dimension {place} of axes {names} is named {names[place]!r}, but the "
                 f"transform maps it as {expected!r}. Map the dimension of that name, or give the "
                 f"transform the Variable's own name: "
-                f"metadata={{sx.partition.PARTITION_NAME: {self.axes[place]!r}}}."
+                f"metadata={{sx.partition.PARTITION_NAME: {names[place]!r}}}."
             )
-        return self._with((*self.axes[:place], *self.axes[place + 1 :]), self.entries)
+        return self._with_names((*names[:place], *names[place + 1 :]))
 
-    def with_axis(self, position: int, name: AxisName = None) -> Metadata:
+    def with_axis(
+        self, position: int, name: AxisName = None, *, knows_names: bool = False
+    ) -> Metadata:
         """Returns the metadata with the name of a new dimension."""
+        names = self.mapped_names
         if self.axes is None:
-            return self
-        rank = len(self.axes) + 1
+            if position < 0 or not (knows_names or names):
+                return self
+            names = (*names, *(None,) * (position - len(names)))
+        rank = len(names) + 1
         if not -rank <= position < rank:
-            raise MetadataError(f"axes {self.axes} have no place {position} for another dimension.")
+            raise MetadataError(f"axes {names} have no place {position} for another dimension.")
         place = position % rank
-        return self._with((*self.axes[:place], name, *self.axes[place:]), self.entries)
+        return self._with_names((*names[:place], name, *names[place:]))
+
+    @property
+    def mapped_names(self) -> Axes:
+        """The axes; of arrays that know their names, those of the mapped dimensions in front."""
+        return self.entries.get(MAPPED_AXES, ()) if self.axes is None else self.axes
+
+    def _with_names(self, names: Axes) -> Metadata:
+        if self.axes is not None:
+            return self._with(names, self.entries)
+        entries = {key: item for key, item in self.entries.items() if key != MAPPED_AXES}
+        named = any(name is not None for name in names)
+        return self._with(None, {**entries, MAPPED_AXES: names} if named else entries)
 
     def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> Metadata:
         """Returns metadata of the same kind with other contents."""
@@ -262,3 +316,5 @@ EMPTY = Metadata(None, {})
 
 # Key, in the ``metadata`` option of ``vmap`` and ``scan``, of the mapped dimension's name.
 PARTITION_NAME = "partition_name"
+# Entry of a Variable that holds arrays which know their names: those of their mapped dimensions.
+MAPPED_AXES = "mapped_axes"

@@ -36,6 +36,7 @@ from shardax._core._jax import Tracer
 from shardax._core.errors import LayerViewError, StackError
 from shardax._core.frames import Blocked, Frame, local, owner_here, resolve
 from shardax._core.graph import flatten
+from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
@@ -477,7 +478,9 @@ def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int
 
     def stacked(position: int, definition: flatten.VariableDef) -> tuple[Any, Metadata]:
         values = _values([walk.objects[position] for walk in walks], first, position)
-        return stack_values(values), definition.metadata.with_axis(0, axis_name)
+        named = definition.metadata.axes is None and knows_names(values[0])
+        metadata = definition.metadata.with_axis(0, axis_name, knows_names=named)
+        return stack_values(values), metadata
 
     root = _rebuilt(first, shared, stacked)
     return Stacked(root, tuple(first.paths[position] for position in sorted(shared)))

@@ -39,7 +39,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import MissingRngsError, VariableValueError
+from shardax._core.errors import MissingRngsError, SeedError, VariableValueError
 from shardax._core.frames import is_eager
 from shardax._core.graph.static import Metadata, Static
 
@@ -434,6 +434,20 @@ class Recipe(LazyValue):
         return self.run(self.program(sharding), words_of(self.sources))
 
 
+def check_rngs(rngs: Any) -> Any:
+    """Returns an ``Rngs`` or None, or raises if it is something else, such as a seed."""
+    if rngs is None or hasattr(rngs, "streams"):
+        return rngs
+    is_key = hasattr(rngs, "dtype")
+    shown = f"an array {rngs.dtype}{list(rngs.shape)}" if is_key else repr(rngs)
+    fix = "key" if is_key else rngs if type(rngs) is int else 0
+    raise SeedError(
+        f"rngs takes random streams by name, an sx.Rngs, but was given {shown} of type "
+        f"{type(rngs).__name__}. Make one and pass it to all layers, so that they draw different "
+        f"numbers: rngs=sx.Rngs({fix})."
+    )
+
+
 class Init(Recipe):
     """A lazy value made by an initializer such as those of ``jax.nn.initializers``.
 
@@ -476,7 +490,7 @@ class Init(Recipe):
         if not isinstance(stream, str):
             self.source = stream.draw_source()
         else:
-            self.source = None if rngs is None else rngs[stream].draw_source()
+            self.source = None if rngs is None else check_rngs(rngs)[stream].draw_source()
 
     @property
     def is_traced(self) -> bool:

@@ -129,7 +129,8 @@ class RngStream(Module):
     Calling it returns the next key, a typed key array of shape ().
 
     Args:
-        source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``.
+        source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``. An array of keys
+            is for ``vmap`` and ``scan``, one for each part.
         name: The stream's name; also the metadata tag of its Variables, so the filter ``"dropout"``
             selects them.
 
@@ -144,8 +145,10 @@ class RngStream(Module):
     def __init__(self, source: Any, name: str) -> None:
         tag = Metadata(None, {"tag": name})
         self.name = name
-        self.key = RngState._make(key_value(source), tag, owner_here())
-        self.count = RngState._make(np.zeros((), np.uint32), tag, owner_here())
+        key = key_value(source)
+        self.key = RngState._make(key, tag, owner_here())
+        counts = np.zeros(getattr(key, "shape", ()), np.uint32)  # one for each key
+        self.count = RngState._make(counts, tag, owner_here())
 
     def __call__(self) -> jax.Array:
         key = jax.random.fold_in(self.key.value, self.count.value)
@@ -333,9 +336,7 @@ class Rngs(Module):
             if split is None:
                 setattr(child, name, RngStream(stream.draw_source(), name))
                 continue
-            forked = RngStream(jax.random.split(stream(), split), name)
-            forked.count.value = jnp.zeros((split,), jnp.uint32)
-            setattr(child, name, forked)
+            setattr(child, name, RngStream(jax.random.split(stream(), split), name))
         return child
 
 

@@ -140,6 +140,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
             made = frozen(variable, path)
         else:
             made = variable
+        if not isinstance(variable, FrozenVariable):
             others = [label for label in getattr(variable, "_labels", ()) if label != path]
             variable._labels = (*others, path)
         given[i] = Slot(

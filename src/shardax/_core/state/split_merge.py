@@ -9,11 +9,11 @@ Variable, a tracked container, or a pytree (tuple, list, dict) of these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from shardax._core.array_ops import as_value, snapshot
+from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
-from shardax._core.errors import FilterError, StateMismatchError, VariableValueError
+from shardax._core.errors import FilterError, StateMismatchError
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
@@ -22,7 +22,7 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable, fitted
 
 T = TypeVar("T")
 
@@ -39,10 +39,21 @@ def flatten_tree(tree: Any) -> flatten.Flat:
 def _box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
+    if isinstance(tree, State):  # its values as Variables of the types that they came from
+        origins = tree.origins()
+        variables = {path: _thawed(v, origins[path]) for path, v in tree.flat().items()}
+        return State.from_flat(variables, origins)
     if _is_container(tree, handler):
         pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
+
+
+def _thawed(value: Any, origin: Origin) -> Any:
+    """Returns a value of a State as the Variable that it came from."""
+    if isinstance(value, Variable):
+        return value
+    return origin.variable_type._make(value, origin.all_metadata, owner_here())
 
 
 def _is_container(tree: Any, handler: handlers.Handler) -> bool:
@@ -51,6 +62,9 @@ def _is_container(tree: Any, handler: handlers.Handler) -> bool:
 
 def _unbox_tree(tree: Any) -> Any:
     handler = handlers.handler_of(tree)
+    if isinstance(tree, State):
+        values = {path: variable._value for path, variable in tree.flat().items()}
+        return State.from_flat(values, tree.origins())
     if not _is_container(tree, handler):
         return unbox_attribute(tree)
     pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
@@ -173,18 +187,22 @@ def graphdef(tree: Any) -> flatten.GraphDef:
     return flatten_tree(tree).graphdef
 
 
-def update(tree: Any, *states: Any) -> None:
+def update(
+    tree: Any, *states: Any, cast: Literal["param", "keep"] | None = None, strict: bool = False
+) -> None:
     """Writes values into a model's Variables, by path.
-
-    Paths that are not given keep their values.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
-        *states: States or nested mappings; later ones win.
+        *states: States, mappings by path (nested, or as ``state.flat()``), or frozen values, which
+            go to the paths that are their labels; later ones win.
+        cast: What to do about another dtype: None to refuse it, ``"param"`` to convert to the
+            Variable's, ``"keep"`` to take the value's. A Python number has no dtype of its own.
+        strict: Whether every Variable must be given; by default the others keep their values.
 
     Raises:
-        StateMismatchError: If a path does not exist in the model or is frozen, or a shape differs;
-            all are listed and nothing is changed.
+        StateMismatchError: If a path does not exist in the model, is missing or frozen, or a label,
+            type, shape or dtype differs; all are listed and nothing is changed.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -192,47 +210,40 @@ def update(tree: Any, *states: Any) -> None:
         >>> sx.update(layer, {"bias": jnp.ones(3)})
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
+        >>> sx.update(layer, {"bias": jnp.zeros(3, "bfloat16")}, cast="param")
+        >>> layer.bias.dtype.name
+        'float32'
     """
-    tree = _box_tree(tree)
-    flat = flatten_tree(tree)
-    given = merged_values(states, flat.leaf_paths)
+    if cast not in (None, "param", "keep"):
+        raise StateMismatchError(f"cast={cast!r} is none of None, 'param' and 'keep'.")
+    boxed = _box_tree(tree)
+    flat = flatten_tree(boxed)
     variables = dict(_named(flat))
-    loose = {id(item) for item in _directly_in(tree) if isinstance(item, ArrayAttribute)}
-    values: dict[Path, Any] = {}
-    wrong = []
-    for path, value in given.items():
+    loose = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
+
+    def fit(path: Path, value: Any) -> tuple[Any, str | None]:
         variable = variables[path]
-        try:
-            values[path] = as_value(value, type(variable).__name__)
-            problem = _misfit(variable, values[path])
-        except VariableValueError as error:
-            problem = str(error)
         if isinstance(variable, FrozenVariable):
-            problem = "is frozen; write into sx.thaw(model)"
+            return None, "is frozen; write into sx.thaw(model)"
         if id(variable) in loose:
-            problem = "is a plain array outside any Module; it cannot be written, only replaced"
-        if problem:
-            wrong.append(f"  {format_path(path)}: {problem}")
-    if wrong:
-        raise StateMismatchError(
-            f"{len(wrong)} of {len(given)} values do not fit; nothing was changed:\n"
-            + "\n".join(wrong)
-            + "\nTo change a shape on purpose, assign to the Variable: model.path.value = array."
-        )
+            return (
+                None,
+                "is a plain array outside any Module; it cannot be written, only replaced",
+            )
+        if isinstance(value, FrozenVariable):
+            kind = variable._flatten(None).type
+            if not issubclass(value.variable_type, kind):
+                return (
+                    None,
+                    f"is a {kind.__name__}, given the frozen {value.variable_type.__name__}",
+                )
+            if value.label not in ((), path):
+                return None, f"is given the frozen value of {format_path(value.label)}"
+        return fitted(variable, value, cast)
+
+    values = merged_values(states, flat.leaf_paths, complete=strict, fit=fit)
     for path, value in values.items():
         variables[path].value = value
-
-
-def _misfit(variable: Variable[Any], new: Any) -> str | None:
-    """Returns why a value does not fit a Variable, or None."""
-    old = resolve(variable, local.frame)._value
-    if not hasattr(old, "shape"):
-        return None
-    if not hasattr(new, "shape"):
-        return f"has shape {tuple(old.shape)}, given a {type(new).__name__}"
-    if tuple(old.shape) != tuple(new.shape):
-        return f"has shape {tuple(old.shape)}, given {tuple(new.shape)}"
-    return None
 
 
 def _directly_in(value: Any) -> Iterator[Object]:

@@ -9,7 +9,8 @@ value, the type and metadata of its Variable, so that it can be filtered like a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardax._core.cross_process import format_mesh, packed
 from shardax._core.errors import StateMismatchError
+from shardax._core.frozen import FrozenVariable, same_value
 from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path, plain_path
 from shardax._core.graph.static import EMPTY
-from shardax._core.object import Shown
+from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.variable import Origin, Variable
 
@@ -30,6 +32,8 @@ _UNKNOWN = Origin(Variable, EMPTY)
 
 class State(Shown, Mapping[Any, Any]):
     """Values by path; see the module's text.
+
+    Two are equal if paths, origins and every number, shape or sharding are.
 
     Args:
         entries: A nested mapping (or another State) of values.
@@ -116,8 +120,18 @@ class State(Shown, Mapping[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         self._values, self._origins = state
 
-    __eq__ = object.__eq__  # comparing arrays inside would be ambiguous; compare with jax.tree.map
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] (identity, like __eq__)
+    def __eq__(self, other: object) -> bool:
+        """Whether paths, origins and values are the same: every number, shape or sharding."""
+        if self is other:
+            return True
+        if not isinstance(other, State):
+            return NotImplemented
+        return self._origins == other._origins and all(
+            same_value(value, other._values[path]) for path, value in self._values.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values))
 
     def filter(self, *filters: Filter) -> State:
         """Returns the entries that match any of the filters.
@@ -193,19 +207,39 @@ def _shown(value: Any) -> str:
 
 
 def flatten_mapping(
-    entries: Mapping[Any, Any], known: Any = None, path: Path = ()
+    entries: Mapping[Any, Any], known: Any = None, path: Path = (), raw: bool = False
 ) -> dict[Path, Any]:
-    """Flattens a nested mapping to values by path, down to known paths."""
+    """Flattens a nested mapping to values by path, down to known paths; raw keeps Variables."""
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
     flat: dict[Path, Any] = {}
     for key, value in entries.items():
         here = (*path, key)
         if isinstance(value, Mapping) and not (known is not None and here in known):
-            flat.update(flatten_mapping(value, known, here))
+            flat.update(flatten_mapping(value, known, here, raw))
         else:
-            flat[here] = value.value if isinstance(value, Variable) else value
+            flat[here] = value.value if isinstance(value, Variable) and not raw else value
     return flat
+
+
+def _by_path(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
+    """Returns what was given for some paths: by a mapping, or as frozen values with labels."""
+    if isinstance(entries, State):
+        return entries.flat()
+    if isinstance(entries, Mapping):
+        heads = {path[:1] for path in known}
+        is_flat = all(isinstance(key, tuple) and (key,) not in heads for key in entries)
+        return dict(entries) if is_flat else flatten_mapping(entries, known, raw=True)
+    leaves = jax.tree.leaves(entries, is_leaf=lambda leaf: isinstance(leaf, Object))
+    if isinstance(entries, (FrozenVariable, tuple, list)) and all(
+        isinstance(leaf, FrozenVariable) for leaf in leaves
+    ):
+        return {leaf.label: leaf for leaf in leaves}
+    raise StateMismatchError(
+        f"Values are given as a State, a mapping by path (nested, or state.flat()), or a tuple of "
+        f"frozen values, but one is {str(entries)[:80]!r} of type {type(entries).__name__}. Of a "
+        f"model take sx.state(model); nothing was changed."
+    )
 
 
 Origins = tuple[tuple[Path, Origin], ...]
@@ -225,7 +259,7 @@ def _unflatten(aux: Origins, children: Iterable[Any]) -> State:
 
 def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[Any, Any]]) -> State:
     values: dict[Path, Any] = {}
-    known = dict(origins)
+    known = {**origins}
     for key, item in pairs:
         if isinstance(item, State):
             values.update(((key, *path), value) for path, value in item._values.items())
@@ -240,8 +274,9 @@ register(
     Handler(
         "State",
         children=lambda state: [(key, state[key]) for key in state],
-        config=State.origins,
-        rebuild=_rebuild,
+        config=lambda state: tuple(state._origins.items()),
+        rebuild=lambda origins, pairs: _rebuild(dict(origins), pairs),
+        in_models=True,
         whole=True,
         size="shrinks",
     ),
@@ -250,9 +285,12 @@ jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _
 
 
 def merged_values(
-    states: Sequence[Any], known: Sequence[Path], complete: bool = False
+    states: Sequence[Any],
+    known: Sequence[Path],
+    complete: bool = False,
+    fit: Callable[[Path, Any], tuple[Any, str | None]] = lambda path, value: (value, None),
 ) -> dict[Path, Any]:
-    """Joins States or nested mappings into values by known paths."""
+    """Joins States, mappings and frozen values into values by known paths."""
     # Formats that only have string keys turn 0 into "0"; such a step is understood where the model
     # has no other reading. Later mappings win. All mismatches are listed in one error.
     spelled = {tuple(map(str, path)): path for path in known}
@@ -260,22 +298,31 @@ def merged_values(
     values: dict[Path, Any] = {}
     unexpected: list[Path] = []
     for entries in states:
-        for path, value in flatten_mapping(entries, known_set).items():
+        for path, value in _by_path(entries, known_set).items():
             place = path if path in known_set else spelled.get(tuple(map(str, path)))
             if place is None:
                 unexpected.append(path)
             else:
                 values[place] = value
     missing = [path for path in known if path not in values] if complete else []
-    if unexpected or missing:
-        raise StateMismatchError(_mismatch(unexpected, missing, missing or known))
-    return values
+    wrong = []
+    for path, value in values.items():
+        values[path], problem = fit(path, value)
+        if problem:
+            wrong.append(f"  {format_path(path)}: {problem}")
+    if unexpected or missing or wrong:
+        candidates = missing or known
+        raise StateMismatchError(_mismatch(unexpected, missing, wrong, len(values), candidates))
+    return {p: v.value if isinstance(v, Variable) else v for p, v in values.items()}
 
 
 def _mismatch(
-    unexpected: Sequence[Path], missing: Sequence[Path], candidates: Sequence[Path]
+    unexpected: Sequence[Path],
+    missing: Sequence[Path],
+    wrong: Sequence[str],
+    count: int,
+    candidates: Sequence[Path],
 ) -> str:
-    import difflib
 
     names = [format_path(path) for path in candidates]
     parts = []
@@ -292,7 +339,16 @@ def _mismatch(
         parts.append(
             f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines)
         )
-    return "The State does not fit the model; nothing was changed. " + "\n".join(parts)
+    if unexpected or missing:
+        parts.insert(0, "The State does not fit the model; nothing was changed.")
+    if wrong:
+        parts.append(f"{len(wrong)} of {count} values do not fit; nothing was changed:")
+        parts += wrong
+        parts.append(
+            "To change a shape on purpose, assign to the Variable: model.path.value = array. For "
+            "dtypes, cast='param' converts to the Variable's and cast='keep' takes the value's."
+        )
+    return "\n".join(parts).replace("changed.\n", "changed. ", 1)
 
 
 # --- layouts as text ------------------------------------------------------------------------------

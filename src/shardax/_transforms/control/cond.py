@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -25,11 +25,8 @@ from shardax._transforms.errors import BranchError
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.prefix import one_level
 
-
-class ResultLeaf(NamedTuple):
-    """A leaf of a result: an array, or an object's position."""
-
-    position: int | None = None
+# Stands in an outline for an array; an object is its position.
+_ARRAY = -1
 
 
 class BranchOutcome(NamedTuple):
@@ -37,7 +34,7 @@ class BranchOutcome(NamedTuple):
 
     label: str  # how the caller knows the branch
     effects: engine.Effects
-    outline: Any  # its result with a ``ResultLeaf`` for every leaf
+    outline: Any  # its result with an integer for every leaf
     arrays: Sequence[Any]  # shapes of the arrays in the result
     written: dict[int, Any]  # shapes of the values of written Variables, by position
     fresh: Sequence[Any]  # shapes of the values of new Variables
@@ -46,14 +43,15 @@ class BranchOutcome(NamedTuple):
 def _result_outline(result: Any, effects: engine.Effects) -> Any:
     leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     positions = {} if effects.result is None else dict(effects.result.roots)
-    return treedef.unflatten([ResultLeaf(positions.get(place)) for place in range(len(leaves))])
+    return treedef.unflatten([positions.get(place, _ARRAY) for place in range(len(leaves))])
 
 
 class _Comparison:
     """Outcomes of two branches, which must agree in all but numbers."""
 
     def __init__(self, call: engine.LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
-        self.call, self.first, self.other = call, first, other
+        self.call = call
+        self.both = (first, other)
         self.graphdef, self.paths = call.graph.flat.graphdef, call.graph.flat.paths
 
     def check(self, before: Sequence[Any]) -> None:
@@ -63,11 +61,16 @@ class _Comparison:
         self._check_new()
         self._check_written(before)
 
+    def _refuse(self, what: str, shown: Sequence[str], advice: str) -> NoReturn:
+        first, other = self.both
+        raise BranchError(
+            f"The branches of sx.{self.call.name} {what}: {first.label} {shown[0]}, "
+            f"{other.label} {shown[1]}. {advice}"
+        )
+
     def _check_structure(self) -> None:
-        first, other = self.first, self.other
         for position, old in enumerate(self.graphdef.objects):
-            mine = first.effects.updates.get(position, old)
-            theirs = other.effects.updates.get(position, old)
+            mine, theirs = (item.effects.updates.get(position, old) for item in self.both)
             if mine == theirs:
                 continue
             shown = [
@@ -75,17 +78,15 @@ class _Comparison:
                 for new in (mine, theirs)
             ]
             if shown[0] == shown[1]:
-                shown = [
-                    self._describe_attributes(first, mine, theirs),
-                    self._describe_attributes(other, theirs, mine),
-                ]
-            raise BranchError(
-                f"The branches of sx.{self.call.name} change the {old.type.__name__} at "
-                f"{format_path(self.paths[position])} differently: in {first.label} {shown[0]}; in "
-                f"{other.label} {shown[1]}. One program comes out of both, so they must leave one "
-                f"structure. Make the same change in every branch (sow the same names, set the "
-                f"same attributes in the same order), or change it before the choice and only "
-                f"write values inside."
+                pairs = zip(self.both, ((mine, theirs), (theirs, mine)), strict=True)
+                shown = [self._describe_attributes(outcome, *pair) for outcome, pair in pairs]
+            self._refuse(
+                f"change the {old.type.__name__} at {format_path(self.paths[position])} "
+                "differently",
+                shown,
+                "One program comes out of both, so they must leave one structure. Make the same "
+                "change in every branch (sow the same names, set the same attributes in the same "
+                "order), or change it before the choice and only write values inside.",
             )
 
     def _describe_attributes(self, outcome: BranchOutcome, new: Any, against: Any) -> str:
@@ -102,7 +103,7 @@ class _Comparison:
                 continue
             what = "another container"
             if isinstance(child, flatten.Ref):
-                what = self._describe(outcome, ResultLeaf(child.position))
+                what = self._describe(outcome, child.position)
             elif isinstance(child, Static):
                 what = repr(child.value)[:40]
             shown.append(f".{name} is {what}")
@@ -111,113 +112,92 @@ class _Comparison:
         return f"the order is {', '.join(mine)}" if mine else "it is another"
 
     def _check_result(self) -> None:
-        first, other, name = self.first, self.other, f"sx.{self.call.name}"
-        found = _difference(first.outline, other.outline, ())
+        outlines = [outcome.outline for outcome in self.both]
+        found = _difference(outlines[0], outlines[1], ())
         if found is not None:
-            path, mine, theirs = found
-            raise BranchError(
-                f"The branches of {name} return different structures{_at(path)}: {first.label} "
-                f"{mine}, {other.label} {theirs}. Return the same containers with the same keys "
-                f"from every branch."
-            )
-        arrays = iter(zip(first.arrays, other.arrays, strict=True))
-        leaves = [_outline_leaves(outcome.outline) for outcome in (first, other)]
-        for (path, mine), (_, theirs) in zip(*leaves, strict=True):
+            path, *shown = found
+            advice = "Return the same containers with the same keys from every branch."
+            self._refuse(f"return different structures{_at(path)}", shown, advice)
+        arrays = iter(zip(*(outcome.arrays for outcome in self.both), strict=True))
+        for (path, mine), (_, theirs) in zip(*map(_outline_leaves, outlines), strict=True):
             if mine != theirs:
-                raise BranchError(
-                    f"The branches of {name} return different objects{_at(path)}: {first.label} "
-                    f"{self._describe(first, mine)}, {other.label} "
-                    f"{self._describe(other, theirs)}. An object is chosen while tracing, before "
-                    f"it is known which branch is taken. Return the same object from every branch "
-                    f"and write values into it, or return arrays."
+                self._refuse(
+                    f"return different objects{_at(path)}",
+                    [self._describe(*pair) for pair in zip(self.both, (mine, theirs), strict=True)],
+                    "An object is chosen while tracing, before it is known which branch is taken. "
+                    "Return the same object from every branch and write values into it, or return "
+                    "arrays.",
                 )
-            if mine.position is not None:
-                continue
-            one, two = map(scan.form, next(arrays))
-            if one != two:
-                raise BranchError(
-                    f"The branches of {name} return different types{_at(path)}: {first.label} "
-                    f"{one}, {other.label} {two}. Convert in one of them: x.astype(dtype), "
-                    f"x.reshape(shape)."
-                )
+            if mine == _ARRAY:
+                forms = [*map(scan.form, next(arrays))]
+                if forms[0] != forms[1]:
+                    advice = "Convert in one of them: x.astype(dtype), x.reshape(shape)."
+                    self._refuse(f"return different types{_at(path)}", forms, advice)
 
-    def _describe(self, outcome: BranchOutcome, leaf: ResultLeaf) -> str:
-        if leaf.position is None:
+    def _describe(self, outcome: BranchOutcome, position: int) -> str:
+        if position == _ARRAY:
             return "an array"
-        if leaf.position < len(self.paths):
-            kind = self.graphdef.objects[leaf.position].type.__name__
-            return f"the {kind} at {format_path(self.paths[leaf.position])}"
-        return f"a new {outcome.effects.fresh[leaf.position - len(self.paths)].type.__name__}"
+        if position < len(self.paths):
+            kind = self.graphdef.objects[position].type.__name__
+            return f"the {kind} at {format_path(self.paths[position])}"
+        return f"a new {outcome.effects.fresh[position - len(self.paths)].type.__name__}"
 
     def _check_new(self) -> None:
         """Compares the objects that branches made, whose positions follow the given ones."""
-        both, count = (self.first, self.other), len(self.graphdef.objects)
-        values = [iter(outcome.fresh) for outcome in both]
-        for offset in range(max(len(outcome.effects.fresh) for outcome in both)):
+        count = len(self.graphdef.objects)
+        values = [iter(outcome.fresh) for outcome in self.both]
+        for offset in range(max(len(outcome.effects.fresh) for outcome in self.both)):
             made, shown = [], []
-            for outcome, fresh in zip(both, values, strict=True):
+            for outcome, fresh in zip(self.both, values, strict=True):
                 definitions = outcome.effects.fresh[offset : offset + 1]
                 kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"
                 if count + offset in outcome.effects.foreign:
                     kind += " from outside"
                 elif definitions and type(definitions[0]) is flatten.VariableDef:
                     kind += f" {scan.form(next(fresh))}"
-                made.append((definitions, kind, id(outcome.effects.foreign.get(count + offset))))
-                shown.append(f"{outcome.label} {kind}")
-            if made[0] == made[1]:
+                made.append((definitions, id(outcome.effects.foreign.get(count + offset))))
+                shown.append(kind)
+            if made[0] == made[1] and shown[0] == shown[1]:
                 continue
-            paths = [self._paths_after(outcome).get(count + offset) for outcome in both]
-            also = ", but another one" if made[0][1] == made[1][1] else ""
-            raise BranchError(
-                f"The branches of sx.{self.call.name} leave different objects at "
-                f"{format_path(paths[0] or paths[1] or ())}: {shown[0]}, {shown[1]}{also}. Make "
-                f"the same in every branch, with the same shapes, dtypes and metadata, or make it "
-                f"before the choice."
+            paths = [self._paths_after(outcome).get(count + offset) for outcome in self.both]
+            if shown[0] == shown[1]:
+                shown[1] += ", but another one"
+            self._refuse(
+                f"leave different objects at {format_path(paths[0] or paths[1] or ())}",
+                shown,
+                "Make the same in every branch, with the same shapes, dtypes and metadata, or make "
+                "it before the choice.",
             )
 
     def _paths_after(self, outcome: BranchOutcome) -> dict[int, Path]:
         """Returns the path of every object after a branch."""
-        objects = [
-            outcome.effects.updates.get(i, old) for i, old in enumerate(self.graphdef.objects)
-        ]
-        returned = [
-            (("result", *path), flatten.Ref(leaf.position))
-            for path, leaf in _outline_leaves(outcome.outline)
-            if leaf.position is not None
-        ]
+        updates = outcome.effects.updates
+        objects = [updates.get(i, old) for i, old in enumerate(self.graphdef.objects)]
+        leaves = _outline_leaves(outcome.outline)
+        returned = [(path, flatten.Ref(place)) for path, place in leaves if place != _ARRAY]
         roots = (*self.graphdef.roots, *(ref for _, ref in returned))
-        names = [*self.call.names, *(path for path, _ in returned)]
+        names = [*self.call.names, *(("result", *path) for path, _ in returned)]
         return flatten.definition_paths(
             flatten.GraphDef((*objects, *outcome.effects.fresh), roots), names
         )
 
     def _check_written(self, before: Sequence[Any]) -> None:
-        flat = self.call.graph.flat
-        for position in sorted({*self.first.written, *self.other.written}):
-            forms, shown = [], []
-            for outcome in (self.first, self.other):
-                is_written = position in outcome.written
-                forms.append(
-                    scan.form(outcome.written[position] if is_written else before[position])
-                )
-                verb = "writes" if is_written else "leaves it as"
-                shown.append(f"{outcome.label} {verb} {forms[-1]}")
+        for position in sorted({p for outcome in self.both for p in outcome.written}):
+            forms = [scan.form(item.written.get(position, before[position])) for item in self.both]
             if forms[0] != forms[1]:
-                kind = type(self.call.graph.leaves[position]).__name__
-                raise BranchError(
-                    f"The {kind} at {format_path(flat.leaf_paths[position])} leaves the branches "
-                    f"of sx.{self.call.name} in different forms: {shown[0]}, {shown[1]}. Keep one "
-                    f"structure, shape and dtype: v[...] = new.astype(v.dtype)."
+                verbs = ["writes" if position in x.written else "leaves it as" for x in self.both]
+                path = self.call.graph.flat.leaf_paths[position]
+                self._refuse(
+                    f"leave the {type(self.call.graph.leaves[position]).__name__} at "
+                    f"{format_path(path)} in different forms",
+                    [f"{verb} {form}" for verb, form in zip(verbs, forms, strict=True)],
+                    "Keep one structure, shape and dtype: v[...] = new.astype(v.dtype).",
                 )
 
 
-def _outline_leaves(outline: Any) -> list[tuple[Path, ResultLeaf]]:
-    pairs = jax.tree_util.tree_leaves_with_path(outline, is_leaf=_is_result_leaf)
+def _outline_leaves(outline: Any) -> list[tuple[Path, int]]:
+    pairs = jax.tree_util.tree_leaves_with_path(outline)
     return [(plain_path(keys), leaf) for keys, leaf in pairs]
-
-
-def _is_result_leaf(item: Any) -> bool:
-    return isinstance(item, ResultLeaf)
 
 
 def _at(path: Path) -> str:
@@ -226,25 +206,22 @@ def _at(path: Path) -> str:
 
 def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
     """Returns the outermost place where two outlines have another structure."""
-    trees = [jax.tree.structure(item, is_leaf=_is_result_leaf) for item in (first, other)]
-    if trees[0] == trees[1]:
+    if jax.tree.structure(first) == jax.tree.structure(other):
         return None
     both = (first, other)
-    children = [{} if _is_result_leaf(item) else dict(one_level(item)) for item in both]
+    children = [dict(one_level(item)) for item in both]
     if type(first) is type(other) and list(children[0]) == list(children[1]):
         for key, child in children[0].items():
             found = _difference(child, children[1][key], (*path, *key))
             if found is not None:
                 return found
-    shown = [_container(item, below) for item, below in zip(both, children, strict=True)]
-    if shown[0] == shown[1]:
-        shown[1] += " with other static fields"
-    return path, shown[0], shown[1]
+    one, two = (_container(item, below) for item, below in zip(both, children, strict=True))
+    return path, one, f"{two} with other static fields" if one == two else two
 
 
 def _container(item: Any, children: dict[Any, Any]) -> str:
-    if _is_result_leaf(item):
-        return "an array" if item.position is None else "an object"
+    if isinstance(item, int):
+        return "an array" if item == _ARRAY else "an object"
     if item is None:
         return "None"
     if isinstance(item, dict):
@@ -254,7 +231,11 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
 
 
 def cond(
-    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    **named_operands: Any,
 ) -> Any:
     """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
 
@@ -267,6 +248,7 @@ def cond(
         true_fun: Called as ``true_fun(*operands)`` if the predicate is true.
         false_fun: Called if it is false.
         *operands: Arrays, Modules, Variables and pytrees of these.
+        **named_operands: Likewise, given to the branches by name.
 
     Returns:
         The result of the branch that was taken.
@@ -290,18 +272,22 @@ def cond(
     functions = {"true_fun": true_fun, "false_fun": false_fun}
     _check_callable("cond", functions)
     decision = loops.as_predicate(pred, "pred of sx.cond")
+    given = (operands, named_operands)
     return _run(
-        "cond", functions, operands, decision, lambda branches: jax.lax.cond(decision, *branches)
+        "cond", functions, given, decision, lambda branches: jax.lax.cond(decision, *branches)
     )
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(
+    index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, **named_operands: Any
+) -> Any:
     """Runs one of several functions over Modules, as ``jax.lax.switch`` does; see ``cond``.
 
     Args:
         index: An integer of shape (); one that is out of range counts as the nearest in range.
         branches: The functions, each called as ``branch(*operands)``.
         *operands: Arrays, Modules, Variables and pytrees of these.
+        **named_operands: Likewise, given to the branches by name.
 
     Returns:
         The result of the branch that was taken.
@@ -323,7 +309,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     _check_callable("switch", functions)
     decision = loops.as_integer(index, "index of sx.switch")
     choose = functools.partial(jax.lax.switch, decision)
-    return _run("switch", functions, operands, decision, choose)
+    return _run("switch", functions, (operands, named_operands), decision, choose)
 
 
 def _check_callable(name: str, functions: dict[str, Any]) -> None:
@@ -338,13 +324,13 @@ def _check_callable(name: str, functions: dict[str, Any]) -> None:
 def _run(
     name: str,
     functions: dict[str, Callable[..., Any]],
-    operands: Sequence[Any],
+    operands: tuple[Sequence[Any], dict[str, Any]],
     decision: Any,
     choose: Callable[..., Any],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
         branches = [*functions.values()]
-        call = engine.LiftedCall(name, branches, operands, {}, captured=captured)
+        call = engine.LiftedCall(name, branches, *operands, captured=captured)
         return _BranchingCall(call, [*functions]).run(decision, choose)
 
     return engine.retry_captured(attempt)
@@ -366,7 +352,7 @@ class _BranchingCall:
             for which in range(len(labels))
         ]
 
-    def _one(self, which: int, values: list[Any], plain: tuple[Any, ...]) -> Any:
+    def _one(self, which: int, values: list[Any], plain: tuple[Any, dict[str, Any]]) -> Any:
         """Runs a branch; returns result arrays, written and new values."""
 
         def leave(context: engine.RunContext) -> Any:
@@ -378,7 +364,7 @@ class _BranchingCall:
             self.done[which] = effects, _result_outline(context.result, effects), treedef
             return (leaves, dict(zip(effects.written, outputs.written, strict=True)), outputs.fresh)
 
-        return self.call.run(values, plain, {}, leave, which=which)
+        return self.call.run(values, *plain, leave, which=which)
 
     def _branch(self, which: int, targets: Sequence[_OutputType], values: Any, plain: Any) -> Any:
         """Runs a branch and returns, flat, what leaves every branch."""
@@ -395,7 +381,9 @@ class _BranchingCall:
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
         differ = functools.partial(scan.vary_alike, other=decision)
-        inputs = jax.tree.map(differ, (self.values, self.call.arguments.plain))
+        arguments = self.call.arguments
+        plain = (arguments.plain, arguments.plain_named)
+        inputs = jax.tree.map(differ, (self.values, plain))
         outcomes = []
         for which, label in enumerate(self.labels):
             leaves, written, fresh = scan.abstract_eval(self.ones[which], *inputs)

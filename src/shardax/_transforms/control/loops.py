@@ -50,7 +50,9 @@ def _one_number(value: Any, what: str, wanted: str, hint: str) -> Any:
     return number
 
 
-def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any) -> Any:
+def while_loop(
+    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
+) -> Any:
     """Runs a function over Modules while a condition holds, as ``jax.lax.while_loop`` does.
 
     The body may write Variables, passed or reached through a closure, and draw random numbers; only
@@ -61,7 +63,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
         cond_fun: Called as ``cond_fun(carry)``; returns a boolean of shape ().
         body_fun: Called as ``body_fun(carry)``; returns the next carry: the same structure, shapes
             and dtypes, Modules as the objects they are.
-        init: The first carry: arrays, Modules, Variables and pytrees of these.
+        init_val: The first carry: arrays, Modules, Variables and pytrees of these.
 
     Returns:
         The last carry.
@@ -82,7 +84,9 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     """
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = engine.LiftedCall("while_loop", [body_fun, cond_fun], [init], {}, captured=captured)
+        call = engine.LiftedCall(
+            "while_loop", [body_fun, cond_fun], [init_val], {}, captured=captured
+        )
         body, condition = body_and_condition(call)
         carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
         return call.apply(body.finish(carry))
@@ -94,7 +98,7 @@ def fori_loop(
     lower: Any,
     upper: Any,
     body_fun: Callable[[Any, Any], Any],
-    init: Any,
+    init_val: Any,
     *,
     unroll: int | bool | None = None,
 ) -> Any:
@@ -107,7 +111,7 @@ def fori_loop(
         upper: The index to stop before.
         body_fun: Called as ``body_fun(index, carry)``; returns the next carry, as for
             ``while_loop``.
-        init: The first carry, as for ``while_loop``.
+        init_val: The first carry, as for ``while_loop``.
         unroll: As in ``jax.lax.fori_loop``.
 
     Returns:
@@ -131,7 +135,7 @@ def fori_loop(
     index = jnp.zeros((), jnp.result_type(first, stop))
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = engine.LiftedCall("fori_loop", [body_fun], [index, init], {}, captured=captured)
+        call = engine.LiftedCall("fori_loop", [body_fun], [index, init_val], {}, captured=captured)
         engine.check_operands(call)
         count = len(jax.tree.leaves(list(call.arguments.plain)))
         body = LoopBody(

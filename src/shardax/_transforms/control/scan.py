@@ -64,13 +64,14 @@ class LoopBody:
         carry_of: Callable[[engine.RunContext], tuple[Any, Any]],
         label: str,
         carried_plain: Sequence[int] | None = None,
+        values: list[Any] | None = None,
     ) -> None:
         self.call = call
         self.carry_of = carry_of
         self.label = label
         # The structure that one iteration sees, where its metadata differ.
         self.graphdef: GraphDef | None = None
-        self.values = call.graph.values()
+        self.values = call.graph.values() if values is None else values
         self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
         self.carried_variables: tuple[int, ...] = ()
@@ -93,19 +94,15 @@ class LoopBody:
         returned = jax.tree.map(context.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(given, returned, self.label, name)
         self.carry_paths = paths
-        outputs = context.record_effects(self.outgoing(context))
-        self.outputs, extra, apart = self.leave_more(context, outputs)
+        self.outputs, extra, apart = self.record(context)
         written = zip(self.outputs.effects.written, self.outputs.written, strict=True)
         return leaves, {p: v for p, v in written if p not in apart}, extra
 
-    def outgoing(self, context: engine.RunContext) -> Any:
-        """Returns the result as it leaves the loop."""
-        return context.result
-
-    def leave_more(
-        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    def record(
+        self, context: engine.RunContext
     ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
-        """Decides what leaves every iteration besides the carry: here, nothing."""
+        """Records what the body did, and what leaves every iteration: here, nothing."""
+        outputs = context.record_effects(context.result)
         refuse_changes(self.call, outputs, outputs.effects.updates)
         if outputs.effects.fresh:
             raise CarryError(
@@ -355,7 +352,8 @@ def scan(
         function: A function, method or callable Module. Left out: returns a decorator.
         in_axes: One entry for all positional arguments, or a tuple of one each: ``Carry`` (at most
             one argument), an axis, ``None``; for a Module also ``StateAxes`` or a ``State`` of
-            entries, for a container the same container with axes. Keyword arguments have axis 0.
+            entries, for a container the same container with axes. An argument given by name has the
+            entry of its position, or axis 0.
         out_axes: A prefix of the result: ``Carry`` at the top level, for the carried argument, and
             axes along which the rest is stacked.
         length: The number of iterations, if no argument has an axis.
@@ -371,7 +369,9 @@ def scan(
         CarryError: If ``Carry`` is given twice, nested, or only on one side; when called, if what
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
-        AxisSizeError: When called, if an array has no such axis, or sizes differ.
+        ArgumentError: If it is given ``init`` and ``xs``, as ``jax.lax.scan`` is.
+        AxisSizeError: If ``length`` is no size; when called, if an array has no such axis, or sizes
+            differ.
         BoxError: When called, if a box cannot lose or gain the dimension; names its path.
         PartitioningUnspecifiedError: When called, if a box must have a name for it.
 
@@ -387,13 +387,18 @@ def scan(
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
     has_carry = _check_axes(in_axes, out_axes)
+    length = mapped.as_count(length, "length")
     mapped.mapped_name(metadata, "scan")
 
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
+        given = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
+
         def attempt(captured: list[Variable[Any]]) -> Any:
-            call = engine.LiftedCall("scan", [function], args, kwargs, captured=captured)
-            loop = _Scan(call, in_axes, out_axes, has_carry, metadata, args, kwargs)
+            call = engine.LiftedCall(
+                "scan", [function], given.args, given.kwargs, captured=captured
+            )
+            loop = _Scan(call, given, out_axes, has_carry, metadata)
             return loop.run(length, reverse, unroll)
 
         return engine.retry_captured(attempt)
@@ -403,51 +408,43 @@ def scan(
 
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:
     """Checks both prefixes and returns whether an argument is carried."""
-    prefix.check_axes_only(in_axes, "in_axes", carry=True)
-    prefix.check_axes_only(out_axes, "out_axes", carry=True)
-    into, out = _count_carry(in_axes, "in_axes"), _count_carry(out_axes, "out_axes")
-    if into != out:
-        has, lacks = ("in_axes", "out_axes") if into else ("out_axes", "in_axes")
+    carried = {}
+    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        prefix.check_axes_only(axes, name, carry=True)
+        top = list(axes) if isinstance(axes, (tuple, list)) else [axes]
+        below = [entry for entry in top if entry is not prefix.Carry]
+        if len(top) - len(below) > 1:
+            raise CarryError(
+                f"{name} of sx.scan has sx.Carry {len(top) - len(below)} times. One argument is "
+                f"carried; put what is carried together in a tuple or dict."
+            )
+        inside = [e for e in below if any(leaf is prefix.Carry for leaf in jax.tree.leaves(e))]
+        if inside:
+            raise CarryError(
+                f"{name} of sx.scan has sx.Carry inside {inside[0]!r}. A whole argument is "
+                f"carried; to carry some Variables of a Module, use "
+                f"sx.StateAxes({{filter: sx.Carry, ...}})."
+            )
+        carried[name] = len(below) < len(top)
+    if carried["in_axes"] != carried["out_axes"]:
+        has, lacks = sorted(carried, key=carried.__getitem__, reverse=True)
         raise CarryError(
             f"{has} of sx.scan has sx.Carry, but {lacks} has none. What is carried comes in as an "
             f"argument and goes out in the result: in_axes=(sx.Carry, 0), out_axes=(sx.Carry, 0)."
         )
-    entries = jax.tree.leaves(out_axes, is_leaf=lambda entry: entry is None)
-    if any(entry is None for entry in entries):
-        raise PrefixError(
-            "out_axes of sx.scan gives None, but every iteration has a result of its own, so there "
-            "is no one value to return. Give it an axis, carry it, or write it into a Variable."
-        )
-    return into
-
-
-def _count_carry(axes: Any, name: str) -> bool:
-    """Returns whether ``Carry`` stands at a prefix's top level."""
-    top = list(axes) if isinstance(axes, (tuple, list)) else [axes]
-    count = sum(entry is prefix.Carry for entry in top)
-    if count > 1:
+    entries = prefix.entries_in(below)
+    if prefix.Carry in entries:
         raise CarryError(
-            f"{name} of sx.scan has sx.Carry {count} times. One argument is carried; put what is "
-            f"carried together in a tuple or dict."
+            "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
+            "their Module comes in; out_axes says how new ones are stacked."
         )
-    for entry in top:
-        if entry is not prefix.Carry and any(
-            leaf is prefix.Carry for leaf in jax.tree.leaves(entry)
-        ):
-            raise CarryError(
-                f"{name} of sx.scan has sx.Carry inside {entry!r}. A whole argument is carried; to "
-                f"carry some Variables of a Module, use sx.StateAxes({{filter: sx.Carry, ...}})."
-            )
-        if (
-            name == "out_axes"
-            and isinstance(entry, prefix.FilterMapping)
-            and prefix.Carry in entry.values()
-        ):
-            raise CarryError(
-                "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
-                "their Module comes in; out_axes says how new ones are stacked."
-            )
-    return count == 1
+    if None in entries:
+        raise PrefixError(
+            f"out_axes of sx.scan gives None ({out_axes!r}), but every iteration has a result "
+            f"of its own, so there is no one value to return. Give it an axis, carry it, or write "
+            f"it into a Variable."
+        )
+    return carried["in_axes"]
 
 
 class _Scan(LoopBody):
@@ -456,16 +453,13 @@ class _Scan(LoopBody):
     def __init__(
         self,
         call: engine.LiftedCall,
-        in_axes: Any,
+        given: prefix.AssignedPrefixes,
         out_axes: Any,
         has_carry: bool,
         metadata: Mapping[str, Any] | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
     ) -> None:
         self.out_axes = out_axes
-        self.partition_name = mapped.mapped_name(metadata, "scan")
-        prefixes = prefix.per_argument(in_axes, call.labels, "in_axes")
+        args, kwargs, prefixes, named = given
         self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
         if prefixes.count(prefix.Carry) > 1:
             raise CarryError(
@@ -473,20 +467,24 @@ class _Scan(LoopBody):
                 f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
                 f"(sx.Carry, 0)."
             )
-        self.assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, 0, None, "in_axes")
-        axes = self.assignment.leaves
-        carry = [i for i, entry in enumerate(self.assignment.plain) if entry is prefix.Carry]
+        assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
+        axes, plain = assignment.leaves, assignment.plain
+        self.mapped = mapped.MappedCall(
+            assignment, (out_axes, "out_axes", None), (), lambda p: prefix.is_axis(axes[p])
+        )
+        self.streams = self.mapped.streams
+        carry = [i for i, entry in enumerate(plain) if entry is prefix.Carry]
         label = "" if self.carry_position is None else call.labels[self.carry_position]
-        super().__init__(call, self._carry, label, carry)
-        self.streams = mapped.SplitStreams(call, self.values, lambda p: prefix.is_axis(axes[p]))
+        super().__init__(call, self._carry, label, carry, self.mapped.values)
         self.sliced = {
             p: 0 if p in self.streams else a for p, a in enumerate(axes) if prefix.is_axis(a)
         }
-        self.sliced_plain = {i: a for i, a in enumerate(self.assignment.plain) if prefix.is_axis(a)}
-        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, self.partition_name)
-        self.boxes = mapped.MappedBoxes(self.assignment, metadata)
-        call.enter = self.boxes.enter
-        self.moved: dict[int, Any] = {}
+        self.sliced_plain = {i: axis for i, axis in enumerate(plain) if prefix.is_axis(axis)}
+        self.arrays = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
+        self.partition_name = mapped.mapped_name(metadata, "scan")
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.partition_name)
+        self.mapped.boxes = mapped.MappedBoxes(assignment, metadata)
+        call.enter = self.mapped.boxes.enter
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
@@ -508,51 +506,25 @@ class _Scan(LoopBody):
             )
         return given, result[place]
 
-    def _output_entries(self, context: engine.RunContext) -> prefix.OutputEntries:
-        return self.assignment.output_entries(context, self.out_axes, "out_axes")
-
-    def outgoing(self, context: engine.RunContext) -> Any:
-        """Returns the result with boxes that have the scanned dimension."""
-        return self.boxes.leave(context.result, self._output_entries(context))
-
-    def leave_more(
-        self, context: engine.RunContext, outputs: engine.LiftedOutputs
+    def record(
+        self, context: engine.RunContext
     ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
-        """Returns the rows of results and of sliced, sown, new Variables."""
-        prefix.refuse_foreign(outputs.effects, "scan")
-        output_entries = self._output_entries(context)
-        outputs, self.moved = self.streams.separate_counts(outputs)
-        effects = outputs.effects
-        places = [output_entries.by_id.get(key, ((), None)) for key in effects.fresh_ids]
-        new = [axis for _, axis in places]
+        """Records the rows of results and of sliced, sown, new Variables, too."""
+        outputs, leaving = self.mapped.record(context, lambda p: p not in self.sliced)
+        new = [item.entry for item in leaving if item.new]
         self._check_changes(context, outputs, new)
-        written = [
-            (self.assignment.leaf_paths[p], self.assignment.leaves[p]) for p in effects.written
-        ]
-        leaves = jax.tree.leaves(outputs.result)
-        values = [*leaves, *outputs.written, *outputs.fresh]
-        for (path, axis), value in zip(
-            [*output_entries.labels, *written, *places], values, strict=True
-        ):
-            mapped.check_new_axis(value, axis, path, "scan")
+        for item in leaving:
+            mapped.check_new_axis(item.value, item.entry, item.path, "scan")
         self.axes_of_new = [axis if prefix.is_axis(axis) else 0 for axis in new]
         mapped.name_new_dimensions(
-            self.assignment, self.streams, effects, self.axes_of_new, self.partition_name
+            self.mapped.assignment, self.streams, outputs, self.axes_of_new, self.partition_name
         )
-        self.result_axes = output_entries.plain
-        rows = [
-            leaf
-            for leaf, axis in zip(leaves, output_entries.plain, strict=True)
-            if axis is not prefix.Carry
-        ]
-        slices = {
-            position: value
-            for position, value in zip(effects.written, outputs.written, strict=True)
-            if position in self.sliced
-        }
-        sown = prefix.appended(context, effects, lambda position: position not in self.sliced)
-        rows = (rows, slices, sown, outputs.fresh)
-        return outputs, rows, {*self.sliced, *sown}
+        results = [item for item in leaving if item.kind == "result" and not item.new]
+        self.result_axes = [item.entry for item in results]
+        rows = [item.value for item in results if item.entry is not prefix.Carry]
+        written = zip(outputs.effects.written, outputs.written, strict=True)
+        slices = {position: value for position, value in written if position in self.sliced}
+        return outputs, (rows, slices, self.mapped.sown, outputs.fresh), self.sliced
 
     def _check_changes(
         self, context: engine.RunContext, outputs: engine.LiftedOutputs, new: Sequence[Any]
@@ -580,9 +552,8 @@ class _Scan(LoopBody):
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
         """Runs the loop and carries back what it did."""
-        arrays = mapped.entering_arrays(self.assignment, self.streams, self.values, self.plain)
-        size = mapped.common_size(arrays, length, "scan")
-        mapped.refuse_split(arrays, "scan")
+        size = mapped.common_size(self.arrays, length, "scan")
+        mapped.refuse_split(self.arrays, "scan")
         values = self.streams.split_keys(self.values, size)
         slices = (
             {p: _to_front(values[p], axis) for p, axis in self.sliced.items()},
@@ -597,32 +568,26 @@ class _Scan(LoopBody):
         carry, rows = jax.lax.scan(
             one, self.start(), slices, length=size, reverse=reverse, unroll=unroll
         )
-        outputs = self._assemble(carry, rows)
-        return self.call.apply(outputs)
+        return self.mapped.apply_outputs(self._assemble(carry, rows), rows[2])
 
     def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
         assert self.outputs is not None
         outputs = self.outputs
-        effects = outputs.effects
-        results, slices, sown, fresh = rows
+        results, slices, _, fresh = rows
         final = dict(zip(self.carried_variables, carry[0], strict=True))
         for position, stacked in slices.items():
             final[position] = _from_front(stacked, self.sliced[position])
-        for position, stacked in sown.items():
-            final[position] = (*self.values[position], *stacked)
         carry_leaves, row_leaves = iter(carry[1]), iter(results)
         leaves = [
             next(carry_leaves) if axis is prefix.Carry else _from_front(next(row_leaves), axis)
             for axis in self.result_axes
         ]
-        treedef = jax.tree.structure(outputs.result)
-        new = [
-            _from_front(value, axis) for value, axis in zip(fresh, self.axes_of_new, strict=True)
-        ]
-        written = [final[position] for position in effects.written]
-        whole = engine.LiftedOutputs(treedef.unflatten(leaves), written, new, effects)
-        return self.streams.restore(whole, self.moved)
+        result = jax.tree.unflatten(jax.tree.structure(outputs.result), leaves)
+        written = [final[position] for position in outputs.effects.written]
+        return engine.LiftedOutputs(
+            result, written, [*map(_from_front, fresh, self.axes_of_new)], outputs.effects
+        )
 
 
 def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:

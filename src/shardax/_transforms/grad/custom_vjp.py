@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ from shardax._transforms.errors import ClosureError, DifferentiationError, Outpu
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.arguments import join_argument, split_argument
+from shardax._transforms.lift.arguments import by_position, join_argument, split_argument
 from shardax._transforms.lift.prefix import expand
 
 
@@ -552,7 +551,7 @@ class CustomVjp(PickledByName):
                 f"{self!r} has no derivative yet. Give it one before the first call: "
                 f"f.defvjp(fwd, bwd)."
             )
-        positional, named = by_position(self.function, args, kwargs)
+        positional, named = by_position(self.function, args, kwargs, fill="all")
 
         def attempt(captured: list[Variable[Any]]) -> Any:
             return CustomVjpCall(self, positional, named, captured).run()
@@ -561,16 +560,3 @@ class CustomVjp(PickledByName):
 
     def __repr__(self) -> str:
         return f"<custom_vjp of {getattr(self.function, '__qualname__', self.function)}>"
-
-
-def by_position(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments by position, defaults included."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return tuple(args), dict(kwargs)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.args, bound.kwargs

@@ -181,7 +181,7 @@ class DiffArgument:
         if not -count <= chosen.argnum < count:
             raise DifferentiationError(
                 f"argnums={chosen.argnum} is out of range: the call has {count} positional "
-                f"arguments. Arguments to differentiate must be passed by position."
+                f"arguments. What can only be given by name is not differentiated."
             )
         self.argnum, self.filter = chosen.argnum, chosen.filter
         self.position = chosen.argnum % count  # position of the argument
@@ -212,15 +212,16 @@ class DiffArgument:
             f"wrt=... or argnums=sx.DiffState({self.argnum}, filter)."
         )
 
-    def gradient(self, by_index: Mapping[int, Any], plain: Any) -> Any:
-        """Arranges tangents like the argument."""
+    def gradient(self, left: dict[int, Any], plain: Any) -> Any:
+        """Arranges gradients like the argument, taking out those of its Variables."""
         found: dict[int, Any] = {}
         for item in self.objects:
             if item.is_variable:
-                found[item.root] = by_index[item.entries[0].leaf]
+                found[item.root] = left.pop(item.entries[0].leaf, None)
                 continue
-            values = {path: by_index[leaf] for path, leaf, _ in item.entries}
-            origins = {path: origin for path, _, origin in item.entries}
+            here = [entry for entry in item.entries if entry.leaf in left]
+            values = {path: left.pop(leaf) for path, leaf, _ in here}
+            origins = {path: origin for path, _, origin in here}
             found[item.root] = State.from_flat(values, origins)
         return inputs.join_argument(self.template, plain, found, with_static=False)
 
@@ -283,6 +284,19 @@ class DiffArgument:
             tangents.put(known[path], value, (*item.where, *path))
 
 
+def arrange_gradients(
+    targets: Sequence[DiffArgument],
+    indices: Sequence[int],
+    of_values: Sequence[Any],
+    of_plain: Mapping[int, Any],
+) -> tuple[Any, ...]:
+    """Returns one gradient per argument; that of a Variable stands at its first path."""
+    left = dict(zip(indices, of_values, strict=True))
+    in_order = sorted(targets, key=lambda target: target.position)
+    found = {t.position: t.gradient(left, of_plain.get(t.position)) for t in in_order}
+    return tuple(found[target.position] for target in targets)
+
+
 def _choose(
     item: Any,
     root: int,
@@ -337,6 +351,14 @@ def check_differentiable(
                 )
 
 
+def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
+    if len(set(positions)) != len(positions):
+        raise DifferentiationError(
+            f"argnums names an argument twice: {[*numbers]}. Join the filters instead: "
+            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
+        )
+
+
 def _scalar(value: Any, holomorphic: bool) -> Any:
     """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
@@ -384,7 +406,9 @@ def value_and_grad(
     Returns:
         A function of the same arguments that returns (value, gradient), or ((value, aux),
         gradient). The gradient of a Module is a ``State``; of a Variable, an array like its value;
-        of anything else, as in JAX. A sequence of argnums gives a tuple.
+        of anything else, as in JAX. A sequence of argnums gives a tuple. A Variable that stands in
+        several places has its gradient at the first path; a State leaves the others out, and None
+        stands for a Variable by itself.
 
     Raises:
         DifferentiationError: When called, if nothing matches the filter or a matching Variable is
@@ -406,11 +430,7 @@ def value_and_grad(
         for item in (argnums if many else [argnums])
     ]
     numbers = [item.argnum for item in chosen]
-    if len(set(numbers)) != len(numbers):
-        raise DifferentiationError(
-            f"argnums names an argument twice: {numbers}. Join the filters instead: "
-            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
-        )
+    _check_distinct(numbers, numbers)
 
     def split(result: Any) -> tuple[Any, Any]:
         value, aux = separate_aux(result, has_aux, "grad")
@@ -418,8 +438,10 @@ def value_and_grad(
 
     @wraps(function)
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall("grad", function, args, kwargs)
         targets = [DiffArgument(once, item) for item in chosen]
+        _check_distinct([target.position for target in targets], numbers)
         for target in targets:
             target.check_chosen()
             check_differentiable(once, target, **options)
@@ -438,9 +460,8 @@ def value_and_grad(
                 [values[i] for i in indices], [plain[p] for p in positions]
             )
         aux = once.finish(leaving)
-        by_index = dict(zip(indices, value_grads, strict=True))
-        by_position = dict(zip(positions, plain_grads, strict=True))
-        gradients = tuple(t.gradient(by_index, by_position.get(t.position)) for t in targets)
+        of_plain = dict(zip(positions, plain_grads, strict=True))
+        gradients = arrange_gradients(targets, indices, value_grads, of_plain)
         return ((value, aux) if has_aux else value), gradients if many else gradients[0]
 
     return value_and_grad_function

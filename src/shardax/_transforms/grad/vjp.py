@@ -42,7 +42,7 @@ def vjp(function: Any = None, *primals: Any, has_aux: bool = False, wrt: Any = P
         (result, gradients), with aux as a third if ``has_aux``. ``gradients(cotangent)`` takes a
         pytree like the result and returns a tuple with one gradient per argument: a ``State`` for a
         Module; an array for a Variable; for anything else as in ``jax.vjp`` (``float0`` for
-        integers).
+        integers). Of a shared Variable as in ``value_and_grad``.
 
     Raises:
         DifferentiationError: If there is nothing to differentiate, or the result holds objects.
@@ -121,8 +121,8 @@ class _Arrange:
     def __call__(self, pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
         with diff.explained_reverse_mode():
             values, plain = pullback(cotangent)
-        by_index = dict(zip(self.indices, values, strict=True))
-        return tuple(target.gradient(by_index, plain[target.position]) for target in self.targets)
+        of_plain = dict(enumerate(plain))
+        return diff.arrange_gradients(self.targets, self.indices, values, of_plain)
 
 
 def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:

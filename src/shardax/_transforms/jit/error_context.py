@@ -28,7 +28,7 @@ _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 def explain_error(error: Exception, program: Any, graph: Any) -> None:
     """Raises a clearer error than JAX, or adds a note."""
     explain_values(error, program, graph)
-    if isinstance(error, ValueError):
+    if isinstance(error, (ValueError, IndexError)):
         _explain_shardings(error, program, graph)
     explain_places(error, program)
 
@@ -108,7 +108,7 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: ValueError, program: Any, graph: Any) -> None:
+def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
     misfits = []
     shardings = program.leaf_shardings

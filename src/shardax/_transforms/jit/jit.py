@@ -48,6 +48,7 @@ from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
+from shardax._transforms.lift import prefix as prefixes
 
 # Types of arguments that are surely plain; JAX's concrete array type joins when first met.
 ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
@@ -176,6 +177,9 @@ class BoundJit(Wrapper):
     def _wrap(self, wrapped: Any) -> Any:
         return BoundJit(wrapped.__func__, wrapped.__self__)
 
+    def __reduce__(self) -> Any:
+        return BoundJit, (self.__func__, self.__self__)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
@@ -191,7 +195,19 @@ class BoundJit(Wrapper):
 class CachedCall:
     """What a steady call needs, for particular objects."""
 
-    __slots__ = ("donated", "epoch", "kept", "last", "leaves", "roots", "spans", "specialization")
+    __slots__ = (
+        "donated",
+        "epoch",
+        "kept",
+        "last",
+        "leaves",
+        "roots",
+        "seen",
+        "settles",
+        "spans",
+        "specialization",
+        "watched",
+    )
 
     def __init__(self, program: special.Specialization, graph: engine.InputGraph) -> None:
         self.specialization = program
@@ -202,8 +218,29 @@ class CachedCall:
         self.roots = [_weak(root) for root in graph.roots]
         # The effects of the last call and the Variables it wrote.
         self.last: tuple[Any, list[Any]] = (None, [])
+        # Variables with a declared sharding, by position, and what they held.
+        self.watched: dict[int, Any] = {}
+        self.seen: list[int] = []
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
+        self.settles = True  # whether Variables may be moved for the trace
+
+    def watch(self, written: Sequence[int]) -> None:
+        """Looks from now on where the Variables are that have a declared sharding."""
+        # Not those that the program writes, which it returns where they belong.
+        declared, done = enumerate(self.specialization.leaf_shardings), {*written}
+        self.watched = {
+            i: self.leaves[i]
+            for i, entry in declared
+            if i not in done and (entry is not None or i in self.specialization.wanted)
+        }
+        self.seen = []
+
+    def place(self) -> None:
+        """Moves the watched Variables that were given other arrays."""
+        if [id(v._value) for v in self.watched.values()] != self.seen:
+            self.specialization.place(self.watched)
+            self.seen = [id(v._value) for v in self.watched.values()]
 
     def graph(self) -> engine.InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
@@ -345,6 +382,7 @@ class Jit(PickledByName, Wrapper):
         # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
             return self._call_uncached(args, kwargs)
+        args, kwargs = self.resolve(args, kwargs)
         if self._auto and self._simple:
             call = flatten_call(args, kwargs, self._static_types)
             if call is not None:
@@ -382,11 +420,13 @@ class Jit(PickledByName, Wrapper):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Makes a call whose like was made before."""
-        local.call = entry
         program = entry.specialization
+        local.call = entry
         program.used = next(self._ticks)
-        kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
         try:
+            if entry.watched:
+                entry.place()
+            kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
             result, written, fresh, effects = program.run(kept, donated, plain, named)
         except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
             return self._recover(error, entry, args, kwargs)
@@ -396,6 +436,7 @@ class Jit(PickledByName, Wrapper):
         if effects is not known:
             targets = [entry.leaves[position] for position in effects.written]
             entry.last = (effects, targets)
+            entry.watch(effects.written)
         if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
             return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
         for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
@@ -417,10 +458,13 @@ class Jit(PickledByName, Wrapper):
             program, graph, arguments = self.prepare(args, kwargs)
             entry = local.call = CachedCall(program, graph)
             try:
+                program.place(dict(enumerate(graph.leaves)))
                 outputs = program.call(graph.values(), arguments)
                 break
             except engine.NewCaptures as found:
                 self.capture(found.objects)
+            except engine.NewPlacements:
+                continue  # they are moved there first
             except special.StaleOutputShardings:
                 self.specializations.pop(program.key, None)
             except Exception as error:
@@ -430,6 +474,7 @@ class Jit(PickledByName, Wrapper):
                 local.call = None
         engine.check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
+            entry.watch(outputs.effects.written)
             self.memory.remember(key, entry, graph, few=bool(self.sources))
         return engine.apply_effects(graph, outputs)
 
@@ -519,6 +564,18 @@ class Jit(PickledByName, Wrapper):
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
+    def resolve(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Moves keyword arguments to positions where these have a declared sharding."""
+        declared = self.options.in_shardings
+        if declared is None or not kwargs:
+            return args, kwargs
+        most = None
+        if not prefixes.is_one_entry(declared):
+            most = len(declared) + len(self.static_positions)
+        return inputs.by_position(self.__wrapped__, args, kwargs, most)
+
     def positional(self, count: int) -> list[tuple[int, str]]:
         """Returns (position, parameter name) of the first dynamic arguments."""
         dynamic = (i for i in itertools.count() if i not in self.static_positions)
@@ -533,6 +590,7 @@ class Jit(PickledByName, Wrapper):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[inputs.SplitArguments, tuple[tuple[int | str, Static], ...]]:
         """Returns the dynamic arguments, split, and (position or name, value) of static ones."""
+        args, kwargs = self.resolve(args, kwargs)
         found: list[tuple[int | str, Static]] = []
         if not self._simple:
             given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
@@ -610,8 +668,10 @@ def jit(
         function: A function, method, ``functools.partial`` or callable Module. Left out: returns a
             decorator.
         in_shardings: A prefix of the positional arguments (without static ones). For a Module: one
-            sharding, a ``State`` of shardings, or a ``StateSharding``. Variables that are written
-            keep theirs.
+            sharding, a ``State`` of shardings, or a ``StateSharding``. Variables are moved there
+            once and stay, lazy ones are made in their shards; those that are written or replaced
+            keep the sharding of their path. An argument given by name has the entry of its
+            position, or none.
         out_shardings: A prefix of the result, likewise.
         static_argnums: Positions of arguments to compile for by value. Types count at every depth:
             1, True and 1.0 differ.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,13 @@ import jax
 
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path
-from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
+from shardax._core.graph.static import Static
+from shardax._transforms.lift.arguments import (
+    TreeTemplate,
+    closure_cells,
+    leaf_paths,
+    parameter_name,
+)
 
 
 @dataclass(frozen=True)
@@ -123,10 +131,7 @@ def call_differences(old: Any, new: Any) -> list[str]:
     for place in dict.fromkeys([*before, *after]):
         if before.get(place) != after.get(place):
             name = parameter_name(new.function, place) if isinstance(place, int) else place
-            reasons.append(
-                f"static argument {name!r}: {_exact(before.get(place))} -> "
-                f"{_exact(after.get(place))}"
-            )
+            reasons += _changes(f"static argument {name!r}", before.get(place), after.get(place))
     return reasons
 
 
@@ -147,7 +152,7 @@ def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterat
         for leaf, value in second.static:
             if value != earlier.get(leaf):
                 where = format_path((label, *paths[leaf]))
-                yield f"{where}: {_exact(earlier.get(leaf))} -> {_exact(value)}"
+                yield from _changes(where, earlier.get(leaf), value)
 
 
 def _exact(value: Any) -> str:
@@ -169,11 +174,38 @@ def structure_differences(
     before, after = _by_path(old, old_names), _by_path(new, new_names)
     reasons = []
     for path in dict.fromkeys([*before, *after]):
-        if before.get(path) != after.get(path):
-            reasons.append(
-                f"{format_path(path)}: {_entry(before.get(path))} -> {_entry(after.get(path))}"
-            )
-    return reasons or ["objects are shared in another way"]
+        was, now = before.get(path), after.get(path)
+        if was != now:
+            reasons += _changes(format_path(path), was, now)
+    return reasons or ["objects are shared, or stand in containers, in another way"]
+
+
+def _changes(where: str, was: Any, now: Any) -> list[str]:
+    """Describes how an entry changed, a line per reason."""
+    return _closure_changes(where, was, now) or [f"{where}: {_entry(was)} -> {_entry(now)}"]
+
+
+def _closure_changes(where: str, was: Any, now: Any) -> list[str]:
+    """Describes, of two functions made by one ``def``, what they close over differently."""
+    first, other = (item.value if isinstance(item, Static) else item for item in (was, now))
+    if isinstance(first, functools.partial) and isinstance(other, functools.partial):
+        return _closure_changes(where, first.func, other.func)
+    if isinstance(first, tuple) and isinstance(other, tuple) and len(first) == len(other):
+        pairs = enumerate(zip(first, other, strict=True))
+        return [line for i, pair in pairs for line in _closure_changes(f"{where}[{i}]", *pair)]
+    if not (isinstance(first, types.FunctionType) and isinstance(other, types.FunctionType)):
+        return []
+    if first.__code__ is not other.__code__:
+        return []
+    shown = [
+        [_exact(source.read()) for _, source in closure_cells(function)]
+        for function in (first, other)
+    ]
+    return [
+        f"{where} closes over {name}: {old} -> {new}"
+        for name, old, new in zip(first.__code__.co_freevars, *shown, strict=True)
+        if old != new
+    ]
 
 
 def _entry(value: Any) -> str:
@@ -201,8 +233,19 @@ def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Any
             None if type(definition) is flatten.ModuleDef else len(definition.items),
         )
         for key, child in flatten.definition_children(definition):
-            if hasattr(child, "value"):
-                found[(*path, key)] = child
-            elif type(child) is flatten.Ref and paths[child.position] != (*path, key):
-                found[(*path, key)] = f"same as {format_path(paths[child.position])}"
+            _add_children(child, (*path, key), paths, found)
+    for position, root in enumerate(graphdef.roots):
+        _add_children(root, names[position] if names else (), paths, found)
     return found
+
+
+def _add_children(child: Any, path: Path, paths: dict[int, Path], found: dict[Any, Any]) -> None:
+    """Adds the static values and further names of objects below a child."""
+    if hasattr(child, "value"):
+        found[path] = child
+    elif type(child) is flatten.Ref:
+        if paths[child.position] != path:
+            found[path] = f"same as {format_path(paths[child.position])}"
+    else:
+        for key, below in flatten.definition_children(child):
+            _add_children(below, path if key is None else (*path, key), paths, found)

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from shardax._core.frames import Frame, local
+from shardax._core.frames import local
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
@@ -143,10 +143,15 @@ class Specialization:
             if options.donates(position, label)
             and not isinstance(arguments.templates[i], inputs.RootTemplate)
         )
+        # Where ``shard_map`` uses Variables that are only read, by position, once that is known.
+        self.wanted: dict[int, Any] = {}
+        self._settled = False
         self.used = 0  # when it was last called, by the count of calls of its ``Jit``
         self.signatures: list[Any] = []
         self.donated_leaves = self._find_donated(graph, arguments)
         self.leaf_shardings: list[Any] = [None] * len(self.leaf_paths)
+        # (label, prefix, template) of each positional argument, if shardings are declared.
+        self._declared: list[tuple[str, Any, Any]] = []
         self._in_shardings = self._spread_in_shardings(graph, arguments)
         self._expected: Any = None
         self._program = self._named_program()
@@ -172,6 +177,25 @@ class Specialization:
         if self._full:
             return self._jitted(kept, donated, *self._separate_plain(plain, named))
         return self._jitted(kept, donated, plain)
+
+    def place(self, variables: Mapping[int, Any]) -> None:
+        """Moves Variables, by position, to their declared shardings, where they stay."""
+        entries = [self.leaf_shardings[position] for position in variables]
+        if self.wanted:
+            entries = [
+                self.wanted.get(position) if entry is None and self._is_off(position, v) else entry
+                for (position, v), entry in zip(variables.items(), entries, strict=True)
+            ]
+        if self.wanted or self._in_shardings is not None:
+            prefixes.place_variables([*variables.values()], entries)
+
+    def _is_off(self, position: int, variable: Any) -> bool:
+        """Whether a Variable is not on the mesh over which ``shard_map`` splits it."""
+        mesh = getattr(self.wanted.get(position), "mesh", None)
+        leaves = jax.tree.leaves(variable._value)
+        return any(
+            getattr(getattr(leaf, "sharding", None), "mesh", None) != mesh for leaf in leaves
+        )
 
     def call(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> engine.LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
@@ -252,7 +276,7 @@ class Specialization:
         named: Any = None,
         donated_named: Any = None,
     ) -> tuple[Any, ...]:
-        graph = local.call.graph()
+        settles, graph = local.call.settles, local.call.graph()
         values = self.join(kept, donated)
         for position in self.donated:
             plain[position] = donated_plain[position]
@@ -261,7 +285,7 @@ class Specialization:
         if self.signatures and retraces.listeners.get():
             retraces.report_trace(self, self.signatures, signature)
         self.signatures.append(signature)
-        with Frame("jit") as frame:
+        with engine.CompiledFrame("jit") as frame:
             roots, copies = engine.bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
             result = self._call_user(roots, plain, named)
             engine.check_result(result, "jit")
@@ -271,8 +295,29 @@ class Specialization:
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
                 raise engine.NewCaptures(lost)
-            self._declare_shardings(outputs, copies, result)
+            if settles and not self._settled and frame.parent is None:
+                self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
+            self._declare_shardings(outputs, copies, result, plain, roots[1:])
         return tuple(outputs)
+
+    def _find_placement(
+        self,
+        frame: engine.CompiledFrame,
+        copies: Sequence[Any],
+        leaves: Sequence[Any],
+        written: Sequence[int],
+    ) -> None:
+        """Finds, once, where Variables that are only read are used, and has them moved there."""
+        self.wanted = {
+            position: frame.wanted[id(copies[index])]
+            for position, index in enumerate(self.graphdef.leaves)
+            if id(copies[index]) in frame.wanted
+            and position not in written
+            and self.leaf_shardings[position] is None
+        }
+        self._settled = True
+        if any(self._is_off(position, leaves[position]) for position in self.wanted):
+            raise engine.NewPlacements
 
     def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
         """The inverse of ``partition``."""
@@ -342,12 +387,18 @@ class Specialization:
             rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
             plain.append(rest if isinstance(template, inputs.TreeTemplate) else None)
         by_id = prefixes.consistent(entries, "in_shardings")
+        self._declared = [*zip(labels, given, self.templates, strict=True)]
         self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         kept, donated = self.partition(self.leaf_shardings)
         return kept, donated, *self._split_donated(plain), None, None
 
     def _declare_shardings(
-        self, outputs: engine.LiftedOutputs, copies: Sequence[Any], result: Any
+        self,
+        outputs: engine.LiftedOutputs,
+        copies: Sequence[Any],
+        result: Any,
+        plain: Sequence[Any],
+        objects: Sequence[Any],
     ) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
         effects = outputs.effects
@@ -356,16 +407,28 @@ class Specialization:
         if self._expected is not None and self._expected != effects.tree_key:
             raise StaleOutputShardings
         declared = self.options.out_shardings
-        by_id: dict[int, Any] = {}
+        given = {id(copies[index]): None for index in self.graphdef.leaves}
+        by_id: dict[int, Any] = {  # new Variables have the entry of the place that they took
+            id(leaf): entry
+            for (label, prefix, template), part in zip(self._declared, plain, strict=False)
+            if not isinstance(template, inputs.PlainTemplate)
+            for _, leaf, entry in prefixes.expand(
+                prefix,
+                inputs.join_argument(template, part, objects, with_static=False),
+                "in_shardings",
+                (label,),
+                given,
+                lenient=True,
+            )
+            if id(leaf) not in given
+        }
         arrays: Any = declared
         if effects.result is None:
             prefixes.check_plain(declared, result, "out_shardings")
         else:
             found = list(prefixes.expand(declared, result, "out_shardings"))
-            by_id = {
-                key: entry
-                for key, (_, entry) in prefixes.consistent(found, "out_shardings").items()
-            }
+            of_result = prefixes.consistent(found, "out_shardings")
+            by_id |= {key: entry for key, (_, entry) in of_result.items() if entry is not None}
             arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
         written = []
         for position in effects.written:

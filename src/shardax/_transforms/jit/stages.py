@@ -35,6 +35,7 @@ def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
     while True:
         program, graph, arguments = jit.prepare(args, kwargs)
         local.call = CachedCall(program, graph)
+        local.call.settles = False
         try:
             full = program.pack(engine.abstract(graph.leaves), arguments)
             traced = program.jitted(full).trace(*full)
@@ -266,12 +267,14 @@ class Compiled(_Stage):
                 compiled; the message says where.
         """
         jit, program = self._source.jit, self._source.program
+        args, kwargs = jit.resolve(args, kwargs)
         arguments = program.options.split_arguments(args, kwargs, jit.path_of)
         named = [label for _, label in jit.positional(len(args))]
         graph, names = jit.input_graph(arguments, named)
         self._check(arguments, graph, names, program.positions.labels)
-        full = program.pack(graph.values(), arguments)
         try:
+            program.place(dict(enumerate(graph.leaves)))
+            full = program.pack(graph.values(), arguments)
             outputs = engine.LiftedOutputs(*self._stage(*full))
         except Exception as error:
             explain_values(error, program, graph)

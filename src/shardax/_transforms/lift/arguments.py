@@ -80,6 +80,37 @@ def parameter_name(function: Any, position: int) -> str:
     return names[position] if position < len(names) else f"args[{position}]"
 
 
+def by_position(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    most: int | None = None,
+    fill: str | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Moves keyword arguments to the positions that the signature gives them, up to ``most``."""
+    # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
+    # as an argument of its own, a default would be traced.
+    given, rest = list(args), dict(kwargs)
+    missing = list((parameters_of(function) or ())[len(given) : most])
+    while missing and fill == "gaps" and missing[-1].name not in rest:
+        missing.pop()
+    for parameter in missing:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in rest:
+            given.append(rest.pop(parameter.name))
+        elif (
+            fill is not None
+            and parameter.default is not parameter.empty
+            and (parameter.kind is not parameter.KEYWORD_ONLY)
+        ):
+            given.append(parameter.default)
+        else:
+            break
+    if fill == "all":
+        named = [p for p in parameters_of(function) or () if p.kind is p.KEYWORD_ONLY]
+        rest = {p.name: p.default for p in named if p.default is not p.empty} | rest
+    return tuple(given), rest
+
+
 def positional_names(function: Any) -> list[str]:
     """Returns the names of a function's positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -588,9 +619,14 @@ def _add_holder(holder: Any, found: dict[Any, ClosureSource]) -> None:
         found.setdefault(id(holder), ClosureSource("self", lambda: holder))
 
 
-def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+def closure_cells(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+    """Yields (key, source) of every name that a function closes over."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield id(cell), ClosureSource(name, functools.partial(_read_cell, cell))
+
+
+def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
+    yield from closure_cells(function)
     scope = function.__globals__
     for name in _global_names(function.__code__):
         if name in scope:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec
@@ -175,10 +176,10 @@ def record_effects(
     emit: frozenset[int] = frozenset(),
 ) -> LiftedOutputs:
     """Records, inside the transform, what the user's function did."""
-    walk = _continue_walk(frame, copies)
+    walk = continue_walk(frame, copies)
     updates = {}
     for position, (copy, before) in enumerate(zip(copies, graphdef.objects, strict=True)):
-        if _matches(copy, before, copies):
+        if holds_as_built(copy, before, copies):
             walk.definitions[position] = before
             continue
         after = copy._flatten(lambda child, key: walk.encode(child, ()))
@@ -214,7 +215,8 @@ def record_effects(
     return LiftedOutputs(arrays, values, fresh, effects)
 
 
-def _continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+def continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+    """Returns a walk that knows the copies, and looks into new objects alone."""
     walk = graphs.GraphWalk()
     walk.objects = list(copies)
     walk.definitions = [None] * len(copies)
@@ -226,7 +228,7 @@ def _continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWa
     return walk
 
 
-def _matches(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
+def holds_as_built(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
     """Whether an object holds the very children that it was built with."""
     # A quick check by identity, so that only what changed is described again.
     kind = type(definition)
@@ -379,16 +381,59 @@ class NewCaptures(Exception):
         self.objects = list(objects)
 
 
+class NewPlacements(Exception):
+    """Stops a trace that splits Variables over a mesh on which they are not."""
+
+
+class CompiledFrame(frames.Frame):
+    """The frame of a compiled function, which can have its Variables moved beforehand."""
+
+    __slots__ = ("wanted",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.wanted: dict[int, Any] = {}  # sharding by ``id`` of a copy
+
+
+def request_placement(variables: Sequence[Any], shardings: Sequence[Any]) -> None:
+    """Asks the compiled function around to have Variables placed before it runs."""
+    frame = frames.local.frame
+    found = {
+        id(variable): sharding for variable, sharding in zip(variables, shardings, strict=True)
+    }
+    while frame is not None and not isinstance(frame, CompiledFrame):
+        outer = {id(copy): original for original, copy in frame.copies.values()}
+        above = {key: frames.resolve(outer[key], frame.parent) for key in found if key in outer}
+        found = {id(variable): found[key] for key, variable in above.items()}
+        frame = frame.parent
+    if frame is not None:
+        frame.wanted.update(found)
+
+
 P = ParamSpec("P")
 
 
 def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
     call: Callable[..., Any] = transform
+    parameters = inspect.signature(call).parameters
+    only_by_name = all(
+        p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "function"
+    )
 
     def with_options(function: Any = None, *args: Any, **options: Any) -> Any:
-        if function is None:
+        if function is None and not args:
             return functools.partial(with_options, **options)
+        if only_by_name and (args or not options.keys() <= parameters.keys()):
+            name = getattr(transform, "__name__", "")
+            unknown = ", ".join(sorted(options.keys() - parameters.keys()))
+            example = "init, xs" if name == "scan" else "*arguments"
+            raise ArgumentError(
+                f"sx.{name} was given {f'the options {unknown}' if unknown else 'arguments'} that "
+                f"it does not take. It makes a function of the same arguments: "
+                f"sx.{name}(function)({example}), with options by name: "
+                f"{', '.join(list(parameters)[1:])}."
+            )
         return call(function, *args, **options)
 
     return functools.wraps(transform)(with_options)

@@ -13,27 +13,30 @@ iterations, ``shard_map`` on shards. Before the run, ``EntryAssignment`` spreads
 the arguments. In the run, ``output_entries`` spreads both prefixes over what the function left
 behind, so that a new Variable, too, has the entry of its place in the result, or of the argument
 that it was attached to. JAX wants out-entries before the run, when it is only known which entries
-can occur; so values leave grouped by entry, one list for each (``GroupedOutputs``).
+can occur; so values leave grouped by entry, one list for each (``MappedCall``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from shardax._core.errors import FilterError
+from shardax._core.frames import is_eager
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.init.lazy import LazyValue, compute_all
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
 from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
+from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 
 
@@ -285,6 +288,37 @@ def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
     )
 
 
+class AssignedPrefixes(NamedTuple):
+    """The arguments of a call, each with its prefix."""
+
+    args: tuple[Any, ...]  # also those given by name that have their entry by position
+    kwargs: dict[str, Any]  # the others
+    prefixes: list[Any]  # one per positional argument
+    named: dict[str, Any]  # one per other argument, by name
+
+
+def assign(
+    function: Any,
+    prefix: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str,
+    other: Any,
+) -> AssignedPrefixes:
+    """Finds the prefix of every argument, by position or name; ``other`` where there is none."""
+    one = is_one_entry(prefix)
+    args, kwargs = inputs.by_position(function, args, kwargs, None if one else len(prefix))
+    labels = [inputs.parameter_name(function, position) for position in range(len(args))]
+    known = inputs.positional_names(function)
+    after_gap = {
+        keyword: prefix[known.index(keyword)]
+        for keyword in kwargs
+        if not one and keyword in known[: len(prefix)]
+    }
+    prefixes = list(prefix[: len(args)]) if after_gap else per_argument(prefix, labels, name)
+    return AssignedPrefixes(args, kwargs, prefixes, dict.fromkeys(kwargs, other) | after_gap)
+
+
 def _count(items: Sequence[Any], one: str, many: str) -> str:
     return f"{len(items)} {one if len(items) == 1 else many}"
 
@@ -295,17 +329,18 @@ def expand(
     name: str,
     where: Path = (),
     known: Mapping[int, Any] = MappingProxyType({}),
+    lenient: bool = False,
 ) -> Iterator[tuple[Path, Any, Any]]:
-    """Spreads a prefix over a tree."""
+    """Spreads a prefix over a tree; leniently, a Variable without an entry gets None."""
     if isinstance(tree, Object):
-        yield from _expand_object(prefix, tree, name, where, known)
+        yield from _expand_object(prefix, tree, name, where, known, lenient)
         return
     if _is_entry(prefix):
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
         for key_path, leaf in leaves:
             below = (*where, *plain_path(key_path)) if key_path else where
             if isinstance(leaf, Object):
-                yield from expand(prefix, leaf, name, below, known)
+                yield from expand(prefix, leaf, name, below, known, lenient)
             else:
                 refuse_filters(prefix, name, below)
                 yield below, leaf, prefix
@@ -320,7 +355,7 @@ def expand(
             "each."
         )
     for key, child in children:
-        yield from expand(parts[key], child, name, (*where, *key), known)
+        yield from expand(parts[key], child, name, (*where, *key), known, lenient)
 
 
 def _place(name: str, where: Path) -> tuple[str, str]:
@@ -362,15 +397,18 @@ def _shape(tree: Any) -> str:
 
 
 def _expand_object(
-    prefix: Any, root: Object, name: str, where: Path, known: Mapping[int, Any]
+    prefix: Any, root: Object, name: str, where: Path, known: Mapping[int, Any], lenient: bool
 ) -> Iterator[tuple[Path, Any, Any]]:
     flat = graphs.flatten(root)
     entry_of = _chooser(prefix, root, name, where)
     for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
-        if id(variable) in known:
-            yield (*where, *path), variable, known[id(variable)]
-        else:
-            yield (*where, *path), variable, entry_of(path, variable)
+        try:
+            entry = known[id(variable)] if id(variable) in known else entry_of(path, variable)
+        except PrefixError:
+            if not lenient:
+                raise
+            entry = None
+        yield (*where, *path), variable, entry
     for position, path in alias_paths(flat.graphdef) if isinstance(prefix, Mapping) else ():
         variable = flat.leaves[position]
         if id(variable) not in known:
@@ -445,6 +483,44 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
                 f"or untie them with sx.clone."
             )
     return found
+
+
+def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
+    """Moves Variables to the shardings that are their entries; lazy ones straight into shards."""
+    if not is_eager():
+        return
+    moved: list[tuple[Any, Any]] = []
+    for variable, entry in zip(variables, entries, strict=True):
+        if entry is None or variable._parent is not None or variable.is_abstract:
+            continue
+        sharding = _in_scope(entry)
+        leaves = [leaf for leaf in jax.tree.leaves(variable._value) if not _is_at(leaf, sharding)]
+        for leaf in leaves:  # raises before anything is moved
+            getattr(sharding, "sharding", sharding).shard_shape(tuple(leaf.shape))
+        if leaves:
+            moved.append((variable, sharding))
+    lazy = [(v, sharding) for v, sharding in moved if isinstance(v._value, LazyValue)]
+    arrays = compute_all([v._value for v, _ in lazy], [sharding for _, sharding in lazy])
+    for (variable, _), array in zip(lazy, arrays, strict=True):
+        variable._value = array
+    values = jax.device_put([v._value for v, _ in moved], [sharding for _, sharding in moved])
+    for (variable, _), value in zip(moved, values, strict=True):
+        variable._value = value
+
+
+def _in_scope(entry: Any) -> Any:
+    """Returns a sharding for a spec, over the mesh in scope."""
+    if not isinstance(entry, jax.sharding.PartitionSpec):
+        return entry
+    return jax.sharding.NamedSharding(jax.sharding.get_mesh(), entry)
+
+
+def _is_at(leaf: Any, sharding: Any) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return getattr(leaf, "format", None) == sharding
+    return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 class EntryAssignment:
@@ -531,49 +607,6 @@ def entries_in(prefix: Any) -> list[Any]:
         values = list(leaf.values()) if isinstance(leaf, FilterMapping) else [leaf]
         found.extend(value for value in values if not any(value == item for item in found))
     return found
-
-
-class GroupedOutputs:
-    """Values on their way out, one list per entry."""
-
-    def __init__(self, entries: Iterable[Hashable]) -> None:
-        self.entries = list(dict.fromkeys(entries))
-        self.order: list[int] = []
-
-    def group(self, pairs: Iterable[tuple[Hashable, Any]]) -> tuple[list[Any], ...]:
-        """Groups (entry, value) pairs, inside the transform."""
-        place = {entry: position for position, entry in enumerate(self.entries)}
-        lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
-        self.order = []
-        for entry, value in pairs:
-            self.order.append(place[entry])
-            lists[place[entry]].append(value)
-        return lists
-
-    def restore(self, lists: Sequence[Sequence[Any]]) -> list[Any]:
-        """Returns the values in their first order, outside the transform."""
-        remaining = [iter(values) for values in lists]
-        return [next(remaining[place]) for place in self.order]
-
-
-class FlatOutputs:
-    """The values of ``LiftedOutputs`` as one flat list."""
-
-    def __init__(self, outputs: engine.LiftedOutputs) -> None:
-        self.effects = outputs.effects
-        leaves, self.treedef = jax.tree.flatten(outputs.result)
-        self.counts = (len(leaves), len(outputs.written))
-        self.values = [*leaves, *outputs.written, *outputs.fresh]
-
-    def assemble(self, values: Sequence[Any]) -> engine.LiftedOutputs:
-        """Returns the ``LiftedOutputs`` with other values."""
-        result, written = self.counts
-        return engine.LiftedOutputs(
-            self.treedef.unflatten(values[:result]),
-            list(values[result : result + written]),
-            list(values[result + written :]),
-            self.effects,
-        )
 
 
 def drop_written(outputs: engine.LiftedOutputs, positions: Container[int]) -> engine.LiftedOutputs:

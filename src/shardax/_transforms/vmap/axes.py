@@ -17,13 +17,15 @@ and every batch element gets a stream whose key is made of that draw and its num
 draw different numbers, and the same ones whatever else is mapped. After the call the stream has
 moved on by one draw, if any element drew from it. Under an entry that shares it (``None``), all
 elements draw the same numbers. A stream that has one key per element already is mapped as any
-array.
+array. New objects that keep a split stream have one of their own, with a key per element: the
+given one stays the caller's.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,14 +34,33 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import MetadataError
-from shardax._core.graph.flatten import GraphDef, ModuleDef, Ref, VariableDef
+from shardax._core.frames import owner_here
+from shardax._core.graph.flatten import (
+    ChildDecoder,
+    GraphDef,
+    ModuleDef,
+    NodeDef,
+    Ref,
+    VariableDef,
+    definition_children,
+    is_object,
+)
+from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME
-from shardax._core.init.rng import RngStream
+from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
+from shardax._core.state.split_merge import clone
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
-from shardax._transforms.lift.engine import Effects, LiftedCall, LiftedOutputs
+from shardax._transforms.lift.engine import (
+    LiftedCall,
+    LiftedOutputs,
+    RunContext,
+    check_result,
+    continue_walk,
+    holds_as_built,
+)
 
 
 class StreamPositions(NamedTuple):
@@ -67,16 +88,17 @@ class SplitStreams:
     """The streams that one call splits."""
 
     def __init__(
-        self, call: LiftedCall, values: Sequence[Any], is_mapped: Callable[[int], bool]
+        self, call: LiftedCall, values: list[Any], is_mapped: Callable[[int], bool]
     ) -> None:
         self.call = call
-        self.streams = [
-            stream
-            for stream in streams_of(call.graph.flat.graphdef)
-            if is_mapped(stream.key) and jnp.ndim(values[stream.key]) == 0
-        ]
+        streams = [s for s in streams_of(call.graph.flat.graphdef) if is_mapped(s.key)]
+        self.streams = [s for s in streams if jnp.ndim(values[s.key]) == 0]
+        for key, counter in streams:
+            if jnp.shape(values[key]) and not jnp.shape(values[counter]):  # keys written over one
+                values[counter] = jnp.broadcast_to(values[counter], values[key].shape)
         self.before = {stream.counter: values[stream.counter] for stream in self.streams}
         self.keys = {stream.key for stream in self.streams}
+        self.kept: set[int] = set()  # counters of the streams that new objects keep
 
     def __contains__(self, position: int) -> bool:
         return position in self.keys or position in self.before
@@ -97,6 +119,45 @@ class SplitStreams:
             split[position] = _laid_out(jnp.zeros((size,), jnp.uint32), sharding)
         return split
 
+    def separate_kept(self, context: RunContext) -> None:
+        """Gives new objects streams of their own, inside, in place of split ones that they keep."""
+        self.kept = set()
+        if not self.streams:
+            return
+        counters = {id(context.variable(s.key)): s.counter for s in self.streams}
+        own: dict[int, Any] = {}
+
+        def is_split(item: Any) -> bool:
+            if isinstance(item, Rngs):
+                return any(is_split(stream) for _, stream in item.streams())
+            return isinstance(item, RngStream) and id(vars(item).get("key")) in counters
+
+        def own_of(item: Any) -> Any:
+            if id(item) not in own and isinstance(item, RngStream):
+                self.kept.add(counters[id(item.key)])
+                own[id(item)] = clone(item)
+            elif id(item) not in own:
+                own[id(item)] = made = type(item)._allocate(owner_here(), None)
+                for name, value in vars(item).items():
+                    setattr(made, name, own_of(value) if is_split(value) else value)
+            return own[id(item)]
+
+        walk = continue_walk(context.frame, context.copies)
+        given = {i for i, item in enumerate(context.copies) if is_split(item)}
+        known = context.graphdef.objects
+        for leaf in jax.tree.leaves(context.result, is_leaf=is_object):
+            if isinstance(leaf, Object):
+                walk.visit(leaf, ())
+        for i, (copy, before) in enumerate(zip(context.copies, known, strict=True)):
+            if i not in given and not holds_as_built(copy, before, context.copies):
+                walk.definitions[i] = copy._flatten(lambda child, key: walk.encode(child, ()))
+        for i, definition in enumerate(walk.definitions):
+            before = {*_references(known[i])} if i < len(known) else set[int]()
+            kept = given.intersection(_references(definition)) - before
+            if kept:
+                objects = [own_of(x) if j in kept else x for j, x in enumerate(walk.objects)]
+                walk.objects[i]._unflatten(definition, ChildDecoder(objects))
+
     def separate_counts(self, outputs: LiftedOutputs) -> tuple[LiftedOutputs, dict[int, Any]]:
         """Separates, inside the transform, what was written to split streams."""
         written = outputs.effects.written
@@ -107,7 +168,7 @@ class SplitStreams:
                 f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
                 f"make a stream of its own inside (sx.Rngs)."
             )
-        moved = {position: self.before[position] for position in written if position in self.before}
+        moved = {p: before for p, before in self.before.items() if p in written or p in self.kept}
         return prefix.drop_written(outputs, moved), moved
 
     def restore(self, outputs: LiftedOutputs, moved: Mapping[int, Any]) -> LiftedOutputs:
@@ -116,8 +177,106 @@ class SplitStreams:
         return prefix.add_written(outputs, counts)
 
 
+def _references(item: Any) -> Iterator[int]:
+    """Yields the positions of the objects that a definition holds."""
+    for _, child in definition_children(item) if item is not None else ():
+        if type(child) is Ref:
+            yield child.position
+        elif type(child) is NodeDef:
+            yield from _references(child)
+
+
 def _laid_out(array: Any, sharding: Any) -> Any:
     return array if sharding is None else jax.reshard(array, sharding)
+
+
+class LeavingValue(NamedTuple):
+    """A value that leaves a part of a mapped call."""
+
+    kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
+    path: Path
+    entry: Any
+    value: Any
+    new: str = ""  # the type of a new Variable
+
+
+class MappedCall:
+    """One call that runs its function on parts of its arguments."""
+
+    def __init__(
+        self,
+        assignment: prefix.EntryAssignment,
+        out: tuple[Any, str, Any],
+        entries: Iterable[Hashable],
+        is_mapped: Callable[[int], bool],
+    ) -> None:
+        self.assignment = assignment
+        self.call = assignment.call
+        # Prefix of the result, its name, and the entry of what has no place in the call.
+        self.out_prefix, self.out_name, self.outside = out
+        self.entries = list(dict.fromkeys(entries))  # those that can occur
+        self.values = self.call.graph.values()
+        self.streams = SplitStreams(self.call, self.values, is_mapped)
+        self.boxes: MappedBoxes | None = None
+        # Known after the function ran:
+        self.moved: dict[int, Any] = {}
+        self.sown: dict[int, tuple[Any, ...]] = {}
+        self.tree: Any = None
+        self.order: list[int] = []
+
+    def record(
+        self, context: RunContext, is_shared: Callable[[int], bool] = lambda _: False
+    ) -> tuple[LiftedOutputs, list[LeavingValue]]:
+        """Records, inside, what a part did, and lists what leaves it."""
+        name, paths = self.call.name, self.assignment.leaf_paths
+        check_result(context.result, name)
+        self.streams.separate_kept(context)
+        entries = self.assignment.output_entries(context, self.out_prefix, self.out_name)
+        result = context.result if self.boxes is None else self.boxes.leave(context.result, entries)
+        outputs, self.moved = self.streams.separate_counts(context.record_effects(result))
+        effects = outputs.effects
+        prefix.refuse_foreign(effects, name)
+        sown = prefix.appended(context, effects, is_shared)
+        outputs = prefix.drop_written(outputs, sown)
+        leaving = [
+            LeavingValue("result", path, entry, value)
+            for (path, entry), value in zip(
+                entries.labels, jax.tree.leaves(outputs.result), strict=True
+            )
+        ]
+        for position, value in zip(effects.written, outputs.written, strict=True):
+            entry = self.assignment.leaves[position]
+            leaving.append(LeavingValue("written", paths[position], entry, value))
+        types = [item.type.__name__ for item in effects.fresh if type(item) is VariableDef]
+        for key, new, value in zip(effects.fresh_ids, types, outputs.fresh, strict=True):
+            path, entry = entries.by_id.get(key, ((), self.outside))
+            in_result = key in entries.by_id and key not in entries.attached
+            kind = "result" if in_result else "attached"
+            leaving.append(LeavingValue(kind, path, entry, value, new))
+        leaving += [LeavingValue("attached", paths[p], None, value) for p, value in sown.items()]
+        self.sown = sown
+        return outputs, leaving
+
+    def group(self, outputs: LiftedOutputs, entries: Iterable[Hashable]) -> tuple[list[Any], ...]:
+        """Groups, inside, the arrays that leave, one list per entry."""
+        # JAX is given the entry of each list, because what leaves is known only after the run.
+        leaves, self.tree = jax.tree.flatten((outputs, self.sown))
+        self.order = [self.entries.index(entry) for entry in entries]
+        lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
+        for place, leaf in zip(self.order, leaves, strict=True):
+            lists[place].append(leaf)
+        return lists
+
+    def apply(self, lists: Sequence[Sequence[Any]]) -> Any:
+        """Applies, outside, what the parts did; returns the result."""
+        remaining = [iter(values) for values in lists]
+        outputs, sown = self.tree.unflatten([next(remaining[place]) for place in self.order])
+        return self.apply_outputs(outputs, sown)
+
+    def apply_outputs(self, outputs: LiftedOutputs, sown: Mapping[int, Sequence[Any]]) -> Any:
+        """Applies, outside, what left, and what was sown into shared Variables."""
+        more = {p: (*self.values[p], *rows) for p, rows in sown.items()}
+        return self.call.apply(self.streams.restore(prefix.add_written(outputs, more), self.moved))
 
 
 # (path, array, axis or None) of an array that enters.
@@ -145,7 +304,7 @@ def entering_arrays(
 def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> int:
     """Returns the size that all mapped arrays have along their axes."""
     option = "length" if name == "scan" else "axis_size"
-    found: dict[int, Path | None] = {} if given is None else {int(given): None}
+    found: dict[int, Path | None] = {} if given is None else {given: None}
     for path, leaf, axis in rows:
         if axis is None:
             continue
@@ -174,6 +333,23 @@ def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> 
             f"{option}=..., or an axis in in_axes."
         )
     return next(iter(found))
+
+
+def as_count(given: Any, option: str) -> int | None:
+    """Returns a number of runs that a caller gave, or raises."""
+    if given is None:
+        return None
+    try:
+        count = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:  # also of a traced number
+        count = -1
+    if count < 0:
+        raise errors.AxisSizeError(
+            f"{option} is {given!r}, but the number of runs is part of the program: an integer of "
+            f"at least 0, known before it runs, such as {option}=8. It may be left out where an "
+            f"argument is mapped."
+        )
+    return count
 
 
 def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
@@ -275,17 +451,21 @@ def element_graphdef(
 def name_new_dimensions(
     assignment: prefix.EntryAssignment,
     streams: SplitStreams,
-    effects: Effects,
+    outputs: LiftedOutputs,
     axes_of_new: Iterable[Any],
     partition_name: Any,
 ) -> None:
     """Adds the mapped dimension's name to the metadata of everything that leaves."""
-    remaining = iter(axes_of_new)
-    fresh = []
+    remaining = zip(axes_of_new, outputs.fresh, strict=True)
+    fresh, effects = [], outputs.effects
     for definition in effects.fresh:
-        if type(definition) is VariableDef and prefix.is_axis(axis := next(remaining)):
-            metadata = definition.metadata.with_axis(axis, partition_name)
-            definition = definition._replace(metadata=metadata)
+        if type(definition) is VariableDef:
+            axis, value = next(remaining)
+            if prefix.is_axis(axis):
+                metadata = definition.metadata.with_axis(
+                    axis, partition_name, knows_names=knows_names(value)
+                )
+                definition = definition._replace(metadata=metadata)
         fresh.append(definition)
     effects.fresh = tuple(fresh)
     graphdef = assignment.call.graph.flat.graphdef
@@ -295,8 +475,9 @@ def name_new_dimensions(
             continue
         axis, outer = assignment.leaves[leaf_of[index]], graphdef.objects[index].metadata
         if prefix.is_axis(axis):
-            name = outer.axes[axis] if outer.axes is not None else partition_name
-            metadata = definition.metadata.with_axis(axis, name)
+            names = outer.mapped_names
+            name = names[axis] if axis < len(names) else partition_name
+            metadata = definition.metadata.with_axis(axis, name, knows_names=bool(names))
             effects.updates[index] = definition._replace(metadata=metadata)
 
 

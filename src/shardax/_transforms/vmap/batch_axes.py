@@ -5,9 +5,10 @@ A *problem* is a tree of arrays, Modules and configuration, in which some arrays
 batch element, and others are shared. Given the size of the batch, ``batch_axes`` finds the axis of
 each array, and says why. A *declaration* (``where``) comes first: a filter and an axis, ``None``
 for what is shared, the logical name of the batched dimension, or ``...`` for an axis to be found.
-Anything else is *guessed*: an array with exactly one dimension of that size is batched along it. A
-size is weak evidence, so a guess is refused where it may well be wrong: two dimensions of that
-size; a batch of one; the state of a model (Variables, boxes, a State), whose sizes match by chance.
+Anything else is *guessed*: an array whose leading dimension, and no other, has that size is batched
+along it. A size is weak evidence, so a guess is refused where it may well be wrong: another
+dimension of that size; a batch of one; the state of a model (Variables, boxes, a State), whose
+sizes match by chance.
 
 A *part* is a Variable (once, with all paths that reach it), an entry of a State, a box or a named
 array with what is in it, or any other leaf. It knows shapes and names but no values, so lazy
@@ -16,6 +17,7 @@ Variables stay lazy, and ``jax.ShapeDtypeStruct`` does as well as an array.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -74,9 +76,18 @@ class BatchPart(NamedTuple):
             {axis for axis, each in enumerate(array.shape) if each == size} for array in self.arrays
         ]
         axes = set[int].intersection(*found) if found else set[int]()
-        if self.is_named and self.names is not None:
-            axes -= {axis for axis, name in enumerate(self.names) if name is not None}
-        return sorted(axes)
+        return sorted(axes - set(self.named_dimensions))
+
+    @property
+    def named_dimensions(self) -> list[int]:
+        """The dimensions of a named array that ``vmap`` cannot map."""
+        names = (self.names or ()) if self.is_named else ()
+        return [axis for axis, name in enumerate(names) if name is not None]
+
+    @property
+    def leading(self) -> int:
+        """The first mappable axis."""
+        return next(axis for axis in itertools.count() if axis not in self.named_dimensions)
 
 
 class BatchProblem:
@@ -196,8 +207,8 @@ class BatchRow(NamedTuple):
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
-        >>> sx.batch_axes(jnp.ones((2, 4)), 4).rows[0].axis
-        1
+        >>> sx.batch_axes(jnp.ones((4, 2)), 4).rows[0].axis
+        0
     """
 
     path: tuple[Any, ...]
@@ -226,7 +237,7 @@ class BatchAxes:
         batch of 4:
           .kind   str            shared  not an array
           .scale  float32[3]     shared  no dimension of size 4
-          .x      float32[4, 3]  axis 0  its one dimension of size 4
+          .x      float32[4, 3]  axis 0  its leading dimension of size 4
     """
 
     def __init__(self, size: int, axes: Any, rows: Sequence[BatchRow]) -> None:
@@ -349,9 +360,10 @@ def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> 
             ``None`` for what the whole batch shares; a name, for the dimension that has it among
             the ``axes`` of a Variable or box, which is shared if none has; ``...`` for an axis to
             be found. Filters are asked about arrays, too, by path. Or one filter: what it matches
-            is batched, all else is shared. None: everything is guessed.
-        strict: Whether doubt is an error. If not, the first of several dimensions is taken, and
-            state of a model that nobody declared is shared; the report says where.
+            is batched, all else is shared. None: everything is guessed, that is, an array is
+            batched if its leading axis has the size.
+        strict: Whether doubt is an error. If not, the leading one of several dimensions is taken,
+            and state of a model that nobody declared is shared; the report says where.
 
     Returns:
         The axes (``.axes``, for ``in_axes``) and the reasons; ``print`` shows them.
@@ -494,9 +506,12 @@ class _AxisFinder:
             )
         if len(axes) > 1 and self.strict:
             raise _Ambiguity(f"has {len(axes)} dimensions of this size, axes {axes}")
+        if axes[0] != part.leading and not declared:
+            raise _Ambiguity(f"has this size along axis {axes[0]}, which is not its leading one")
+        kind = "one" if declared else "leading"
         several = f"the first of its {len(axes)} dimensions of size {self.size}"
         return AxisChoice(
-            axes[0], several if axes[1:] else f"its one dimension of size {self.size}"
+            axes[0], several if axes[1:] else f"its {kind} dimension of size {self.size}"
         )
 
     def _explain(self, doubts: Sequence[tuple[BatchPart, str]]) -> str:

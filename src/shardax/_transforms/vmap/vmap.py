@@ -11,23 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import format_path
 from shardax._core.variable import ArrayAttribute
 from shardax._transforms.errors import PrefixError, SharedWriteError
 from shardax._transforms.lift import prefix
-from shardax._transforms.lift.engine import (
-    LiftedCall,
-    RunContext,
-    SealedFrame,
-    check_result,
-    decorator,
-    wraps,
-)
+from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
 from shardax._transforms.vmap import axes as mapped
 from shardax._transforms.vmap.batch_axes import Batch, check_automatic, filter_text
 
@@ -61,9 +54,10 @@ def vmap(
         function: A function, method or callable Module. Left out: returns a decorator.
         in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
             (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
-            of axes, for a container the same container with entries. Keyword arguments have axis 0.
-            Or ``"auto"``: the axes of all arguments are found by the size of the batch, as
-            ``batch_axes`` does.
+            of axes, for a container the same container with entries. An argument given by name has
+            the entry of its position, or axis 0. Or ``"auto"``: an array is mapped if its leading
+            axis has the size of the batch; another match is an error unless declared, as for
+            ``batch_axes``.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
         axis_size: The size of the batch, if no argument has an axis.
@@ -77,7 +71,8 @@ def vmap(
 
     Raises:
         PrefixError: If an entry is no axis; when called, if a prefix does not fit.
-        AxisSizeError: When called, if an array has no such axis, or sizes differ.
+        AxisSizeError: If ``axis_size`` is no size; when called, if an array has no such axis, or
+            sizes differ.
         AmbiguousBatchError: When called, if axes are to be found and sizes do not say which.
         SharedWriteError: When called, if batch elements write different values into a shared
             Variable, or a result without an axis differs between them.
@@ -97,6 +92,7 @@ def vmap(
         >>> sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(five, jnp.ones(2)).shape
         (5, 3)
     """
+    axis_size = mapped.as_count(axis_size, "axis_size")
     if isinstance(in_axes, str):
         in_axes = check_automatic(in_axes, batch, axis_size)
         axis_size = in_axes.size
@@ -118,7 +114,7 @@ def vmap(
     return vmapped
 
 
-class _VmapCall:
+class _VmapCall(mapped.MappedCall):
     """One call of a function made by ``vmap``."""
 
     def __init__(
@@ -132,33 +128,27 @@ class _VmapCall:
         kwargs: Mapping[str, Any],
     ) -> None:
         make_frame = functools.partial(SealedFrame, functions=[function], reason=_REASON)
-        self.call = LiftedCall("vmap", [function], args, kwargs, make_frame)
-        named: Any = 0
+        prefixes: Any = None
+        named: Any = None
+        if not isinstance(in_axes, Batch):
+            given = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
+            args, kwargs, prefixes, named = given
+        call = LiftedCall("vmap", [function], args, kwargs, make_frame)
         if isinstance(in_axes, Batch):
-            prefixes, named = in_axes.find_call(self.call.labels, args, kwargs).axes
-        else:
-            prefixes = prefix.per_argument(in_axes, self.call.labels, "in_axes")
-        self.assignment = prefix.EntryAssignment(
-            self.call, args, kwargs, prefixes, named, None, "in_axes"
+            prefixes, named = in_axes.find_call(call.labels, args, kwargs).axes
+        assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
+        entries = [*prefix.entries_in((prefixes, named, out_axes)), 0, None]
+        axes = assignment.leaves
+        super().__init__(
+            assignment, (out_axes, "out_axes", None), entries, lambda p: axes[p] is not None
         )
-        self.out_axes = out_axes
         self.partition_name = mapped.mapped_name(metadata, "vmap")
-        self.values = self.call.graph.values()
-        self.plain, self.plain_tree = self.call.arguments.plain_leaves()
-        axes = self.assignment.leaves
-        self.streams = mapped.SplitStreams(self.call, self.values, lambda p: axes[p] is not None)
-        self.rows = mapped.entering_arrays(self.assignment, self.streams, self.values, self.plain)
+        self.plain, self.plain_tree = call.arguments.plain_leaves()
+        self.rows = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
         self.size = mapped.common_size(self.rows, axis_size, "vmap")
-        self.graphdef = mapped.element_graphdef(self.assignment, self.streams, self.partition_name)
-        self.boxes = mapped.MappedBoxes(self.assignment, metadata)
-        self.call.enter = self.boxes.enter
-        self.grouped = prefix.GroupedOutputs(
-            [*prefix.entries_in((prefixes, named, out_axes)), 0, None]
-        )
-        # Known after the function ran:
-        self.flat: prefix.FlatOutputs | None = None
-        self.moved: dict[int, Any] = {}
-        self.grown: list[int] = []
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.partition_name)
+        self.boxes = mapped.MappedBoxes(assignment, metadata)
+        call.enter = self.boxes.enter
 
     def run(self, options: dict[str, Any]) -> Any:
         """Runs all batch elements and carries back what they did."""
@@ -170,18 +160,11 @@ class _VmapCall:
         transformed = jax.vmap(
             self._pure,
             in_axes=(axes, self.assignment.plain, mark_axis),
-            out_axes=tuple(self.grouped.entries),
+            out_axes=tuple(self.entries),
             axis_size=self.size,
             **options,
         )
-        left = self.grouped.restore(transformed(values, self.plain, mark))
-        assert self.flat is not None
-        count = len(self.flat.values)
-        outputs = self.flat.assemble(left[:count])
-        pairs = zip(self.grown, left[count:], strict=True)
-        outputs = prefix.add_written(outputs, {p: (*self.values[p], *more) for p, more in pairs})
-        outputs = self.streams.restore(outputs, self.moved)
-        return self.call.apply(outputs)
+        return self.apply(transformed(values, self.plain, mark))
 
     def _mark(self) -> tuple[Any, Any]:
         """Returns an array that differs between batch elements, and its axis."""
@@ -200,50 +183,23 @@ class _VmapCall:
 
     def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
         """Groups what leaves a batch element by axis."""
-        check_result(context.result, "vmap")
-        output_entries = self.assignment.output_entries(context, self.out_axes, "out_axes")
-        outputs, self.moved = self.streams.separate_counts(
-            context.record_effects(self.boxes.leave(context.result, output_entries))
-        )
-        effects = outputs.effects
-        prefix.refuse_foreign(effects, "vmap")
-        sown = prefix.appended(
-            context, effects, lambda position: self.assignment.leaves[position] is None
-        )
-        outputs, self.grown = prefix.drop_written(outputs, sown), list(sown)
-        self.flat = prefix.FlatOutputs(outputs)
-        paths = self.assignment.leaf_paths
-        leaves = [
-            *(OutputLeaf("result", path, axis) for path, axis in output_entries.labels),
-            *(OutputLeaf("written", paths[p], self.assignment.leaves[p]) for p in effects.written),
-            *(_new_leaf(output_entries, key) for key in effects.fresh_ids),
-            *(OutputLeaf("attached", paths[p], None) for p in sown),
-        ]
-        values = [*self.flat.values, *sown.values()]
-        leaves = self._checked(leaves, values, mark)
-        axes = [leaf.axis for leaf in leaves]
-        count = len(self.flat.values)
-        fresh = axes[count - len(effects.fresh_ids) : count]
-        mapped.name_new_dimensions(
-            self.assignment, self.streams, effects, fresh, self.partition_name
-        )
-        return self.grouped.group(zip(axes, values, strict=True))
-
-    def _checked(
-        self, leaves: list[OutputLeaf], values: Sequence[Any], mark: Any
-    ) -> list[OutputLeaf]:
-        """Returns what leaves with its final axes."""
-        shared = [i for i, leaf in enumerate(leaves) if leaf.axis is None]
-        for i, differs in zip(shared, varies(mark, [values[i] for i in shared]), strict=True):
-            if differs and leaves[i].kind == "attached":  # to what is shared: one part per element
-                leaves[i] = leaves[i]._replace(axis=0)
+        axes = self.assignment.leaves
+        outputs, leaving = self.record(context, lambda position: axes[position] is None)
+        shared = [i for i, leaf in enumerate(leaving) if leaf.entry is None]
+        values = [leaving[i].value for i in shared]
+        for i, differs in zip(shared, varies(mark, values), strict=True):
+            if differs and leaving[i].kind == "attached":  # to what is shared: one part per element
+                leaving[i] = leaving[i]._replace(entry=0)
             elif differs:
-                raise SharedWriteError(self._explain(leaves[i]))
-        for leaf, value in zip(leaves, values, strict=True):
-            mapped.check_new_axis(value, leaf.axis, leaf.path, "vmap")
-        return leaves
+                raise SharedWriteError(self._explain(leaving[i]))
+        for leaf in leaving:
+            mapped.check_new_axis(leaf.value, leaf.entry, leaf.path, "vmap")
+        new = [leaf.entry for leaf in leaving if leaf.new]
+        mapped.name_new_dimensions(self.assignment, self.streams, outputs, new, self.partition_name)
+        entries = [leaf.entry for leaf in leaving for _ in jax.tree.leaves(leaf.value)]
+        return self.group(outputs, entries)
 
-    def _explain(self, leaf: OutputLeaf) -> str:
+    def _explain(self, leaf: mapped.LeavingValue) -> str:
         where = format_path(leaf.path)
         if leaf.kind == "result":
             return (
@@ -254,35 +210,19 @@ class _VmapCall:
         position = self.assignment.leaf_paths.index(leaf.path)
         variable = self.call.graph.flat.leaves[position]
         kind = "array" if isinstance(variable, ArrayAttribute) else type(variable).__name__
-        if id(variable) not in self.assignment.by_id:
-            return (
-                f"The {kind} at {where} of what sx.vmap was bound to is shared by all batch "
-                f"elements, but was written with a value that differs between them. Pass the "
-                f"Module as an argument with an axis, sx.vmap(lambda module, x: module(x))(module, "
-                f"x), or write a value that is equal in all batch elements: jax.lax.pmean(x, "
-                f"axis_name)."
-            )
+        if id(variable) in self.assignment.by_id:
+            found = "is shared by all batch elements of sx.vmap (its entry in in_axes is None)"
+            axes = f"{{{filter_text(type(variable), leaf.path)}: 0, ...: None}}"
+            fix = f"Give it an axis, sx.StateAxes({axes})"
+        else:
+            found = "of what sx.vmap was bound to is shared by all batch elements"
+            call = "sx.vmap(lambda module, x: module(x))(module, x)"
+            fix = f"Pass the Module as an argument with an axis, {call}"
         return (
-            f"The {kind} at {where} is shared by all batch elements of sx.vmap (its entry in "
-            f"in_axes is None), but was written with a value that differs between them. Give it an "
-            f"axis, sx.StateAxes({{{filter_text(type(variable), leaf.path)}: 0, ...: None}}), or "
-            f"write a value that is equal in all batch elements: jax.lax.pmean(x, axis_name)."
+            f"The {kind} at {where} {found}, but was written with a value that differs between "
+            f"them. {fix}, or write a value that is equal in all batch elements: "
+            f"jax.lax.pmean(x, axis_name)."
         )
-
-
-class OutputLeaf(NamedTuple):
-    """Something that leaves a batch element."""
-
-    kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
-    path: Path  # where it stands
-    axis: Any  # its axis, or None
-
-
-def _new_leaf(output_entries: prefix.OutputEntries, key: int) -> OutputLeaf:
-    """Returns the leaf of a new Variable."""
-    path, axis = output_entries.by_id.get(key, ((), None))
-    in_result = key in output_entries.by_id and key not in output_entries.attached
-    return OutputLeaf("result" if in_result else "attached", path, axis)
 
 
 def varies(mark: Any, values: Sequence[Any]) -> list[bool]:

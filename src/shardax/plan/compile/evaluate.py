@@ -6,8 +6,9 @@ installation's is raised.
 
 The step is compiled as a training loop would compile it: Variables that it writes keep their
 layout. A plain function has no such rule, so that of a *carried* result is made up: a result with
-the tree, shapes and dtypes of an argument is taken to be that argument's next value, keeps its
-layout, and may reuse its memory. What ``jax.jit`` made is taken as it is.
+the tree, shapes and dtypes of an argument is taken to be that argument's next value, and keeps its
+layout. What ``jax.jit`` made is taken as it is. Memory is reused where the step donates it: a plain
+function donates nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -35,12 +38,16 @@ from shardax.plan.compile.compilers import compiler_for, rematerialization_warni
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.cost import time_band
 from shardax.plan.hardware.targets import Target
-from shardax.plan.inputs import Inputs, Placed, label
+from shardax.plan.inputs import Inputs, Placed, label, unbound
 from shardax.plan.records import Layout, LayoutReport, Provenance
 from shardax.plan.searching.dimensions import DimensionModel, needs_no_values, trace_dimensions
 
 # What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types.
 _CONSTRAINT_ERRORS = (ShardaxError, ValueError, TypeError, NotImplementedError)
+_DONATES_NOTHING = (
+    "A plain function donates nothing; with jax.jit(step, donate_argnums=...), or sx.jit for "
+    "Modules, results take the memory of the arguments that they replace."
+)
 
 
 def evaluate(
@@ -60,6 +67,9 @@ def evaluate(
     if placed.errors:
         return LayoutReport(layout, "rejected", "\n".join(placed.errors))
     limit = target.limit_bytes
+    # Of what the step donates, results take the memory.
+    donates = hasattr(unbound(inputs.step)[0], "trace")
+    advice = "" if donates else f" {_DONATES_NOTHING}"
     report = functools.partial(
         LayoutReport,
         layout,
@@ -87,7 +97,7 @@ def evaluate(
     if compiled.text is None:
         return report(
             "does not fit",
-            compiled.out_of_memory or "",
+            (compiled.out_of_memory or "") + advice,
             peak_bytes=compiled.peak_bytes,
             compile_seconds=compiled.seconds,
             warnings=placed.warnings,
@@ -103,12 +113,12 @@ def evaluate(
     )
     least = max(compiled.peak_bytes or 0, sum(placed.argument_bytes.values()))
     fits = least <= limit
-    reason = "" if fits else f"needs {least:,} bytes of a device's memory, which has {limit:,}"
+    reason = f"needs {least:,} bytes of a device's memory, which has {limit:,}"
     whole, own = _whole_program(inputs, layout, facts.matmul_flops)
     copies = rematerialization_warnings(compiled.full_rematerializations, paths, program.sources)
     return report(
         "fits" if fits else "does not fit",
-        compiled.out_of_memory or reason,
+        "" if fits else (compiled.out_of_memory or f"{reason}.") + advice,
         peak_bytes=compiled.peak_bytes,
         flops=facts.matmul_flops,
         program_flops=whole,
@@ -133,6 +143,17 @@ def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float,
             f"{_first_lines(error, 1)}"
         )
         return 0.0, [unknown]
+
+
+def _flops_warnings(flops: float, whole: float, layout: Layout) -> list[str]:
+    counted = flops * layout.devices
+    if counted >= 0.98 * whole:
+        return []
+    warning = (
+        f"The counted operations of {layout.devices} devices, {counted:.4g}, are fewer than the "
+        f"{whole:.4g} of the whole program: some were not recognised, so times are too short."
+    )
+    return [warning]
 
 
 @functools.lru_cache(maxsize=16)
@@ -175,17 +196,6 @@ def _argument_paths(program: Program, paths: dict[str, str]) -> tuple[str, ...]:
     return tuple(paths.get(name, name) for name in names)
 
 
-def _flops_warnings(flops: float, whole: float, layout: Layout) -> list[str]:
-    counted = flops * layout.devices
-    if counted >= 0.98 * whole:
-        return []
-    warning = (
-        f"The counted operations of {layout.devices} devices, {counted:.4g}, are fewer than the "
-        f"{whole:.4g} of the whole program: some were not recognised, so times are too short."
-    )
-    return [warning]
-
-
 def _first_lines(error: BaseException, count: int = 6) -> str:
     return "\n".join(str(error).strip().splitlines()[:count]) or type(error).__name__
 
@@ -217,44 +227,45 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
 
 def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
     """The step as something with ``trace``."""
-    step = inputs.step
+    step, args, keywords = unbound(inputs.step)
     shardings = None if placed is None else placed.shardings
     if isinstance(step, Jit):
-        options = dataclasses.replace(step.options, in_shardings=shardings, keep_unused=True)
-        return Jit(step.__wrapped__, options)
+        count = len(args)
+        options = dataclasses.replace(
+            step.options,
+            in_shardings=shardings,
+            keep_unused=True,
+            static_argnums=[n - count for n in step.static_positions if n >= count],
+            donate_argnums=[n - count for n in step.options.donate_argnums if n >= count],
+        )
+        return Jit(functools.partial(step.__wrapped__, *args, **keywords), options)
     if hasattr(step, "trace"):
-        return step
+        return types.SimpleNamespace(trace=functools.partial(step.trace, *args, **keywords))
     leaves = jax.tree.leaves(inputs.tree, is_leaf=lambda value: isinstance(value, Object))
     if any(isinstance(leaf, Object) for leaf in leaves):
-        return jit(step, in_shardings=shardings, keep_unused=True)
-    donated, out = _carried(step, inputs, placed)
-    if placed is None:
-        return jax.jit(step, donate_argnums=donated, keep_unused=True)
-    return jax.jit(step, donate_argnums=donated, out_shardings=out, keep_unused=True)
+        return jit(inputs.step, in_shardings=shardings, keep_unused=True)
+    out = None if placed is None else _carried(inputs, placed)
+    return jax.jit(inputs.step, out_shardings=out, keep_unused=True)
 
 
-def _carried(
-    step: Callable[..., Any], inputs: Inputs, placed: Placed | None
-) -> tuple[tuple[int, ...], Any]:
-    """Which arguments come back, and a prefix of result shardings."""
+def _carried(inputs: Inputs, placed: Placed) -> Any:
+    """Result shardings: of an argument's next value, those of the argument."""
 
     def form_of(tree: Any) -> tuple[Any, Any]:
         leaves, treedef = jax.tree.flatten(tree)
-        return [(leaf.shape, leaf.dtype) for leaf in leaves], treedef
+        return [(jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves], treedef
 
     shapes = inputs.shapes()
-    result = jax.eval_shape(step, *shapes)
+    result = jax.eval_shape(inputs.step, *shapes)
     several = type(result) in (tuple, list)
-    parts = list(result) if several else [result]
-    donated: list[int] = []
+    left = [*range(len(shapes))]
     places: list[Any] = []
-    for part in parts:
+    for part in list(result) if several else [result]:
         form = form_of(part)
-        same = (i for i, arg in enumerate(shapes) if i not in donated and form_of(arg) == form)
-        found = list(same) if form[0] else []
-        donated += found[:1]
-        places.append(placed.shardings[found[0]] if found and placed is not None else None)
-    return tuple(sorted(donated)), type(result)(places) if several else places[0]
+        found = [i for i in left if form[0] and form_of(shapes[i]) == form][:1]
+        places.append(placed.shardings[found[0]] if found else None)
+        left = [i for i in left if i not in found]
+    return type(result)(places) if several else places[0]
 
 
 def _paths(traced: Any, inputs: Inputs) -> dict[str, str]:

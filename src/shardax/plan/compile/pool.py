@@ -38,7 +38,6 @@ import jax
 from shardax._core.errors import PickleReadError, PickleWriteError
 from shardax.config.configure import configure
 from shardax.host.pickling import dumps, loads
-from shardax.partition.specs import abstract
 from shardax.plan.compile.cache import ProgramCache, cache_folder
 from shardax.plan.compile.compilers import compiler_for, temporary_environment
 from shardax.plan.compile.evaluate import evaluate
@@ -143,7 +142,7 @@ class PoolEvaluator:
         self._write(self._pickled(inputs))
 
     def _pickled(self, inputs: Inputs) -> bytes:
-        shapes = abstract(inputs.tree)  # which are all that a compiler needs
+        shapes = inputs.abstract()  # which are all that a compiler needs
         args = tuple(shapes[name] for name in inputs.names)
         try:
             return dumps((inputs.step, args, *self._options))

@@ -33,8 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardax.hlo import Collective, ProgramFacts
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.hardware import Hardware, find_hardware
-from shardax.plan.hardware.links import Route
-from shardax.plan.hardware.targets import Target
+from shardax.plan.hardware.targets import Route, Target
 from shardax.plan.records import LayoutReport, TimeBand
 
 _TIE = 0.1  # layouts whose times differ by less than this share are a tie

@@ -21,9 +21,10 @@ the attributes of ``Hardware``, or those in which it differs from one known (``d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,39 @@ _SHORT_NAMES = {
 }
 
 
-_POSITIVE = (
-    *("memory_bytes", "usable_bytes", "memory_bandwidth"),
-    *("link_bandwidth", "network_bandwidth"),
-)
-_COUNTS = (
-    *("memory_bytes", "usable_bytes", "torus_dimensions", "wraparound", "node_size"),
-    "devices_per_chip",
-)
+def _number(value: Any, kinds: Any = int | float) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
+
+
+def _figures(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_number(each) and each for each in value.values())
+
+
+def _all(kind: type, value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
+
+
+_POSITIVE = ("memory_bandwidth", "link_bandwidth", "network_bandwidth")
+_COUNTS = ("torus_dimensions", "wraparound", "node_size", "devices_per_chip")
+# What the value of an attribute is, in words, and whether one is; of the others a number.
+_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "name": ("text", lambda value: isinstance(value, str)),
+    "kind": (f"one of {', '.join(map(repr, KINDS))}", lambda value: value in KINDS),
+    "peak_flops": (
+        "operations a second by dtype, such as {bf16 = 197e12}",
+        lambda value: bool(value) and _figures(value),
+    ),
+    "copy_bandwidth": ('bytes a second by kind, such as {"all-reduce" = 1e9}', _figures),
+    **dict.fromkeys(("compiler", "sources"), ("a table", lambda value: isinstance(value, Mapping))),
+    "shapes": ('texts such as ["2x2", "4x4"]', functools.partial(_all, str)),
+    "pod": ("sizes such as [16, 16]", functools.partial(_all, int)),
+    **dict.fromkeys(_COUNTS, ("a whole number", lambda value: _number(value, int))),
+    **dict.fromkeys(
+        ("memory_bytes", "usable_bytes"),
+        ("a whole number above 0", lambda value: _number(value, int) and value > 0),
+    ),
+    **dict.fromkeys(_POSITIVE, ("a number above 0", lambda value: _number(value) and value > 0)),
+}
 
 
 @dataclass(frozen=True)
@@ -128,38 +154,23 @@ class Hardware:
         for problem in self._problems():
             raise HardwareError(f"The hardware {self.name!r}: {problem}")
 
-    def _problems(self) -> list[str]:
-        if self.kind not in KINDS:
-            return [f"kind is {self.kind!r}; it is one of {', '.join(map(repr, KINDS))}."]
-        found = [
-            f"{name} is {value!r}; it is a number above 0."
-            for name in _POSITIVE
-            if not _positive(value := getattr(self, name))
-        ]
-        if not self.peak_flops or not all(map(_positive, self.peak_flops.values())):
-            found.append(
-                f"peak_flops is {dict(self.peak_flops)!r}; it says operations a second by dtype, "
-                'such as {"bf16": 197e12}.'
-            )
-        if not all(map(_positive, self.copy_bandwidth.values())):
-            found.append(
-                f"copy_bandwidth is {dict(self.copy_bandwidth)!r}; it says bytes a second by kind "
-                'of collective, such as {"all-reduce": 1e9}.'
-            )
-        if not found and self.usable_bytes > self.memory_bytes:
-            found.append(
+    def _problems(self) -> Iterator[str]:
+        for name in (each.name for each in dataclasses.fields(self)):
+            wanted, is_right = _EXPECTED.get(name, ("a number", _number))
+            if not is_right(getattr(self, name)):
+                yield f"{name} is {getattr(self, name)!r}; it is {wanted}."
+        if self.usable_bytes > self.memory_bytes:
+            yield (
                 f"usable_bytes ({self.usable_bytes}) is more than memory_bytes "
                 f"({self.memory_bytes})."
             )
-        dimensions = (2, 3) if self.kind == "tpu" else (0,)
-        if self.torus_dimensions not in dimensions:
-            found.append(
+        if self.torus_dimensions not in ((2, 3) if self.kind == "tpu" else (0,)):
+            yield (
                 f"torus_dimensions is {self.torus_dimensions!r}; it is 2 or 3 for a TPU, and 0 for "
                 "what has a switch."
             )
         if self.kind == "gpu" and self.node_size < 1:
-            found.append("node_size is missing: how many GPUs one NVLink switch joins, such as 8.")
-        return found
+            yield "node_size is missing: how many GPUs one NVLink switch joins, such as 8."
 
     def peak(self, dtype: str) -> float:
         """Returns operations a second of matrix products of a dtype.
@@ -177,12 +188,7 @@ class Hardware:
         Args:
             **changes: New values by attribute. Sources of what changes are dropped unless given.
         """
-        known = {each.name for each in dataclasses.fields(self)}
-        for name in changes:
-            if name not in known:
-                raise HardwareError(
-                    f"Hardware has no attribute {name!r}; it has {', '.join(sorted(known))}."
-                )
+        _check_names(changes)
         kept = {name: text for name, text in self.sources.items() if name not in changes}
         return dataclasses.replace(self, **{"sources": kept, **changes})
 
@@ -200,8 +206,14 @@ class Hardware:
         return all(size % self.wraparound == 0 for size in shape)
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _check_names(names: Iterable[str]) -> None:
+    known = [each.name for each in dataclasses.fields(Hardware)]
+    for name in names:
+        if name not in known:
+            raise HardwareError(
+                f"Hardware has no attribute {name!r}; it has {', '.join(sorted(known))}."
+                f"{did_you_mean(name, known)}"
+            )
 
 
 def _made(values: Mapping[str, Any]) -> Hardware:
@@ -210,7 +222,21 @@ def _made(values: Mapping[str, Any]) -> Hardware:
     for name, value in values.items():
         fields[name] = tuple(value) if isinstance(value, list) else value
     like = fields.pop("like", None)
-    return Hardware(**fields) if like is None else find_hardware(like).like(**fields)
+    if like is not None:
+        return find_hardware(str(like)).like(**fields)
+    _check_names(fields)
+    without = dataclasses.MISSING
+    needed = [
+        each.name
+        for each in dataclasses.fields(Hardware)
+        if each.default is without and each.default_factory is without
+    ]
+    if missing := [name for name in needed if name not in fields]:
+        raise HardwareError(
+            f"{', '.join(missing)} missing. Say all of {', '.join(needed)}; or "
+            'like = "h100", and what differs.'
+        )
+    return Hardware(**fields)
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("known.toml").read_text(encoding="utf-8"))
@@ -311,55 +337,7 @@ def load_hardware(path: str | os.PathLike[str]) -> Hardware:
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanFileError(f"The file {str(file)!r} of hardware cannot be read: {error}") from None
-    fields = dataclasses.fields(Hardware)
-    known = [each.name for each in fields] + ["like"]
-    for key, value in data.items():
-        if key not in known:
-            raise HardwareError(
-                f"In {str(file)!r}: the key {key!r} is none of hardware."
-                f"{did_you_mean(key, known)} Keys are {', '.join(sorted(known))}."
-            )
-        wanted, right = _expected(key, value)
-        if not right:
-            raise HardwareError(f"In {str(file)!r}: {key} is {value!r}; it is {wanted}.")
     try:
-        without = dataclasses.MISSING
-        needed = [f.name for f in fields if f.default is without and f.default_factory is without]
-        missing = [name for name in needed if name not in data]
-        if missing and "like" not in data:
-            keys = "the key" if len(missing) == 1 else "the keys"
-            are = "is" if len(missing) == 1 else "are"
-            raise HardwareError(
-                f"{keys} {', '.join(missing)} {are} missing. Say all of {', '.join(needed)}; or "
-                f'like = "h100", and what differs.'
-            )
         return _made(data)
     except HardwareError as error:
         raise HardwareError(f"In {str(file)!r}: {error}") from None
-
-
-def _expected(key: str, value: Any) -> tuple[str, bool]:
-    """What a key's value is, in words, and whether this one is."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    table = isinstance(value, Mapping)
-    figures = table and all(isinstance(each, int | float) for each in value.values())
-    match key:
-        case "name" | "kind" | "like":
-            return "text", isinstance(value, str)
-        case "peak_flops":
-            text = "a table such as {bf16 = 197e12}, with operations a second by dtype"
-            return text, figures
-        case "copy_bandwidth":
-            return 'a table such as {"all-reduce" = 1e9}, bytes a second by kind', figures
-        case "compiler" | "sources":
-            return "a table", table
-        case "shapes":
-            right = isinstance(value, list) and all(isinstance(each, str) for each in value)
-            return 'a list such as ["2x2", "4x4"]', right
-        case "pod":
-            right = isinstance(value, list) and all(isinstance(each, int) for each in value)
-            return "a list such as [16, 16]", right
-        case _ if key in _COUNTS:
-            return "a whole number, without quotes", number and isinstance(value, int)
-        case _:
-            return "a number, without quotes", number

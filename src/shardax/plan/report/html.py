@@ -21,15 +21,14 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax.plan.records import ArrayLayout, LayoutReport
-from shardax.plan.report import columns as formats
 from shardax.plan.report import table
-from shardax.plan.report.columns import BINARY, DECIMAL, TIMES, Column, quantity
 from shardax.plan.report.explanation import UNKNOWN, CollectiveGroup, descriptions, groups, headline
+from shardax.plan.report.table import BINARY, DECIMAL, TIMES, Column, quantity
 from shardax.view.page import html_page
 from shardax.view.shardings import sharding_svg
 
 if TYPE_CHECKING:
-    from shardax.plan.result import Plan
+    from shardax.plan.records import Plan
 
 # The most of each that a page shows.
 _DETAILED = 16
@@ -39,7 +38,7 @@ _CELLS = 1024  # parts of an array that a picture shows
 _GROUPS = 25
 _PATHS = 12
 
-_FAR = 8  # how many times the longest bar the limit may be for both to share a formats.scale
+_FAR = 8  # how many times the longest bar the limit may be for both to share a scale
 _KINDS = {
     "parameters": "#4e79a7",
     "optimizer": "#f28e2b",
@@ -53,7 +52,7 @@ _AXES = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c7
 def page(plan: Plan) -> str:
     """Returns the page of a plan, without outside files."""
     compiled = [report for report in plan.reports if report.compiled]
-    columns = formats.columns_of(compiled) if compiled else ()
+    columns = table.columns_of(compiled) if compiled else ()
     numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
     detailed, charted = compiled[:_DETAILED], compiled[:_CHARTED]
     template, style = (
@@ -203,7 +202,7 @@ def _memory_chart(reports: Sequence[LayoutReport]) -> str:
     colors = {name: color for name, color in _KINDS.items() if name in used}
     limit = max((row.limit or 0.0 for row in rows), default=0.0)
     if limit > _FAR * max((report.peak_bytes or 0 for report in reports), default=0):
-        # To the limit's formats.scale the bars would be too short to see.
+        # To the limit's scale the bars would be too short to see.
         rows = [replace(row, limit=None) for row in rows]
         far = f"The memory of a device, {quantity(limit, BINARY)}, is far to the right."
         return f'{_chart(rows, colors)}<p class="quiet">{escape(far)}</p>'
@@ -213,7 +212,7 @@ def _memory_chart(reports: Sequence[LayoutReport]) -> str:
 def _wire_chart(reports: Sequence[LayoutReport]) -> str:
     """What a device sends in a step, by mesh axes."""
     timed = [report for report in reports if report.time is not None]
-    axes = {each: formats.axes_text(each) for each in formats.wire_axes(timed)}
+    axes = {each: table.axes_text(each) for each in table.wire_axes(timed)}
     colors = {name: _AXES[i % len(_AXES)] for i, name in enumerate(axes.values())}
     rows: list[ChartRow] = []
     for report in timed:
@@ -228,7 +227,7 @@ def _wire_chart(reports: Sequence[LayoutReport]) -> str:
 
 def _time_chart(reports: Sequence[LayoutReport]) -> str:
     """The time bands: from all overlapping to nothing overlapping."""
-    unit, size = formats.scale([report.time.upper for report in reports if report.time], TIMES)
+    unit, size = table.scale([report.time.upper for report in reports if report.time], TIMES)
     rows: list[ChartRow] = []
     for report in reports:
         band = report.time
@@ -237,13 +236,13 @@ def _time_chart(reports: Sequence[LayoutReport]) -> str:
         segment = ("band", _AXES[0], band.lower, max(band.upper - band.lower, 0.0))
         low, high = quantity(band.lower, TIMES), quantity(band.upper, TIMES)
         description = f"between {low} and {high}, bound by {band.binding}"
-        text = f"{formats.band_text(band, size)} {unit}"
+        text = f"{table.band_text(band, size)} {unit}"
         rows.append(ChartRow(report.layout.name, (segment,), text, description))
     return _chart(rows, {})
 
 
 def _chart(rows: Sequence[ChartRow], colors: Mapping[str, str], line: str = "") -> str:
-    """Bars to one formats.scale with a legend; ``line`` names the limit."""
+    """Bars to one scale with a legend; ``line`` names the limit."""
     if not rows:
         return ""
     ends = [start + size for row in rows for _, _, start, size in row.segments]
@@ -286,34 +285,20 @@ def _details(report: LayoutReport, number: int, opened: bool) -> str:
 
 
 def _facts(report: LayoutReport) -> str:
-    label = formats.measured_label([report])
-    found: list[tuple[str, str, str]] = []
-    memory = (
-        ("peak of memory", report.peak_bytes),
-        ("memory that stays free", report.headroom_bytes),
-    )
-    found += [(what, quantity(size, BINARY), label) for what, size in memory if size is not None]
-    for kind, size in report.argument_bytes.items():
-        if size:
-            found.append((kind, quantity(size, BINARY), "exact"))
-    if report.time is not None:
-        found += [
-            ("work of a device", quantity(report.flops, formats.OPERATIONS), "counted"),
-            ("each operation is done", f"{formats.figure(report.replicated_compute)} x", "counted"),
-            ("memory traffic", quantity(report.hbm_bytes, DECIMAL), "estimate"),
-            ("on the wire", quantity(report.total_wire_bytes, DECIMAL), "counted"),
-            ("while other work goes on", f"{100 * report.asynchronous_share:.0f} %", "counted"),
-            ("time of arithmetic", quantity(report.time.compute, TIMES), "estimate"),
-            ("time of memory traffic", quantity(report.time.memory, TIMES), "estimate"),
-            ("time of communication", quantity(report.time.communication, TIMES), "estimate"),
-        ]
-        if report.compile_seconds:  # 0 if the program was cached
-            found.append(("compiled in", quantity(report.compile_seconds, TIMES), ""))
-        if report.cross_slice_bytes:
-            found.append(("between slices", quantity(report.cross_slice_bytes, DECIMAL), "counted"))
+    found = [
+        (column.head, f"{column.text(report)} {column.unit}", column.label, column.meaning)
+        for column in table.columns_of([report])
+        if column.right and column.value(report) is not None
+    ]
+    found += [
+        (kind, quantity(size, BINARY), "exact", f"What of it is {kind}.")
+        for kind, size in report.argument_bytes.items()
+        if size
+    ]
     cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(kind)}</small></dd></div>"
-        for name, value, kind in found
+        f'<div title="{escape(meaning)}"><dt>{escape(name)}</dt>'
+        f"<dd>{escape(value)} <small>{escape(label)}</small></dd></div>"
+        for name, value, label, meaning in found
     )
     return f'<dl class="facts">{cells}</dl>' if cells else ""
 
@@ -406,13 +391,8 @@ def _group(group: CollectiveGroup, total: float) -> str:
 
 
 def _notes(plan: Plan) -> str:
-    found = [
-        ("Too large", table.reasons(plan.reports, "does not fit")),
-        ("Rejected before compiling", table.reasons(plan.reports, "rejected")),
-        ("Failed to compile", table.reasons(plan.reports, "failed")),
-        ("Warnings", table.warnings_of(plan.reports)),
-        ("Notes", tuple(table.Note(text, ()) for text in plan.notes)),
-    ]
+    found = table.notes_of(plan.reports)
+    found.append(("Notes", tuple(table.Note(text, ()) for text in plan.notes)))
     sections = ""
     for title, notes in found:
         texts = [

@@ -9,7 +9,7 @@ from typing import Self, TextIO
 
 from shardax._terminal import ProgressBar, is_live
 from shardax.plan.records import Layout, LayoutReport
-from shardax.plan.report import columns
+from shardax.plan.report.table import TIMES, quantity
 
 
 class SearchProgress:
@@ -66,7 +66,7 @@ def outcome_text(report: LayoutReport, kept: bool = False) -> str:
     text = f"{report.layout.name}: {report.outcome}"
     if report.time is not None:
         ends = (report.time.lower, report.time.upper)
-        low, high = (columns.quantity(each, columns.TIMES) for each in ends)
+        low, high = (quantity(each, TIMES) for each in ends)
         text += f", {low} to {high} a step"
     elif report.reason:
         text += f", {report.reason.splitlines()[0][:100]}"

@@ -4,17 +4,27 @@
 A step is traced once, on shapes, and the names of its arguments and constraints are followed
 through the jaxpr. The model tells at once what a compile would tell in seconds: how much of the
 work a layout leaves undivided.
+
+Two dimensions are *joined* where an operation keeps one as the other, such as the rows of both
+operands of an addition; what is joined is one *class*, with all names given to its dimensions. A
+reshape may make one dimension, the *whole*, of several, its *parts*: each is reached by the other's
+names, though they stay classes of their own.
+
+Each primitive has a rule from the dimensions of operands to those of results; without a rule,
+results are unrelated to anything. Jaxprs inside of equations are walked where they are called, so
+that two calls of one function do not become one. Dead equations are passed over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -22,12 +32,485 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from shardax._core.object import Object
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
-from shardax.partition.context import mark_names, marking_names
+from shardax.partition.context import mark_names, marking_names, names_marked
 from shardax.partition.inventory import LeafInfo, TreeInventory
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
 from shardax.plan.errors import PlanInputError
-from shardax.plan.inputs import Inputs
-from shardax.plan.searching.dimension_walk import JaxprWalk, RawProduct, TracedArray
+from shardax.plan.inputs import Inputs, unbound
+
+
+class DimensionClasses:
+    """Dimensions, numbered, and their classes."""
+
+    def __init__(self) -> None:
+        self._parents: list[int] = []
+        self._sizes: list[int] = []
+        self._names: dict[int, set[str]] = {}
+        self._wholes: list[tuple[int, tuple[int, ...]]] = []
+        self._looped: set[int] = set()
+
+    def new(self, shape: Iterable[int]) -> tuple[int, ...]:
+        """Makes one dimension of a class of its own for each size."""
+        first = len(self._parents)
+        self._sizes += shape
+        self._parents += range(first, len(self._sizes))
+        return tuple(range(first, len(self._sizes)))
+
+    def size(self, dimension: int) -> int:
+        """Returns the size of a dimension."""
+        return self._sizes[dimension]
+
+    def find(self, dimension: int) -> int:
+        """Returns the dimension that stands for the class."""
+        parents = self._parents
+        while parents[dimension] != dimension:
+            parents[dimension] = parents[parents[dimension]]
+            dimension = parents[dimension]
+        return dimension
+
+    def join(self, one: int, other: int) -> None:
+        """Joins the classes of two dimensions, unless of size 1."""
+        if 1 in (self._sizes[one], self._sizes[other]):
+            return
+        one, other = sorted((self.find(one), self.find(other)))
+        if one != other:
+            self._parents[other] = one
+            self._names.setdefault(one, set()).update(self._names.pop(other, ()))
+
+    def join_same_sizes(self, one: Sequence[int], other: Sequence[int]) -> None:
+        """Joins dimensions of two arrays pairwise where sizes are equal."""
+        for a, b in zip(one, other, strict=False):
+            if self._sizes[a] == self._sizes[b]:
+                self.join(a, b)
+
+    def make_whole(self, whole: int, parts: Sequence[int]) -> None:
+        """Says that a dimension is made of several, major to minor."""
+        self._wholes.append((whole, tuple(parts)))
+
+    def name(self, dimension: int, name: str) -> None:
+        """Names a class; dimensions of size 1, never split, have none."""
+        if self._sizes[dimension] != 1:
+            self._names.setdefault(self.find(dimension), set()).add(name)
+
+    def loop_over(self, dimension: int) -> None:
+        """Says that a loop takes a dimension one element at a time."""
+        self._looped.add(dimension)
+
+    def looped_names(self) -> frozenset[str]:
+        """Returns the names of dimensions that loops run over."""
+        return frozenset(name for each in self._looped for name in self.own_names(each))
+
+    def own_names(self, dimension: int) -> frozenset[str]:
+        """Returns the names given to a dimension's class."""
+        return frozenset(self._names.get(self.find(dimension), ()))
+
+    def resolve(self) -> dict[int, frozenset[str]]:
+        """Joins what is left; returns names by class, across wholes and parts."""
+        while self._join_parts():
+            pass
+        reached = {self.find(each): set(self.own_names(each)) for each in self._names}
+        for whole, parts in self._wholes:
+            for part in parts:
+                for one, other in ((whole, part), (part, whole)):
+                    found = self.own_names(other)
+                    if found and self._sizes[one] != 1:
+                        reached.setdefault(self.find(one), set()).update(found)
+        return {each: frozenset(names) for each, names in reached.items()}
+
+    def _join_parts(self) -> bool:
+        """Joins the parts of joined wholes; whether there were any."""
+        # The same whole of the same sizes of parts, met again, has the same parts.
+        known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        changed = False
+        for whole, parts in self._wholes:
+            key = (self.find(whole), tuple(self._sizes[part] for part in parts))
+            for one, other in zip(known.setdefault(key, parts), parts, strict=True):
+                if self._sizes[one] != 1 and self.find(one) != self.find(other):
+                    self.join(one, other)
+                    changed = True
+        return changed
+
+
+def matching_groups(
+    one: Sequence[int], other: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Pairs the fewest consecutive dimensions of two shapes that have equal products."""
+    left = [i for i, size in enumerate(one) if size != 1]
+    right = [i for i, size in enumerate(other) if size != 1]
+    groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    while left and right:
+        taken, given = [left.pop(0)], [right.pop(0)]
+        while (a := math.prod(one[i] for i in taken)) != (b := math.prod(other[i] for i in given)):
+            source, target = (left, taken) if a < b else (right, given)
+            if not source:  # sizes of no element: nothing corresponds
+                return groups
+            target.append(source.pop(0))
+        groups.append((tuple(taken), tuple(given)))
+    return groups
+
+
+Dims = tuple[int, ...]
+Rule = Callable[[DimensionClasses, Any, Sequence[Dims]], list[Dims]]
+
+
+def _fresh(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Dimensions that are unrelated to those of operands."""
+    return [classes.new(getattr(out.aval, "shape", ())) for out in eqn.outvars]
+
+
+def _elementwise(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    results = _fresh(classes, eqn, operands)
+    for operand, out in itertools.product(operands, results):
+        if len(operand) == len(out):
+            classes.join_same_sizes(operand, out)
+    return results
+
+
+def _one_to_one(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    return list(operands[: len(eqn.outvars)])
+
+
+def _transpose(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    return [tuple(operands[0][i] for i in eqn.params["permutation"])]
+
+
+def _broadcast(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    (out,) = _fresh(classes, eqn, operands)
+    places = eqn.params["broadcast_dimensions"]
+    classes.join_same_sizes(operands[0], [out[i] for i in places])
+    return [out]
+
+
+def _reduce(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Reductions over axes, and squeezed dimensions."""
+    gone = {int(axis) for axis in eqn.params.get("axes", eqn.params.get("dimensions"))}
+    kept = [tuple(d for i, d in enumerate(dims) if i not in gone) for dims in operands]
+    return kept[: len(eqn.outvars)]
+
+
+def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    (out,) = _fresh(classes, eqn, operands)
+    given = operands[0]
+    sizes = [classes.size(d) for d in given]
+    if eqn.params.get("dimensions") is not None:
+        return [out]
+    for taken, made in matching_groups(sizes, [classes.size(d) for d in out]):
+        sources, targets = [given[i] for i in taken], [out[i] for i in made]
+        if len(sources) == len(targets) == 1:
+            classes.join(sources[0], targets[0])
+        elif len(sources) == 1:
+            classes.make_whole(sources[0], targets)
+        elif len(targets) == 1:
+            classes.make_whole(targets[0], sources)
+    return [out]
+
+
+def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Slices, pads, concatenations: dimensions stay the same, sizes change."""
+    results = _fresh(classes, eqn, operands)
+    for operand, out in itertools.product(operands, results):
+        if len(operand) == len(out):
+            for one, other in zip(operand, out, strict=True):
+                classes.join(one, other)
+    return results
+
+
+def _gather(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """Rows of an operand by indices (last dimension: one index)."""
+    numbers = eqn.params["dimension_numbers"]
+    (out,) = _fresh(classes, eqn, operands)
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    window = numbers.offset_dims, numbers.collapsed_slice_dims
+    _join_rows(classes, operands[0], operands[1], out, *window, tuple(batching))
+    return [out]
+
+
+def _scatter(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+    """The reverse of a gather: updates of rows, by indices."""
+    numbers = eqn.params["dimension_numbers"]
+    batching = zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    )
+    window = numbers.update_window_dims, numbers.inserted_window_dims
+    _join_rows(classes, operands[0], operands[1], operands[2], *window, tuple(batching))
+    return [operands[0]]
+
+
+def _join_rows(
+    classes: DimensionClasses,
+    operand: Dims,
+    indices: Dims,
+    rows: Dims,
+    window: Sequence[int],  # dimensions of the rows that are of the operand
+    collapsed: Sequence[int],  # dimensions of the operand that rows do not have
+    batching: Sequence[tuple[int, int]],  # pairs of dimensions of operand and indices
+) -> None:
+    gone = {*collapsed, *(one for one, _ in batching)}
+    kept = [d for i, d in enumerate(operand) if i not in gone]
+    classes.join_same_sizes(kept, [rows[i] for i in window])
+    classes.join_same_sizes(indices[:-1], [d for i, d in enumerate(rows) if i not in window])
+    for one, other in batching:
+        classes.join(operand[one], indices[other])
+
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+cumlogsumexp cummax cummin cumprod cumsum digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
+floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
+lt_to max min mul name ne neg nextafter not or polygamma population_count pow pvary
+random_gamma_grad real reduce_precision regularized_incomplete_beta rem reshard rev round rsqrt
+select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+sort sqrt square stop_gradient sub tan tanh xor zeta mesh_cast layout_constraint
+"""
+
+_REDUCTIONS = """
+argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+"""
+
+_PAIRWISE = """
+optimization_barrier psum psum2 psum_invariant pmax pmin ppermute pbroadcast pcast device_put
+"""
+
+_SCATTERS = """
+scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max
+scatter_max
+"""
+
+# By the name of the primitive.
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduce),
+    **dict.fromkeys(_PAIRWISE.split(), _one_to_one),
+    **dict.fromkeys(["slice", "pad", "concatenate", "split"], _resized),
+    **dict.fromkeys(_SCATTERS.split(), _scatter),
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _reduce,
+    "reshape": _reshape,
+    "dynamic_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:1]),
+    "dynamic_update_slice": lambda classes, eqn, operands: _resized(classes, eqn, operands[:2]),
+    "top_k": _elementwise,
+    "gather": _gather,
+}  # fmt: skip
+# Operations whose result is still their first operand, in another form.
+_KEEPS_ARGUMENT = frozenset(
+    ["convert_element_type", "name", "transpose", "reshape", "squeeze", "slice", "copy", "copy_p",
+     "dynamic_slice", "reduce_precision", "sharding_constraint", "reshard", "pvary", "device_put"]
+)  # fmt: skip
+
+
+class TracedArray(NamedTuple):
+    """An array of the program, and whether it is an argument."""
+
+    dims: Dims
+    given: bool
+
+
+class RawProduct(NamedTuple):
+    """A matrix product."""
+
+    flops: float  # of one run
+    runs: int
+    dims: tuple[tuple[str, int], ...]  # with their roles
+    computed: bool  # whether both operands are computed
+    dtype: str  # of its first operand
+
+
+class JaxprWalk:
+    """A walk through a program."""
+
+    def __init__(self) -> None:
+        self.classes = DimensionClasses()
+        self.products: list[RawProduct] = []
+        self.constraints: dict[tuple[tuple[int, ...], tuple[Any, ...]], None] = {}
+        self.notes: dict[str, None] = {}
+
+    def program(
+        self, jaxpr: Any, inputs: Sequence[TracedArray], wanted: Sequence[bool], runs: int
+    ) -> list[TracedArray]:
+        """Walks a program."""
+        known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
+        known.update({id(var): self._new(var, given=True) for var in jaxpr.constvars})
+        needed = _needed(jaxpr, wanted)
+        for eqn, results in zip(jaxpr.eqns, needed, strict=True):
+            if results is None:
+                continue
+            operands = [self._read(known, item) for item in eqn.invars]
+            made = self._equation(eqn, operands, results, runs)
+            known.update(zip(map(id, eqn.outvars), made, strict=True))
+        return [self._read(known, item) for item in jaxpr.outvars]
+
+    def _new(self, item: Any, given: bool = False) -> TracedArray:
+        return TracedArray(self.classes.new(getattr(item.aval, "shape", ())), given)
+
+    def _read(self, known: dict[int, TracedArray], item: Any) -> TracedArray:
+        return known[id(item)] if id(item) in known else self._new(item)
+
+    def _equation(
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
+        match eqn.primitive.name:
+            case "dot_general":
+                return [TracedArray(self._dot(eqn, operands, runs), False)]
+            case "conv_general_dilated":
+                return [TracedArray(self._convolution(eqn, operands, runs), False)]
+            case "scan":
+                return self._scan(eqn, operands, wanted, runs)
+            case "while":
+                return self._while(eqn, operands, runs)
+            case "cond":
+                return self._cond(eqn, operands, wanted, runs)
+            case name if name not in _RULES:
+                return self._call(eqn, operands, wanted, runs)
+            case "name":
+                dims, names = operands[0].dims, names_marked(eqn.params["name"])
+                if names is not None:
+                    self.constraints[tuple(map(self.classes.size, dims)), names] = None
+                    for dim, entry in zip(dims, names, strict=False):
+                        for each in strings((entry,)):  # a merged dimension has several
+                            self.classes.name(dim, each)
+        made = _RULES[name](self.classes, eqn, [value.dims for value in operands])
+        given = name in _KEEPS_ARGUMENT and operands[0].given
+        return [TracedArray(dims, given) for dims in made]
+
+    def _add_product(
+        self,
+        eqn: Any,
+        operands: list[TracedArray],
+        flops: float,
+        dims: list[tuple[str, int]],
+        runs: int,
+    ) -> None:
+        computed = not (operands[0].given or operands[1].given)
+        dtype = str(eqn.invars[0].aval.dtype)
+        self.products.append(RawProduct(flops, runs, tuple(dims), computed, dtype))
+
+    def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
+        (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+        left, right = operands[0].dims, operands[1].dims
+        for one, other in ((sum_left, sum_right), (batch_left, batch_right)):
+            for a, b in zip(one, other, strict=True):
+                self.classes.join(left[a], right[b])
+        batch = [left[i] for i in batch_left]
+        rows = [d for i, d in enumerate(left) if i not in {*sum_left, *batch_left}]
+        columns = [d for i, d in enumerate(right) if i not in {*sum_right, *batch_right}]
+        dims = [
+            *(("batch", d) for d in batch),
+            *(("left", d) for d in rows),
+            *(("right", d) for d in columns),
+            *(("sum", left[i]) for i in sum_left),
+        ]
+        flops = 2.0 * math.prod(self.classes.size(d) for _, d in dims)
+        self._add_product(eqn, operands, flops, dims, runs)
+        return (*batch, *rows, *columns)
+
+    def _convolution(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
+        classes, numbers = self.classes, eqn.params["dimension_numbers"]
+        left, right = operands[0].dims, operands[1].dims
+        (out,) = _fresh(classes, eqn, (left, right))
+        batch, feature, *spatial = numbers.lhs_spec
+        out_feature, in_feature, *window = numbers.rhs_spec
+        out_batch, made, *places = numbers.out_spec
+        classes.join(left[batch], out[out_batch])
+        classes.join(right[out_feature], out[made])
+        for one, other in zip(spatial, places, strict=True):
+            classes.join(left[one], out[other])
+        if eqn.params["feature_group_count"] * eqn.params["batch_group_count"] == 1:
+            classes.join(left[feature], right[in_feature])
+        dims = [("left", left[batch]), ("right", right[out_feature]), ("sum", right[in_feature])]
+        dims += [("left", out[i]) for i in places]
+        # For each element of the result a sum over those of the kernel.
+        elements = math.prod(classes.size(d) for d in out)
+        terms = math.prod(classes.size(right[i]) for i in (in_feature, *window))
+        self._add_product(eqn, operands, 2.0 * elements * terms, dims, runs)
+        return out
+
+    def _scan(
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
+        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        first = consts + carried
+        for value in operands[first:]:
+            self.classes.loop_over(value.dims[0])
+        inner = [TracedArray(v.dims[1:], v.given) for v in operands[first:]]
+        flags = [True] * carried + wanted[carried:]
+        times = runs * int(eqn.params["length"])
+        inputs = [*operands[:consts], *(TracedArray(v.dims, False) for v in operands[consts:first])]
+        body = eqn.params["jaxpr"].jaxpr
+        made = self.program(body, [*inputs, *inner], flags, times)
+        for before, after in zip(operands[consts:first], made, strict=False):
+            self.classes.join_same_sizes(before.dims, after.dims)
+        stacked = []
+        for out, value in zip(eqn.outvars[carried:], made[carried:], strict=True):
+            (loop,) = self.classes.new(out.aval.shape[:1])
+            self.classes.loop_over(loop)
+            stacked.append(TracedArray((loop, *value.dims), False))
+        return [*made[:carried], *stacked]
+
+    def _while(self, eqn: Any, operands: list[TracedArray], runs: int) -> list[TracedArray]:
+        params = eqn.params
+        before, consts = params["cond_nconsts"], params["body_nconsts"]
+        state = [TracedArray(v.dims, False) for v in operands[before + consts :]]
+        made = self.program(
+            params["body_jaxpr"].jaxpr,
+            [*operands[before : before + consts], *state],
+            [True] * len(state),
+            runs,
+        )
+        for one, other in zip(state, made, strict=True):
+            self.classes.join_same_sizes(one.dims, other.dims)
+        self.notes["a loop of unknown length counts once"] = None
+        return made
+
+    def _cond(
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
+        results = [
+            self.program(branch.jaxpr, operands[1:], wanted, runs)
+            for branch in eqn.params["branches"]
+        ]
+        for other in results[1:]:
+            for one, two in zip(results[0], other, strict=True):
+                self.classes.join_same_sizes(one.dims, two.dims)
+        self.notes["all branches of a condition count"] = None
+        return results[0]
+
+    def _call(
+        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+    ) -> list[TracedArray]:
+        """A jaxpr inside of an equation, or an unknown operation."""
+        unrelated = _fresh(self.classes, eqn, [value.dims for value in operands])
+        results = [TracedArray(dims, False) for dims in unrelated]
+        if eqn.primitive.name.startswith("pallas"):
+            self.notes["operations of custom kernels are not counted"] = None
+            return results
+        for parameter in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            found = eqn.params.get(parameter)
+            inner = getattr(found, "jaxpr", found)
+            if not hasattr(inner, "eqns"):
+                continue
+            if len(inner.invars) == len(operands) and len(inner.outvars) == len(results):
+                return self.program(inner, operands, wanted, runs)
+            self.program(
+                inner, [self._new(v) for v in inner.invars], [True] * len(inner.outvars), runs
+            )
+        return results
+
+
+def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:
+    """Returns the needed results of each equation; None if it is dead."""
+    live = {id(item) for item, flag in zip(jaxpr.outvars, wanted, strict=True) if flag}
+    found: list[list[bool] | None] = []
+    for eqn in reversed(jaxpr.eqns):
+        results = [id(item) in live for item in eqn.outvars]
+        if not any(results) and not eqn.effects:
+            found.append(None)
+            continue
+        found.append(results)
+        live |= {id(item) for item in eqn.invars}
+    return found[::-1]
+
 
 NamedArrayShape = tuple[tuple[int, ...], tuple[Any, ...]]
 
@@ -191,13 +674,17 @@ def needs_no_values() -> Iterator[None]:
 
 def _marked(inputs: Inputs) -> Callable[..., Any]:
     """The step, with the names of its arguments marked in the program."""
-    step = inputs.step.__wrapped__ if isinstance(inputs.step, Jit) else inputs.step
-    named = [names for _, names in _names_of_leaves(inputs)]
+    step, bound, keywords = unbound(inputs.step)
+    step = functools.partial(
+        step.__wrapped__ if isinstance(step, Jit) else step, *bound, **keywords
+    )
+    named = {leaf.path: names for leaf, names in _names_of_leaves(inputs)}
 
     def run(*args: Any) -> Any:
         inventory = TreeInventory(dict(zip(inputs.names, args, strict=True)))
         values: list[Any] = []
-        for leaf, names in zip(inventory.leaves, named, strict=True):
+        for leaf in inventory.leaves:
+            names = named.get(leaf.path) or [None] * len(leaf.arrays)  # numbers are traced too
             arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)
             marks = [array if each is None else mark_names(array, each) for array, each in arrays]
             made = leaf.with_arrays(leaf.value, marks)

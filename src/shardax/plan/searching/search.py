@@ -29,10 +29,9 @@ from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evalua
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
-from shardax.plan.records import Layout, LayoutReport
+from shardax.plan.records import Layout, LayoutReport, Plan, rank
 from shardax.plan.report.progress import SearchProgress as Progress
 from shardax.plan.report.progress import progress_for
-from shardax.plan.result import Plan, rank
 from shardax.plan.searching import candidates as candidate_search
 from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
 from shardax.plan.searching.dimensions import DimensionModel, ProductDimension, trace_dimensions
@@ -262,20 +261,13 @@ def _variant(
     found = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
     chip = target.hardware
     flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
-    layouts = promising_first(found.layouts, model, flops_per_byte)
-    costs = [rough_cost(each, model, flops_per_byte) for each in layouts]
-    least = min(costs, default=0.0) or 1.0
-    rough = tuple(cost / least for cost in costs)
+    costs = {each: rough_cost(each, model, flops_per_byte) for each in found.layouts}
+    layouts = sorted(costs, key=lambda layout: costs[layout])  # the most promising first
+    least = min(costs.values(), default=0.0) or 1.0
+    rough = tuple(costs[each] / least for each in layouts)
     if label:
         layouts = [dataclasses.replace(each, name=f"{each.name} {label}") for each in layouts]
     return _Variant(label, examples, inputs, model, space, found, tuple(layouts), rough)
-
-
-def promising_first(
-    layouts: Sequence[Layout], dimensions: DimensionModel, flops_per_byte: float
-) -> list[Layout]:
-    """Sorts layouts by a rough estimate of their time, stably."""
-    return sorted(layouts, key=lambda layout: rough_cost(layout, dimensions, flops_per_byte))
 
 
 def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float) -> float:

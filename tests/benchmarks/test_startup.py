@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of starting programs runs, and both of its programs take a step."""
+
+import json
+import sys
+
+import pytest
+import startup
+
+
+@pytest.mark.slow
+def test_both_programs_take_a_first_step(monkeypatch, tmp_path):
+    path = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["startup", "--quick", "--json", str(path)])
+    assert startup.main() == 0
+    written = json.loads(path.read_text())
+    assert [record["name"] for record in written["records"]] == ["raw jax", "shardax"]
+    assert written["failures"] == []
