@@ -32,6 +32,7 @@ from shardax.partition import (
     remove_axis,
     replace_boxed,
     to_boxes,
+    to_variables,
     unbox,
 )
 
@@ -169,3 +170,25 @@ def test_optimizer_states_keep_the_dimensions_of_parameters_with_short_names(mes
     state = optax.adam(1e-3).init(params)
     places = get_sharding((params, state), mesh)
     assert places[1][0].mu == places[0] == {"w": NamedSharding(mesh, P("data"))}
+
+
+def test_new_axes_of_boxes_with_short_names_are_named_where_they_are(auto_mesh: Mesh) -> None:
+    x = jnp.ones((3, 4, 5))
+    for axis, names in ((0, ("layers", "data")), (1, ("data", "layers"))):
+        stacked = sx.vmap(lambda x: Partitioned(x, ("data",)), out_axes=axis, metadata=LAYERS)(x)
+        assert stacked.names == names
+    for axis in (2, -1):
+        stacked = sx.vmap(lambda x: Partitioned(x, ("data",)), out_axes=axis, metadata=LAYERS)(x)
+        assert stacked.names == ("data", None, "layers") and stacked.value.shape == (4, 5, 3)
+        assert add_axis(Partitioned(stacked.value, ("data",)), 2, LAYERS).names == stacked.names
+    short = Partitioned(jnp.ones((4, 5, 3)), ("data",))
+    seen = []
+    sx.vmap(lambda box: seen.append((box.names, box.value.shape)), in_axes=-1, out_axes=None)(short)
+    assert seen == [(("data",), (4, 5))]
+
+
+def test_a_variable_of_a_box_with_short_names_is_laid_out_and_the_box_again(mesh: Mesh) -> None:
+    box = Partitioned(jnp.ones((4, 3)), ("data",))
+    variable = to_variables(box)
+    assert variable.axes == ("data", None) and to_boxes(variable) == box
+    assert sx.shard(variable, mesh).sharding == NamedSharding(mesh, P("data", None))

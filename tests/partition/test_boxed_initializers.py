@@ -152,6 +152,12 @@ def test_two_names_and_boxes_that_nobody_announced_are_refused() -> None:
     with pytest.raises(MetadataError, match="give the names once"):
         sx.Param(sx.Init(init, (8, 16)), axes=("a", "b"))
 
+    weight = sx.Param(jnp.ones((8, 16)))
+    with pytest.raises(MetadataError, match="give the names once, to a new Param"):
+        weight.value = sx.Init(init, (8, 16))
+    with pytest.raises(MetadataError, match="give the names once"):
+        weight.replace(sx.Init(init, (8, 16)))
+
     @functools.wraps(init)
     def doubled(*args: Any) -> Any:
         return jax.tree.map(lambda x: 2 * x, init(*args))

@@ -77,8 +77,8 @@ def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tup
     names += (None,) * (len(init.shape) - len(names))
     if axes is not None and tuple(axes) != names:
         raise MetadataError(
-            f"{kind.__name__}(..., axes={axes!r}) of an initializer with the names {names}, by "
-            "with_partitioning: give the names once."
+            f"A {kind.__name__} with axes={axes!r} was given an initializer with the names "
+            f"{names}, by with_partitioning: give the names once, to a new {kind.__name__}."
         )
     return names, {**init.metadata.entries, **entries}
 
@@ -148,6 +148,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     @value.setter
     def value(self, value: Any) -> None:
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
         self._write(as_value(value, type(self).__name__))
 
     def _write(self, value: Any) -> None:
@@ -287,6 +289,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.replace(jnp.ones(2)).axes
             ('embed',)
         """
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
         variable = self._make(
             as_value(value, type(self).__name__), self._here()._metadata, owner_here()
         )

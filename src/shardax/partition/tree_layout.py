@@ -264,12 +264,10 @@ class TreeLayout:
         if changed:
             laid_out = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
             self.specs, diagnostics = self._lay_out(laid_out)
-        self.diagnostics: list[Diagnostic] = [
-            *diagnostics,
-            *of_states,
-            *self._without_rules(rules_for),
-            *of_overrides,
-        ]
+        no_rules = list(self._without_rules(rules_for))
+        said = {diagnostic.path for diagnostic in no_rules}
+        diagnostics = [d for d in diagnostics if d.code != "unmapped-name" or d.path not in said]
+        self.diagnostics: list[Diagnostic] = [*diagnostics, *of_states, *no_rules, *of_overrides]
 
     def _lay_out(
         self, leaves: Sequence[LeafInfo]

@@ -511,6 +511,11 @@ class MappedBoxes:
     def _without(self, box: Any, axis: int) -> Any:
         name = self.partition_name
         names = getattr(box, "names", None)
+        rank = getattr(getattr(box, "value", None), "ndim", -1) + 1
+        if isinstance(names, tuple) and len(names) < rank:  # the last dimensions have no names
+            axis %= rank
+            if axis >= len(names):
+                return box
         if isinstance(names, tuple) and -len(names) <= axis < len(names):
             if name is None or names[axis] is None:
                 name = names[axis]
@@ -521,6 +526,9 @@ class MappedBoxes:
         name = self.partition_name
         if name is None:
             name = self._names.get(type(box))
+        rank = getattr(getattr(box, "value", None), "ndim", 0)
+        if isinstance(names := getattr(box, "names", None), tuple) and len(names) < rank:
+            axis %= rank + 1
         return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _map(

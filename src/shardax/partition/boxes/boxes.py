@@ -297,8 +297,15 @@ def fitted(names: Names, rank: int) -> Names:
     return (*names, *(None,) * (rank - len(names)))
 
 
+def _reaching(box: Any, names: Names, count: int) -> Names:
+    """The names of a box with fewer of them than dimensions, up to a count."""
+    rank = getattr(box.value, "ndim", 0)
+    return fitted(names, count) if len(names) < count <= rank else names
+
+
 def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
     """The names with one inserted; negative positions count from the new end."""
+    names = _reaching(box, names, index)
     rank = len(names) + 1
     if not -rank <= index < rank:
         raise BoxError(
@@ -311,6 +318,7 @@ def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[A
 
 def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
     """The names with one removed: the inverse of ``inserted``."""
+    names = _reaching(box, names, index + 1)
     rank = len(names)
     if not -rank <= index < rank:
         raise BoxError(

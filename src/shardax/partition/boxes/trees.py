@@ -105,7 +105,11 @@ def to_boxes(tree: Any) -> Any:
             original = leaf.metadata.get(boxes.BOX_ENTRY)
             alone = box.variable_type is Param and len(leaf.metadata) == 1
             if alone and isinstance(original, boxes.Partitioned):
-                return dataclasses.replace(original, value=box.value, names=box.names)
+                own = original.names or ()
+                same = box.names == boxes.fitted(own, len(box.names or ()))
+                return original.replace(
+                    value=box.value, names=original.names if same else box.names
+                )
             return box
         if isinstance(leaf, Object):
             raise BoxError(
@@ -151,7 +155,10 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
             )
         if isinstance(leaf, VariableBox):
             return _variable_of(leaf)
-        metadata = Metadata(leaf.names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
+        names = leaf.names
+        if names is not None and hasattr(leaf.value, "ndim"):
+            names = boxes.fitted(names, leaf.value.ndim)
+        metadata = Metadata(names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
         return _new_variable(variable_type, leaf.value, metadata)
 
     return jax.tree.map(to_variable, tree, is_leaf=_is_node)
