@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import shardax as sx
 from shardax import named
@@ -101,6 +102,16 @@ def test_positions_out_of_range_follow_the_mode() -> None:
         rows = [jnp.asarray(row).at[far].set(-1.0, **options) for row in NUMBERS]
         assert np.array_equal(X.at[far].set(-1.0, **options).data, np.stack(rows))
     assert float(X.at[far].get(mode="fill", fill_value=5.0)[1].sum().sum("n").data) == 30.0
+
+
+def test_updates_keep_the_layout_over_any_mesh(mesh: Mesh) -> None:
+    x = named.wrap(jnp.arange(32.0).reshape(8, 4), None, "b")
+    placed = sx.shard(x, mesh, {"b": "model"})
+    with jax.set_mesh(mesh):
+        for index in (jnp.array([1, 2]), {"b": jnp.array([1, 2])}, {"b": 1}, slice(2)):
+            changed = jax.jit(lambda x, at=index: x.at[at].add(1.0))(placed)
+            assert changed.sharding.is_equivalent_to(placed.sharding, 2)
+            assert np.array_equal(changed.data, x.at[index].add(1.0).data)
 
 
 def test_new_axes_are_of_the_value_and_not_of_the_array() -> None:

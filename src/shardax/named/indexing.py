@@ -32,8 +32,9 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax.named import base, elementwise
 from shardax.named.lift import run_lifted
+from shardax.nn.linear import explicit_sharding
 
-Change = Callable[[Any, Any], Any]
+Change = Callable[[Any, Any, Any], Any]
 
 
 class ResolvedIndex(NamedTuple):
@@ -280,8 +281,13 @@ class At:
 
 def _update(name: str) -> Callable[..., Any]:
     def method(self: Update, value: Any, **options: Any) -> Any:
-        mode = options.get("mode")
-        return self._run(lambda part, given: getattr(part, name)(given, **options), value, mode)
+        def change(array: Any, at: Any, given: Any) -> Any:
+            # Over Explicit mesh axes the result is laid out as the array is.
+            place = explicit_sharding(array)
+            kept = {} if place is None else {"out_sharding": place}
+            return getattr(array.at[at], name)(given, **{**kept, **options})
+
+        return self._run(change, value, options.get("mode"))
 
     method.__name__ = name
     return method
@@ -300,13 +306,14 @@ class Update:
 
     def apply(self, function: Callable[[Any], Any], **options: Any) -> Any:
         """Returns the array with a function applied to the part."""
-        return self._run(lambda part, _: part.apply(function, **options), 0, options.get("mode"))
+        change = lambda array, at, _: array.at[at].apply(function, **options)  # noqa: E731
+        return self._run(change, 0, options.get("mode"))
 
     def get(self, **options: Any) -> Any:
         """Returns the part, with JAX's options for positions out of range."""
         return self._part(lambda array, at: array.at[at].get(**options))
 
-    def _part(self, get: Change) -> Any:
+    def _part(self, get: Callable[[Any, Any], Any]) -> Any:
         array = elementwise.Operand(*self.array._parts())
         index = _take_apart(array, self.index)
         if index.is_lifted:
@@ -328,7 +335,7 @@ class Update:
         given = _fitting(value, part)
         if index.added and np.ndim(given):
             given = jax.lax.squeeze(given, range(len(index.added)))
-        data = change(base.transposed(array.data, found.permutation).at[found.entries], given)
+        data = change(base.transposed(array.data, found.permutation), found.entries, given)
         if found.permutation is not None:
             data = base.transposed(data, tuple(map(found.permutation.index, range(data.ndim))))
         return self.array._make(data, array.dims)
@@ -348,7 +355,7 @@ class Update:
             part = Update(own, index)._part(lambda each, at, o=options: each.at[at].get(**o))
             taken = elementwise.Operand(*part._parts())
             places.append(taken.data)
-        data = change(array.data.at[tuple(places)], _fitting(value, taken))
+        data = change(array.data, tuple(places), _fitting(value, taken))
         return self.array._make(data, array.dims)
 
 
