@@ -23,8 +23,8 @@ def said(capsys: Any, *words: str) -> tuple[int, list[str]]:
 
 
 def refused(capsys: Any, *words: str) -> str:
-    """What a command that must fail with status 1 says; it prints nothing else."""
-    assert main(["check", *words]) == 1
+    """What a command that must fail with status 2 says; it prints nothing else."""
+    assert main(["check", *words]) == 2
     printed, text = capsys.readouterr()
     assert printed == ""
     assert text.startswith("shardax: ") and text.count("Traceback") == 0

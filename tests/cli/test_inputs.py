@@ -69,7 +69,8 @@ def test_the_number_of_devices_that_is_there_may_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "message"), [(0, "give at least 1"), (3, "already runs with 8.*in a new process")]
+    ("count", "message"),
+    [(0, "give a number from 1 to 4,096"), (3, "already runs with 8.*in a new process")],
 )
 def test_another_number_of_devices_is_refused(count: int, message: str) -> None:
     with pytest.raises(CommandError, match=rf"--devices {count}.*{message}"):

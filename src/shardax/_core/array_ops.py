@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.errors import AbstractValueError, VariableValueError
+from shardax._core.frames import exclusive
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 
@@ -109,7 +110,8 @@ def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any
         return function(other, self._operand())
 
     def in_place(self: Any, other: Any) -> Any:
-        self.value = plain(self, other)
+        with exclusive:
+            self.value = plain(self, other)
         return self
 
     return plain, reflected, in_place

@@ -38,6 +38,10 @@ class TraceLeakError(ShardaxError, RuntimeError):
     """A traced value would escape into a Variable that outlives the trace."""
 
 
+class ConcurrentWriteError(ShardaxError, RuntimeError):
+    """A write would lose what another thread wrote in the meantime."""
+
+
 class ForeignMutationError(ShardaxError, RuntimeError):
     """A Module from outside a transform was structurally changed inside it."""
 
@@ -112,6 +116,10 @@ class DeviceError(ShardaxError, ValueError):
 
 class FilterError(ShardaxError, ValueError):
     """Filters are invalid, out of order, or miss a Variable."""
+
+
+class TreeError(ShardaxError, TypeError):
+    """What was given is neither a model nor a structure of one."""
 
 
 class StateMismatchError(ShardaxError, ValueError):

@@ -18,7 +18,6 @@ A *region* is a mesh and the mesh axes that become *manual* in one call: all of 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -107,28 +106,15 @@ def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]
         ) from error
 
 
-class AssignedSpecs(NamedTuple):
-    """Arguments, each with its entry."""
-
-    # The positional arguments; also those given by name that have their place among them.
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]  # the others
-    prefixes: list[Any]  # one prefix per positional argument
-    named: dict[str, Any]  # one prefix per other argument, by name
-
-
 def assign(
     function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> AssignedSpecs:
+) -> prefixes.AssignedPrefixes:
     """Finds the entry of every argument, by position or name."""
-    parameters = inputs.parameters_of(function)
     positional = inputs.positional_names(function)
-    if parameters is not None and kwargs:
-        bound = inspect.Signature(parameters).bind(*args, **kwargs)
-        args, kwargs = bound.args, bound.kwargs
+    args, kwargs = inputs.by_position(function, args, kwargs)
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
-        return AssignedSpecs(tuple(args), dict(kwargs), [specs] * len(args), named)
+        return prefixes.AssignedPrefixes(args, kwargs, [specs] * len(args), named)
     if not len(args) <= len(specs) <= max(len(positional), len(args)):
         shown = f" ({', '.join(positional)})" if positional else ""
         raise errors.PrefixError(
@@ -143,7 +129,7 @@ def assign(
                 f"{keyword!r}. Add one, make it positional, or give one entry for everything."
             )
     named = {keyword: by_name[keyword] for keyword in kwargs}
-    return AssignedSpecs(tuple(args), dict(kwargs), list(specs[: len(args)]), named)
+    return prefixes.AssignedPrefixes(args, kwargs, list(specs[: len(args)]), named)
 
 
 class ManualRegion(NamedTuple):
@@ -394,7 +380,7 @@ class _ShardMapCall(MappedCall):
         function: Callable[..., Any],
         specs: tuple[Any, Any],
         region: ManualRegion,
-        given: AssignedSpecs,
+        given: prefixes.AssignedPrefixes,
         captured: Sequence[Variable[Any]],
     ) -> None:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)

@@ -2,17 +2,23 @@
 """The ``shardax`` command line.
 
 ``shardax train`` trains a byte-level decoder on text, ``shardax show`` prints the parameters of a
-run, ``shardax sample`` continues a prompt with a trained one, ``shardax check`` reports what is
-wrong with a layout, ``shardax plan`` finds the layouts that fit on hardware and what each costs.
+run, ``shardax sample`` continues a prompt with a trained one, ``shardax verify`` checks the files
+of a run, ``shardax check`` reports what is wrong with a layout, ``shardax plan`` finds the layouts
+that fit on hardware and what each costs.
 
-A command is a dataclass: its fields are the options, the comments above them the help of these.
+A command is a dataclass: its fields are the options, the comments above them the help of these. The
+exit status is 2 for a command line that cannot be run, and 1 for what fails on the way.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Union
 
@@ -24,6 +30,8 @@ _EXTRAS = {**dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"), "cloudp
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    warnings.showwarning = _show_warning
+    status = 1
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     except BrokenPipeError:  # whoever read our output, such as `head`, has had enough
@@ -31,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except (ShardaxError, OSError) as error:  # such as no permission, disk full
         problem = str(error)
+        # A path that no file could have is the command line's fault.
+        unusable = getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP)
+        status = 2 if unusable else getattr(error, "exit_status", 1)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -43,26 +54,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("shardax: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     print(f"shardax: {problem}", file=sys.stderr)
-    return 1
+    return status
+
+
+def _show_warning(message: Warning | str, *rest: Any, **named: Any) -> None:
+    print(f"shardax: {message}", file=sys.stderr)
 
 
 def _run(words: list[str]) -> int:
     import tyro
 
     from shardax.cli.check import Check
+    from shardax.cli.inputs import CommandError, check_words
     from shardax.cli.plan import Diff, Explain, PlanCommand
-    from shardax.cli.runs import Sample, Show
+    from shardax.cli.runs import Sample, Show, Verify
     from shardax.cli.train import Train
 
+    check_words(words)
     # Beside these, the word after "plan" is a step, so tyro cannot tell them apart.
     below: dict[str, Any] = {"explain": Explain, "diff": Diff}
+    kind, name = None, "shardax"
     if words[:1] == ["plan"] and words[1:2] and words[1] in below:
-        command = tyro.cli(below[words[1]], args=words[2:], prog=f"shardax plan {words[1]}")
+        kind, name, words = below[words[1]], f"shardax plan {words[1]}", words[2:]
     else:
         commands: dict[str, Any] = {
             "train": Train,
             "show": Show,
             "sample": Sample,
+            "verify": Verify,
             "check": Check,
             "plan": PlanCommand,
         }
@@ -70,11 +89,26 @@ def _run(words: list[str]) -> int:
             Annotated[Any, tyro.conf.subcommand(name, constructor=kind, description=_help(kind))]
             for name, kind in commands.items()
         )
-        union: Any = Union[choices]  # noqa: UP007 (of a tuple)
-        command = tyro.cli(union, args=words, prog="shardax")
+        kind = Union[choices]  # noqa: UP007 (of a tuple)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            command = tyro.cli(kind, args=words, prog=name)
+    except SystemExit as error:
+        if not error.code:  # such as after --help
+            raise
+        raise CommandError(_in_one_line(said.getvalue())) from None
     status = command.run()
     sys.stdout.flush()
     return status
+
+
+def _in_one_line(box: str) -> str:
+    """Returns what tyro says in a box, without the help it repeats."""
+    parts = [" ".join(part.split()) for part in box.split("---")]
+    title, said = [part.strip("- ") for part in parts if part.strip("- ")][:2]
+    start = "" if said.startswith(title) else f"{title}: "
+    return f"{start}{said[:400]}. See shardax --help."
 
 
 def _help(command: Any) -> str:

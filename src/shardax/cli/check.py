@@ -22,7 +22,15 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
-from shardax.cli.inputs import PRESETS, CommandError, is_target, load_model, load_rules, mesh_sizes
+from shardax.cli.inputs import (
+    PRESETS,
+    CommandError,
+    check_values,
+    is_target,
+    load_model,
+    load_rules,
+    mesh_sizes,
+)
 from shardax.cli.runs import RUN_FILE, ZERO, RunSettings, find_run, read_settings
 from shardax.models import DECODER_RULES, Decoder
 from shardax.partition.errors import Diagnostic, did_you_mean
@@ -66,6 +74,7 @@ class Check:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
+        check_values(vars(self))
         if self.rules is None and is_target(self.model):
             raise CommandError(
                 f"Name the rules for {self.model}: --rules FILE.toml, --rules FILE.json, or "

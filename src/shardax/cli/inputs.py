@@ -10,11 +10,12 @@ and hold several layouts, of which ``FILE.toml:NAME`` is one.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,65 @@ from shardax.plan.rules_file import NamedRules, parse_rules
 
 class CommandError(ShardaxError, ValueError):
     """A command line cannot be run; the message says what would work."""
+
+    exit_status = 2
+
+
+# What options and settings of runs may be: the least, the most, and in words.
+_COUNT = (1, 2**31 - 1, "a number of at least 1")
+_SIZE = (1, 2**28, f"a number from 1 to {2**28:,}")
+_WIDTH = (1, 2**24, f"a number from 1 to {2**24:,}")
+_SOME = (0, 2**31 - 1, "a number of at least 0")
+_RANGES: dict[str, tuple[float, float, str]] = {
+    **dict.fromkeys(("batch_size", "seq_len", "batch"), _SIZE),
+    **dict.fromkeys(("steps", "top", "eval_batches"), _COUNT),
+    **dict.fromkeys(("vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim"), _WIDTH),
+    "mlp_dim": _WIDTH,
+    "num_layers": (1, 10_000, "a number from 1 to 10,000"),
+    "checkpoint_every": _SOME,
+    "seed": (0, 2**32 - 1, f"a number from 0 to {2**32 - 1:,}"),
+    "length": (0, 10**6, "a number from 0 to 1,000,000"),
+    **dict.fromkeys(("devices", "processes"), (1, 4096, "a number from 1 to 4,096")),
+    "learning_rate": (sys.float_info.min, sys.float_info.max, "a finite number above 0"),
+    "temperature": (0, sys.float_info.max, "a finite number of at least 0"),
+    "large": (0, 2**40, "a finite number of at least 0"),
+}
+
+
+def check_values(values: Mapping[str, Any], *, of: str = "") -> None:
+    """Raises CommandError if a number is out of range; ``of`` a file, else of options."""
+    for name, value in values.items():
+        low, high, wanted = _RANGES.get(name, (-math.inf, math.inf, ""))
+        for number in value if isinstance(value, tuple) else (value,):
+            if wanted and number is not None and not low <= number <= high:
+                shown = f"{of}: {name}=" if of else f"--{name.replace('_', '-')} "
+                text = str(number) if abs(number) < 10**30 or number != number else "it"
+                raise CommandError(f"{shown}{text}: give {wanted}.")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raises CommandError if a word is no text, or an option is given an empty one."""
+    for option, word in zip(["", *words], words, strict=False):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise CommandError(f"{word!r} is not UTF-8.") from None
+        if "\0" in word:
+            raise CommandError(f"{word!r} holds a NUL, which no text or path has.")
+        name, _, value = (word or f"{option}=").partition("=")
+        if len(word) > 4096 and name != "--prompt" != option:  # longer than any path
+            raise CommandError(f"{word[:40]!r}... of {len(word):,} characters is too long.")
+        is_empty = not word or (word.startswith("--") and word.endswith("=") and not value)
+        if is_empty and name not in ("--mesh", "--prompt"):
+            raise CommandError(f"{name or 'an argument'} is given an empty text.")
+
+
+def check_outputs(outputs: Mapping[str, Path | None]) -> None:
+    """Raises CommandError if a file cannot be written to because of its path."""
+    for option, path in outputs.items():
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            found = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise CommandError(f"--{option.replace('_', '-')} {path}: {found}.")
 
 
 def is_target(text: str) -> bool:
@@ -61,10 +121,21 @@ def load_target(text: str) -> Any:
     return getattr(module, name)
 
 
+def call(function: Callable[..., Any], text: str, **given: Any) -> Any:
+    """Calls what a target names."""
+    try:
+        inspect.signature(function).bind(**given)
+    except (TypeError, ValueError) as error:  # other arguments, or none that are known
+        named = ", ".join(f"{name}={value}" for name, value in given.items())
+        how = f"as {text.partition(':')[2]}({named})" if given else "without arguments"
+        raise CommandError(f"{text!r} is called {how}: {error}.") from error
+    return function(**given)
+
+
 def load_model(text: str) -> Any:
     """Returns the model that a target names or makes without arguments."""
     found = load_target(text)
-    made = found if isinstance(found, Object) or not callable(found) else found()
+    made = found if isinstance(found, Object) or not callable(found) else call(found, text)
     if not TreeInventory(made).leaves:
         raise CommandError(
             f"{text!r} gave {made!r} of type {type(made).__name__}, in which there is no array. "
@@ -106,6 +177,8 @@ def load_layouts(file: str) -> tuple[NamedRules, ...]:
         return parse_rules(_read(file, str), file, Path(file).stem)
     except RulesError as error:
         raise CommandError(f"--rules {error}") from error
+    except RecursionError as error:
+        raise CommandError(f"--rules {file}: it is nested too deeply.") from error
 
 
 def _read(file: str, parse: Callable[[str], Any]) -> Any:
@@ -115,7 +188,7 @@ def _read(file: str, parse: Callable[[str], Any]) -> Any:
         raise CommandError(
             f"--rules {file}: there is no such file; and it is no target, module:name."
         ) from error
-    except (OSError, ValueError) as error:  # no JSON, or no text
+    except (OSError, ValueError, RecursionError) as error:  # no JSON, no text, or nested deeply
         raise CommandError(f"--rules {file}: cannot be read: {error}.") from error
 
 
@@ -123,8 +196,7 @@ def use_devices(count: int | None) -> None:
     """Makes this process use virtual CPU devices; None leaves JAX's own choice."""
     if count is None:
         return
-    if count < 1:
-        raise CommandError(f"--devices {count}: give at least 1.")
+    check_values({"devices": count})
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
@@ -143,7 +215,8 @@ def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
-        if not name.isidentifier() or not size.isdigit() or int(size) < 1:
+        is_size = size.isascii() and size.isdecimal() and len(size) < 10 and int(size) > 0
+        if not name.isidentifier() or not is_size:
             raise CommandError(
                 f"--mesh {text!r}: {part!r} is not name=size, as in --mesh data=2,model=4."
             )
@@ -155,6 +228,8 @@ def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
         if name in sizes:
             raise CommandError(f"--mesh {text!r}: the axis {name!r} is given twice.")
         sizes[name] = int(size)
+    if math.prod(sizes.values()) >= 2**31:
+        raise CommandError(f"--mesh {text!r} has {math.prod(sizes.values()):,} devices.")
     return sizes | {name: 1 for name in axes or () if name not in sizes}
 
 

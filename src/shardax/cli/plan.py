@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ from shardax.cli import inputs
 from shardax.models import Decoder, next_token_loss
 from shardax.partition.errors import did_you_mean
 from shardax.plan.comparison import layouts_over, reports_of
-from shardax.plan.errors import PlanInterrupted
+from shardax.plan.errors import PlanInterrupted, TargetError
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.explanation import headline
@@ -65,9 +64,6 @@ def preset_step(name: str, batch: int | None = None, seq_len: int | None = None)
     preset = inputs.find_preset(name)
     rows = preset.batch_size if batch is None else batch
     length = preset.seq_len if seq_len is None else seq_len
-    for option, size in (("batch", rows), ("seq-len", length)):
-        if size < 1:
-            raise inputs.CommandError(f"--{option} {size}: give at least 1.")
     model = Decoder(preset.model, rngs=Rngs(params=0))
     optimizer = Optimizer(model, inputs.decoder_optimizer(preset.steps, preset.learning_rate))
     tokens = plan.NamedShape((rows, length), "int32", ("batch", "seq"))
@@ -83,12 +79,7 @@ def own_step(target: str, batch: int | None = None) -> PlannedStep:
             "(step, args)."
         )
     given: dict[str, Any] = {} if batch is None else {"batch": batch}
-    try:
-        inspect.signature(found).bind(**given)
-    except TypeError as error:
-        how = f"as {target.partition(':')[2]}(batch={batch})" if given else "without arguments"
-        raise inputs.CommandError(f"{target!r} is called {how}: {error}.") from error
-    return as_planned(found(**given), target)
+    return as_planned(inputs.call(found, target, **given), target)
 
 
 def as_planned(made: Any, target: str) -> PlannedStep:
@@ -173,7 +164,10 @@ class PlanCommand:
     def run(self) -> int:
         """Runs the command; returns the exit status."""
         self._check()
-        target = plan.Target.parse(self.target)
+        try:
+            target = plan.Target.parse(self.target)
+        except TargetError as error:
+            raise inputs.CommandError(f"--target {self.target}: {error}") from error
         meshes = [inputs.mesh_sizes(text) for text in self.mesh]
         _pretend_devices(target.kind, target.device_count)
         try:
@@ -194,11 +188,10 @@ class PlanCommand:
 
     def _check(self) -> None:
         """Refuses what cannot be, before anything is compiled."""
-        for option in ("json", "html", "write_rules"):
-            path: Path | None = getattr(self, option)
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                found = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-                raise inputs.CommandError(f"--{option.replace('_', '-')} {path}: {found}.")
+        inputs.check_values(vars(self))
+        inputs.check_outputs(
+            {each: getattr(self, each) for each in ("json", "html", "write_rules")}
+        )
         if self.step is not None and not inputs.is_target(self.step):
             raise inputs.CommandError(
                 f"{self.step!r} is not MODULE:NAME of a function that makes a step, as in shardax "
@@ -213,8 +206,6 @@ class PlanCommand:
                 f"--batch {' '.join(map(str, self.batch))}: with --rules give one batch size; "
                 "several are compared by a search."
             )
-        if self.top < 1 or (self.processes is not None and self.processes < 1):
-            raise inputs.CommandError("--top and --processes take a number of at least 1.")
 
     def _make(self, batch: int | None) -> PlannedStep:
         if self.step is None:

@@ -2,17 +2,19 @@
 """Folders of training runs, and the commands that read them.
 
 ``run.json`` holds the settings of a run; beside it are ``log.jsonl``, ``report.html`` and
-``checkpoints/``. ``shardax show`` prints the parameters of a run without loading them,
-``shardax sample`` continues a prompt with a trained model.
+``checkpoints/``. ``shardax show`` prints the parameters of a run without loading them, ``shardax
+sample`` continues a prompt with a trained model, ``shardax verify`` checks the files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import jax
 import tyro
@@ -20,11 +22,22 @@ import tyro
 from shardax import models, partition, train, view
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import OptState
-from shardax.cli.inputs import CommandError, parse_mesh, use_devices
+from shardax.cli.inputs import (
+    CommandError,
+    check_outputs,
+    check_values,
+    decoder_optimizer,
+    mesh_sizes,
+    parse_mesh,
+    use_devices,
+)
 from shardax.host.files import write_whole
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.partition.rules import Rules
 from shardax.plan.rules_file import entry_from_data
+from shardax.train.checkpoint_files import read_description, verify
+from shardax.train.errors import CheckpointDamagedError, LogError
+from shardax.train.run_folder import differences, settings_of
 from shardax.view.display import html_fragment
 from shardax.view.page import html_page
 
@@ -33,6 +46,7 @@ ZERO = {OptState: {"embed": "data"}}
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
+LARGEST_BATCH = 2**28  # bytes that a step reads
 _FORMAT = 1
 
 
@@ -71,9 +85,33 @@ class RunSettings:
         """Exceptions from the rules, or None."""
         return ZERO if self.zero else None
 
+    def check(self, of: str = "") -> None:
+        """Raises CommandError if a setting has the wrong type, or is out of range."""
+        _check_settings(type(self), vars(self), of)
+        _check_settings(type(self.model), vars(self.model), of)
+        if self.text == "":
+            raise CommandError(f"{of}: text='' is no path.")
+        if self.batch_size * self.seq_len > LARGEST_BATCH:
+            raise CommandError(
+                f"{of or '--batch-size and --seq-len'}: {self.batch_size} x {self.seq_len} bytes a "
+                f"step are more than {LARGEST_BATCH:,}; give fewer."
+            )
+
     def make_model(self) -> Decoder:
         """Makes the model, lazy."""
         return Decoder(self.model, rngs=Rngs(params=self.seed))
+
+
+def _check_settings(kind: type, settings: Mapping[str, Any], of: str) -> None:
+    hints = get_type_hints(kind)
+    for name, value in settings.items():
+        hint = hints.get(name, Any)
+        allowed = {get_origin(each) or each for each in get_args(hint) or (hint,)}
+        if float in allowed:
+            allowed.add(int)
+        if hint is not Any and type(value) not in allowed:
+            raise CommandError(f"{of}: {name}={value!r} is not {getattr(hint, '__name__', hint)}.")
+    check_values(settings, of=of)
 
 
 def write_settings(directory: Path, settings: RunSettings) -> None:
@@ -97,12 +135,18 @@ def read_settings(directory: Path) -> RunSettings:
             raise CommandError(
                 f"{file} was written by another version of shardax; train anew or use that version."
             )
-        settings = RunSettings(model=DecoderConfig(**record.pop("model")), **record)
+        model = record.pop("model")
+        _check_settings(RunSettings, record, str(file))
+        _check_settings(DecoderConfig, model, str(file))
+        settings = RunSettings(model=DecoderConfig(**model), **record)
+        settings.check(str(file))
         _ = settings.layout_rules  # which raises if they are malformed
+        if settings.mesh:
+            mesh_sizes(settings.mesh, settings.mesh_axes)
         return settings
     except CommandError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CommandError(
             f"{file} cannot be read ({error}); it was changed, or is not a run's."
         ) from error
@@ -110,13 +154,14 @@ def read_settings(directory: Path) -> RunSettings:
 
 def find_run(path: Path) -> tuple[Path, int | None]:
     """Returns a path's run, and the step of a checkpoint's path."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # which, unlike resolve(), passes loops of links on
     if (path / RUN_FILE).is_file():
         return path, None
     if path.name == CHECKPOINTS and (path.parent / RUN_FILE).is_file():
         return path.parent, None
     run = path.parent.parent
-    if path.parent.name == CHECKPOINTS and path.name.isdecimal() and (run / RUN_FILE).is_file():
+    is_step = path.name.isascii() and path.name.isdecimal() and len(path.name) < 20
+    if path.parent.name == CHECKPOINTS and is_step and (run / RUN_FILE).is_file():
         return run, int(path.name)
     raise CommandError(
         f"{path} is no run (it has no {RUN_FILE}) and no checkpoint of one "
@@ -148,8 +193,12 @@ class Show:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        folder, _ = find_run(self.path)
+        check_values(vars(self))
+        check_outputs({"html": self.html})
+        folder, step = find_run(self.path)
         settings = read_settings(folder)
+        if step is not None:
+            read_description(train.Checkpoints(folder / CHECKPOINTS).path(step))  # it is there
         use_devices(settings.devices if self.devices is None else self.devices)
         text = settings.mesh if self.mesh is None else self.mesh
         mesh, rules = parse_mesh(text, settings.mesh_axes), settings.layout_rules
@@ -182,14 +231,66 @@ class Sample:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
+        check_values(vars(self))
+        if not self.prompt:
+            raise CommandError("--prompt is empty; give at least one byte to continue.")
         folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
         model = settings.make_model()
         with contextlib.closing(train.Checkpoints(folder / CHECKPOINTS)) as checkpoints:
-            step = checkpoints.latest() if step is None else step
-            if step is None:
+            if step is None and not checkpoints.all_steps():
                 raise CommandError(f"{folder} has no checkpoint yet.")
             checkpoints.restore((model,), step, partial=True)
         options = {"temperature": self.temperature, "seed": self.seed}
         print(sample_text(model, self.prompt, self.length, window=settings.seq_len, **options))
         return 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check the files of a run: its checkpoints, its settings and its log."""
+
+    details: ClassVar[str] = (
+        "Every file of a checkpoint is compared with the checksum that was saved. The exit status "
+        "is 0 if all is good, else 1."
+    )
+
+    # Folder of a run, or of one of its checkpoints.
+    path: Annotated[Path, tyro.conf.Positional]
+
+    def run(self) -> int:
+        """Runs the command; returns the exit status."""
+        folder, only = find_run(self.path)
+        settings = read_settings(folder)
+        checkpoints = train.Checkpoints(folder / CHECKPOINTS)
+        steps = checkpoints.all_steps() if only is None else [only]
+        problems = [] if steps else ["there is no checkpoint yet"]
+        for step in steps:
+            problem = _report(checkpoints.path(step), settings if step == steps[-1] else None)
+            problems += [f"step {step} {problem}"] if problem else []
+        try:
+            train.read_jsonl(folder / "log.jsonl")
+        except (LogError, FileNotFoundError) as error:
+            problems.append(str(error))
+        for problem in problems:
+            print(f"problem: {problem}")
+        print(f"{folder}: {'all is good' if not problems else f'{len(problems)} problems'}")
+        return 1 if problems else 0
+
+
+def _report(path: Path, settings: RunSettings | None) -> str:
+    """Prints that a checkpoint is good, or returns why it is not."""
+    try:
+        description = verify(path)
+    except CheckpointDamagedError as error:
+        return f"is damaged: {error.problems}"
+    saved = (description["extra"] or {}).get("settings")
+    if settings is not None and saved is not None:
+        model = settings.make_model()
+        tx = decoder_optimizer(settings.steps, settings.learning_rate)
+        if changed := differences(saved, settings_of(model, train.Optimizer(model, tx))):
+            return f"was trained with other settings than {RUN_FILE} has: {'; '.join(changed[:4])}"
+    files = description.get("files")
+    size = "without checksums" if files is None else f"{len(files) + 1} files"
+    print(f"good: {path.name}, {size}")
+    return ""

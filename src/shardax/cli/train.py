@@ -17,10 +17,12 @@ from shardax.cli import inputs
 from shardax.cli.runs import RunSettings, read_settings, sample_text, write_settings
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
+from shardax.train.errors import TextNotFoundError, TextSourceError
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
 _PICTURED = (".embed.embedding", ".layers[0].mlp.gate.kernel")
 _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or given
+_MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero")
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
@@ -48,6 +50,10 @@ class Train:
     # Go on with the run in the folder, with the settings it was started with; only mesh, rules,
     # devices and zero may be others.
     resume: bool = False
+    # Go on from the newest good checkpoint if the last one is damaged, rather than stop.
+    fallback: bool = True
+    # Go on although settings were changed, by options or in run.json: learning rate, dtype, steps.
+    override: bool = False
     # Optimizer steps, instead of the preset's.
     steps: int | None = None
     # Windows a step, instead of the preset's.
@@ -63,6 +69,9 @@ class Train:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
+        inputs.check_values(vars(self))
+        if self.out.exists() and not self.out.is_dir():
+            raise inputs.CommandError(f"--out {self.out}: it is no folder.")
         settings = self._resumed(read_settings(self.out)) if self.resume else self._fresh()
         if settings.zero and not settings.mesh:
             raise inputs.CommandError(
@@ -74,11 +83,15 @@ class Train:
                 f"--rules {self.rules} names no mesh, and without one there is nothing to lay out; "
                 "name it, such as --mesh data=2,model=4."
             )
+        settings.check()
         inputs.use_devices(settings.devices)
         run = _TrainingRun(settings, self.out)
-        run.trainer.check(resume=self.resume)
-        write_settings(self.out, settings)
-        return run.run(self.resume)
+        how = {name: getattr(self, name) for name in ("resume", "fallback", "override")}
+        run.trainer.check(**how)
+        with run.trainer.folder.held():
+            run.trainer.check(**how)  # now that no other process can change it
+            write_settings(self.out, settings)
+            return run.run(**how)
 
     def _fresh(self) -> RunSettings:
         preset = inputs.find_preset(self.preset)
@@ -104,23 +117,27 @@ class Train:
     def _resumed(self, saved: RunSettings) -> RunSettings:
         fresh, default = self._fresh(), Train()
         differing = [
-            f"--{option.name.replace('_', '-')} {getattr(self, option.name)}"
+            (option.name, getattr(self, option.name))
             for option in fields(self)
-            if option.name not in ("out", "resume", "mesh", "rules", "devices", "zero")
+            if option.name not in _MAY_DIFFER
             and getattr(self, option.name) != getattr(default, option.name)
             and any(
                 getattr(fresh, name) != getattr(saved, name)
                 for name in _DECIDES.get(option.name, (option.name,))
             )
         ]
-        if differing:
+        if differing and not self.override:
+            options = ", ".join(f"--{name.replace('_', '-')} {given}" for name, given in differing)
             raise inputs.CommandError(
-                f"The run in {self.out} was started with other settings than "
-                f"{', '.join(differing)}. Leave them out to go on with it, or start another run: "
-                "no --resume, and another --out."
+                f"The run in {self.out} was started with other settings than {options}. Leave them "
+                "out to go on with it, change it with --override, or start another run: no "
+                "--resume, and another --out."
             )
+        changes = {
+            n: getattr(fresh, n) for name, _ in differing for n in _DECIDES.get(name, (name,))
+        }
         return replace(
-            saved,
+            replace(saved, **changes),
             mesh=fresh.mesh or saved.mesh,
             devices=saved.devices if self.devices is None else self.devices,
             zero=self.zero or saved.zero,
@@ -135,7 +152,10 @@ class _TrainingRun:
         self.settings = settings
         self.out = out
         self.mesh = inputs.parse_mesh(settings.mesh, settings.mesh_axes)
-        training, held_out = train.open_text(settings.text).split()
+        try:
+            training, held_out = train.open_text(settings.text).split()
+        except (TextNotFoundError, TextSourceError) as error:
+            raise inputs.CommandError(f"--text {settings.text}: {error}") from error
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
         self.held_out = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
         self.model = settings.make_model()
@@ -157,13 +177,13 @@ class _TrainingRun:
             overrides=settings.overrides,
         )
 
-    def run(self, resume: bool) -> int:
+    def run(self, **how: Any) -> int:
         settings = self.settings
         table = view.table(self.model, mesh=self.mesh, rules=self.trainer.rules)
         print(table, "\n", sep="")
         entropy = _byte_entropy(self.held_out.part)
         started = time.monotonic()
-        result = self.trainer.run(resume=resume)
+        result = self.trainer.run(**how)
         if result.stopped is not None:
             print(
                 f"Stopped by {result.stopped.name} at step {result.step}. Go on with: shardax "

@@ -257,7 +257,7 @@ class Metadata:
 
     @property
     def mapped_names(self) -> Axes:
-        """The axes; of arrays that know their names, those of the mapped dimensions in front."""
+        """The axes; of arrays that know theirs, those of mapped dimensions."""
         return self.entries.get(MAPPED_AXES, ()) if self.axes is None else self.axes
 
     def _with_names(self, names: Axes) -> Metadata:

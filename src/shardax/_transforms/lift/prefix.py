@@ -67,7 +67,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
                 edges.append((position, path, above))
             return
         met.add(position)
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             visit(below, way, (*above, position))
 
     def reach(position: int, path: Path, known: set[int]) -> Iterator[tuple[int, Path]]:
@@ -76,7 +76,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
             return
         known.add(position)
         yield position, path
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             yield from reach(below, way, known)
 
     for root in graphdef.roots:
@@ -90,9 +90,9 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
     return tuple(found)
 
 
-def _objects_in(graphdef: graphs.GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the objects that an object holds, and their paths."""
-    for key, child in graphs.definition_children(graphdef.objects[position]):
+def objects_in(definition: Any, path: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the objects that a definition holds, and their paths."""
+    for key, child in graphs.definition_children(definition):
         yield from _objects(child, path if key is None else (*path, key))
 
 
@@ -455,7 +455,7 @@ def _fits_value(prefix: Any, variable: Variable[Any]) -> bool:
     """Whether a prefix fits a Variable's value, such as named arrays."""
     if isinstance(prefix, (Object, State)):
         return False
-    structure = jax.tree.structure(prefix, is_leaf=lambda entry: entry is None)
+    structure = jax.tree.structure(prefix, is_leaf=_is_none)
     try:
         structure.flatten_up_to(variable._here()._value)
     except ValueError:
@@ -493,11 +493,15 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
     for variable, entry in zip(variables, entries, strict=True):
         if entry is None or variable._parent is not None or variable.is_abstract:
             continue
-        sharding = _in_scope(entry)
-        leaves = [leaf for leaf in jax.tree.leaves(variable._value) if not _is_at(leaf, sharding)]
-        for leaf in leaves:  # raises before anything is moved
-            getattr(sharding, "sharding", sharding).shard_shape(tuple(leaf.shape))
-        if leaves:
+        sharding = jax.tree.map(_in_scope, entry)  # one, or of the form of the value
+        places = jax.tree.broadcast(sharding, variable._value, is_leaf=_is_none)
+        pairs = zip(
+            jax.tree.leaves(variable._value), jax.tree.leaves(places, is_leaf=_is_none), strict=True
+        )
+        pairs = [(leaf, to) for leaf, to in pairs if to is not None and not _is_at(leaf, to)]
+        for leaf, to in pairs:  # raises before anything is moved
+            getattr(to, "sharding", to).shard_shape(tuple(leaf.shape))
+        if pairs:
             moved.append((variable, sharding))
     lazy = [(v, sharding) for v, sharding in moved if isinstance(v._value, LazyValue)]
     arrays = compute_all([v._value for v, _ in lazy], [sharding for _, sharding in lazy])
@@ -506,6 +510,10 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
     values = jax.device_put([v._value for v, _ in moved], [sharding for _, sharding in moved])
     for (variable, _), value in zip(moved, values, strict=True):
         variable._value = value
+
+
+def _is_none(entry: Any) -> bool:
+    return entry is None
 
 
 def _in_scope(entry: Any) -> Any:
