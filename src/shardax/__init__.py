@@ -105,6 +105,7 @@ if _typing.TYPE_CHECKING:
     from shardax import models as models
     from shardax import named as named
     from shardax import nn as nn
+    from shardax import numpy as numpy
     from shardax import random as random
     from shardax import surgery as surgery
     from shardax import train as train
@@ -121,7 +122,7 @@ if _typing.TYPE_CHECKING:
 
 
 _ON_FIRST_USE = frozenset(
-    {"host", "models", "named", "nn", "plan", "random", "surgery", "train", "view"}
+    {"host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train", "view"}
 )
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 

@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_transforms",),
     ("partition",),
     ("random",),
+    ("numpy",),
     ("config", "_terminal"),
     ("nn",),
     ("named",),

@@ -88,6 +88,7 @@ class LeafInfo(NamedTuple):
     box: AxisMetadata[Any] | None = None  # empty
     rules: Rules | None = None  # of its own, instead of the layout's
     mesh: AnyMesh | None = None  # of its own
+    added: frozenset[str] = frozenset()  # names that its own rules do not know, as of a stack
     axes_per_array: bool = False  # whether the axes are those of each of several arrays
     is_number: bool = False  # a box of a Python number, which has no dimensions
 
@@ -230,8 +231,8 @@ class TreeInventory:
                 axes = arrays[0].axes if len(arrays) == 1 else axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
             if BOX_ENTRY in metadata.entries:
-                mesh, rules = layout_of_variable(axes, metadata.entries)
-                leaf = leaf._replace(rules=rules, mesh=mesh, axes_per_array=True)
+                mesh, rules, added = layout_of_variable(axes, metadata.entries)
+                leaf = leaf._replace(rules=rules, mesh=mesh, added=added, axes_per_array=True)
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
