@@ -44,6 +44,7 @@ from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
+from shardax.train.optimizer import Optimizer
 from shardax.train.run_folder import RunFolder, differences, settings_of
 
 Loss = Callable[[Any, Any], Any]
@@ -289,6 +290,14 @@ class Trainer:
         overrides: OverridesLike | None = None,
         memory_kind: MemoryKinds | None = None,
     ) -> None:
+        for name, given, kind, wanted in (
+            ("optimizer", optimizer, Optimizer, "sx.train.Optimizer(model, tx)"),
+            ("loss", loss, Callable, "a function: loss(model, batch)"),
+            ("settings", settings, TrainerSettings, "TrainerSettings(steps=...)"),
+        ):
+            if not isinstance(given, kind):
+                found = type(given).__name__
+                raise TrainerError(f"{name} is a {found}, but a Trainer needs {wanted}.")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
