@@ -78,8 +78,8 @@ class Welford(Metric):
 
     def update(self, **kwargs: Any) -> None:
         """Takes in values (any shape, real) and, if given, their ``weights``."""
-        _refuse_unknown(self, kwargs, {self.argname, "weights"})
         values = self._take(self.argname, kwargs).astype(jnp.float32)
+        _refuse_unknown(self, kwargs, {self.argname, "weights"})
         weights = _weights(kwargs.get("weights"), values.shape)
         values = jnp.where(weights == 0, 0, values)
         weight = weights.sum()
@@ -171,8 +171,8 @@ class Accuracy(Average):
 
     def update(self, **kwargs: Any) -> None:
         """Takes in ``logits`` and ``labels`` and, if given, their ``weights``."""
-        _refuse_unknown(self, kwargs, _known_keywords(self))
         logits, labels = self._take("logits", kwargs), self._take("labels", kwargs)
+        _refuse_unknown(self, kwargs, {"logits", "labels", "weights"})
         if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
             raise MetricError(
                 f"Accuracy of logits of shape {logits.shape} needs integer labels of shape "
