@@ -133,6 +133,20 @@ def test_override_changes_the_settings_of_a_run(run: Path, capsys: Any) -> None:
     assert said(capsys, "verify", str(run))[0] == 0
 
 
+@pytest.mark.parametrize("option", ["--seed=3", "--preset=small", "--seq-len=32"])
+def test_what_cannot_be_overridden_is_refused_and_the_run_stays(
+    run: Path, capsys: Any, option: str
+) -> None:
+    before = (run / "run.json").read_bytes()
+    assert said(capsys, "train", "--resume", "--override", "--out", str(run), option)[0] == 1
+    assert (run / "run.json").read_bytes() == before
+    name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+    if name != "preset":
+        change(run, **{name: 3})
+        status, printed, _ = said(capsys, "verify", str(run))
+        assert status == 1 and f"{name}: " in printed
+
+
 HOLDER = """
 import sys, pathlib, time
 from shardax.train.run_folder import RunFolder

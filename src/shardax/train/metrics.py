@@ -242,17 +242,17 @@ def _known_keywords(metric: Any) -> set[str] | None:
         return {metric.argname, "weights"}
     if owner is Accuracy:
         return {"logits", "labels", "weights"}
-    known = (
-        [_known_keywords(each) for each in metric._metrics()] if owner is MultiMetric else [None]
-    )
+    if owner is not MultiMetric:
+        return None
+    known = [_known_keywords(each) for each in metric._metrics()]
     return None if None in known else set[str]().union(*(each for each in known if each))
 
 
 def _refuse_unknown(metric: Metric, given: Mapping[str, Any], known: set[str] | None) -> None:
     """Raises MetricError for a keyword that is not known."""
     # A misspelt ``weights`` would otherwise silently count everything.
-    for name in given if known is not None else ():
-        if name not in known:
+    for name in given:
+        if known is not None and name not in known:
             raise MetricError(
                 f"{type(metric).__name__}.update takes no {name}=..., but "
                 f"{', '.join(f'{each}=...' for each in sorted(known))}.{did_you_mean(name, known)}"
