@@ -29,7 +29,19 @@ import numpy as np
 from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
 from shardax._core.cross_process import packed
 from shardax._core.errors import MetadataError, StateMismatchError, VariableValueError
-from shardax._core.frames import Frame, check_trace, check_unlocked, local, owner_here, resolve
+from shardax._core.frames import (
+    Frame,
+    Stamp,
+    check_trace,
+    check_unlocked,
+    exclusive,
+    local,
+    note_read,
+    note_write,
+    owner_here,
+    resolve,
+    several,
+)
 from shardax._core.graph.flatten import VariableDef, register_variable
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
@@ -76,7 +88,16 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         ([1.0, 1.0, 1.0], ('cell',))
     """
 
-    __slots__ = ("__weakref__", "_labels", "_lock", "_marked", "_metadata", "_owner", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_labels",
+        "_lock",
+        "_marked",
+        "_metadata",
+        "_owner",
+        "_stamp",
+        "_value",
+    )
     # The labels under which ``_core.state.bind`` took the Variable out of trees; usually unset.
     _labels: tuple[Path, ...]
     # The stacked Variable that this one is a view of (``_core.graph.views``), or None.
@@ -86,6 +107,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._owner: Frame | None = owner_here()
         self._lock: str | None = None
         self._marked = False
+        self._stamp: Stamp | None = None
         if isinstance(value, Variable):
             value = value.value
         self._value: Any = as_value(value, type(self).__name__)
@@ -107,22 +129,38 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
         Setting checks that the write cannot be lost or leak.
         """
-        target = self if self._owner is local.frame else resolve(self, local.frame)
-        value = target._value
-        if isinstance(value, (np.ndarray, LazyValue)):
-            value = target._value = realise(value, target._owner)
-        return value
+        frame = local.frame
+        target = self if self._owner is frame else resolve(self, frame)
+        if several and frame is None:
+            note_read(target)
+        return target._real()
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._write(as_value(value, type(self).__name__))
+        self._write(as_value(value, type(self).__name__), check=True)
 
-    def _write(self, value: Any) -> None:
-        target = self if self._owner is local.frame else resolve(self, local.frame)
+    def _real(self) -> Any:
+        """Returns the value, materialised once for all threads."""
+        value = self._value
+        if isinstance(value, (np.ndarray, LazyValue)):
+            with exclusive:
+                value = self._value
+                if isinstance(value, (np.ndarray, LazyValue)):
+                    value = self._value = realise(value, self._owner)
+        return value
+
+    def _write(self, value: Any, check: bool = False) -> None:
+        frame = local.frame
+        target = self if self._owner is frame else resolve(self, frame)
         if target._lock is not None:
             check_unlocked(target, f"to a {type(self).__name__}")
         check_trace(target, f"to a {type(self).__name__}")
-        target._value = value
+        if frame is not None or not several:
+            target._value = value
+            return
+        with exclusive:
+            note_write(target, check)
+            target._value = value
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
@@ -134,18 +172,19 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if index is Ellipsis:
             self.value = new
             return
-        value = self.value
-        if hasattr(value, "at"):
-            self._write(value.at[index].set(new))
-        elif isinstance(value, (dict, list)):
-            value = _copy.copy(value)
-            value[index] = new
-            self.value = value
-        else:
-            raise VariableValueError(
-                f"Cannot write at index {index!r} of a value of type {type(value).__name__}; write "
-                f"it whole: v[...] = new."
-            )
+        with exclusive:
+            value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
+            if hasattr(value, "at"):
+                self._write(value.at[index].set(new), check=True)
+            elif isinstance(value, (dict, list)):
+                value = _copy.copy(value)
+                value[index] = new
+                self.value = value
+            else:
+                raise VariableValueError(
+                    f"Cannot write at index {index!r} of a value of type {type(value).__name__}; "
+                    f"write it whole: v[...] = new."
+                )
 
     # --- metadata --------------------------------------------------------------------------------
 
@@ -311,15 +350,13 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         variable._owner = owner
         variable._lock = lock
         variable._marked = False
+        variable._stamp = None
         variable._value = value
         variable._metadata = metadata
         return variable
 
     def _copy_into(self, frame: Frame) -> Self:
-        value = self._value
-        if isinstance(value, (np.ndarray, LazyValue)):
-            value = self._value = realise(value, self._owner)
-        return self._make(value, self._metadata, frame)
+        return self._make(self._real(), self._metadata, frame)
 
     def _flatten(self, encode: Any) -> VariableDef:
         return VariableDef(type(self), self._metadata)
@@ -342,7 +379,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._value, self._metadata, labels = state
         if labels is not None:
             self._labels = labels
-        self._owner, self._lock, self._marked = owner_here(), None, False
+        self._owner, self._lock, self._marked, self._stamp = owner_here(), None, False, None
 
     def __repr__(self) -> str:
         value = self._here()._value
@@ -381,7 +418,7 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
 
 
 def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str | None]:
-    """Returns a value as a Variable can take it, and what is wrong with it."""
+    """Returns a value as a Variable takes it, and what is wrong."""
     if isinstance(given, Variable):
         here = given._here()
         label, known = getattr(here._metadata, "label", ()), getattr(variable, "_labels", ())

@@ -20,12 +20,14 @@ from jax.sharding import AxisType
 
 from shardax._core._jax import Tracer
 from shardax._core.frames import local, resolve
+from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import Origin, State, flatten_mapping
 from shardax._core.variable import OptState, Param, Variable
 from shardax.partition.boxes.boxes import BOX_ENTRY
+from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
 from shardax.train.errors import GradientMismatchError, OptimizerStateError
 
@@ -162,7 +164,7 @@ class Optimizer(Module):
         variables: Sequence[Variable[Any]],
     ) -> dict[Any, Any]:
         """Makes the nested mapping of ``OptState``, lazy where the values can wait."""
-        owners = [v for v in variables for _ in jax.tree.leaves(v._value)]
+        owners = [(v, axes) for v in variables for axes in _axes_of_leaves(v)]
         known = [parameters.peek(position) for position in range(len(parameters.places))]
         traced: list[Any] | None = None
         if any(isinstance(value, Tracer) for value in known):
@@ -203,14 +205,20 @@ class Optimizer(Module):
         return [present[leaf.path] for leaf in layout.leaves]
 
 
+def _axes_of_leaves(variable: Variable[Any]) -> Sequence[Any]:
+    """Returns the names of the dimensions of each array of a parameter."""
+    if variable.axes is not None or not knows_names(variable._value):
+        return [variable.axes] * len(jax.tree.leaves(variable._value))
+    return [info.axes for leaf in TreeInventory(variable).leaves for info in leaf.arrays]
+
+
 def _metadata_of(
-    leaf: optimizer_state.StateLeaf, owners: Sequence[Variable[Any]]
+    leaf: optimizer_state.StateLeaf, owners: Sequence[tuple[Variable[Any], Any]]
 ) -> dict[str, Any]:
     """Returns the axes of a leaf, and the box of its parameter."""
     if leaf.follows is None:
         return {}
-    owner = owners[leaf.follows]
-    axes = owner.axes
+    owner, axes = owners[leaf.follows]
     if axes is None or any(d is not None and d >= len(axes) for d in leaf.dims):
         return {}
     box = {BOX_ENTRY: owner.metadata[BOX_ENTRY]} if BOX_ENTRY in owner.metadata else {}

@@ -39,7 +39,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import MissingRngsError, SeedError
-from shardax._core.frames import is_eager
+from shardax._core.frames import exclusive, is_eager
 from shardax._core.graph.static import Static
 
 # --- key sources ----------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class Recipe(LazyValue):
 
 
 def check_rngs(rngs: Any) -> Any:
-    """Returns an ``Rngs`` or None, or raises if it is something else, such as a seed."""
+    """Returns an ``Rngs`` or None, or raises, as for a seed."""
     if rngs is None or hasattr(rngs, "streams"):
         return rngs
     is_key = hasattr(rngs, "dtype")
@@ -549,8 +549,9 @@ def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterat
 
 def realise_all(variables: Sequence[Any]) -> None:
     """Materialises the lazy values of several Variables in one go."""
-    lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
-    if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
-        arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
-        for variable, array in zip(lazy, arrays, strict=True):
-            variable._value = array
+    with exclusive:
+        lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
+        if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
+            arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
+            for variable, array in zip(lazy, arrays, strict=True):
+                variable._value = array

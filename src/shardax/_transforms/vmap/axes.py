@@ -24,7 +24,7 @@ given one stays the caller's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +38,8 @@ from shardax._core.graph.flatten import (
     ChildDecoder,
     GraphDef,
     ModuleDef,
-    NodeDef,
     Ref,
     VariableDef,
-    definition_children,
     is_object,
 )
 from shardax._core.graph.handlers import knows_names
@@ -119,7 +117,7 @@ class SplitStreams:
         return split
 
     def separate_kept(self, context: RunContext) -> None:
-        """Gives new objects streams of their own, inside, in place of split ones that they keep."""
+        """Gives new objects streams of their own for split ones they keep."""
         self.kept = set()
         if not self.streams:
             return
@@ -151,8 +149,12 @@ class SplitStreams:
             if i not in given and not holds_as_built(copy, before, context.copies):
                 walk.definitions[i] = copy._flatten(lambda child, key: walk.encode(child, ()))
         for i, definition in enumerate(walk.definitions):
-            before = {*_references(known[i])} if i < len(known) else set[int]()
-            kept = given.intersection(_references(definition)) - before
+            pair = (definition, known[i] if i < len(known) else None)
+            held, before = (
+                {position for position, _ in prefix.objects_in(each, ())} if each else set[int]()
+                for each in pair
+            )
+            kept = (given & held) - before
             if kept:
                 objects = [own_of(x) if j in kept else x for j, x in enumerate(walk.objects)]
                 walk.objects[i]._unflatten(definition, ChildDecoder(objects))
@@ -174,15 +176,6 @@ class SplitStreams:
         """Adds, outside the transform, the counts of the streams that moved on."""
         counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
         return prefix.add_written(outputs, counts)
-
-
-def _references(item: Any) -> Iterator[int]:
-    """Yields the positions of the objects that a definition holds."""
-    for _, child in definition_children(item) if item is not None else ():
-        if type(child) is Ref:
-            yield child.position
-        elif type(child) is NodeDef:
-            yield from _references(child)
 
 
 def _laid_out(array: Any, sharding: Any) -> Any:

@@ -175,10 +175,7 @@ class _VmapCall(mapped.MappedCall):
 
     def _pure(self, values: list[Any], plain: list[Any], mark: Any) -> tuple[list[Any], ...]:
         positional, named = self.plain_tree.unflatten(plain)
-
-        def leave(context: RunContext) -> tuple[list[Any], ...]:
-            return self._leave(context, mark)
-
+        leave = functools.partial(self._leave, mark=mark)
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
     def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
