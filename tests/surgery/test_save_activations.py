@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.surgery.decoders import TOKENS, close, decoder, in_every_layout, run
 
 import shardax as sx
@@ -100,6 +101,23 @@ def test_attention_with_another_softmax_computes_the_same(
     mask = jax.random.bernoulli(jax.random.key(2), 0.7, (*shape[:-2], 1, 5, 5))
     for given in (None, mask):
         close(other(x, mask=given), layer(x, mask=given))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_attention_patterns_are_seen_over_a_mesh(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    model = decoder(scanned=True)
+    expected, rules = run(model), sx.models.DECODER_RULES
+    tokens = jax.device_put(TOKENS, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh), sx.axis_rules(rules):
+        attention = sx.select(sx.shard(model, mesh, rules)).at_instances_of(
+            sx.nn.MultiHeadAttention
+        )
+        watched = save_activations(attention.at(lambda attention: attention.softmax))
+        logits = sx.jit(lambda model, tokens: model(tokens))(watched, tokens)
+    close(jax.device_get(logits), expected)
+    ((patterns,),) = sx.pop(watched, sx.Intermediate).flat().values()
+    close(jax.device_get(patterns).sum(-1), jnp.ones((2, 2, 4, 5)))
 
 
 def test_every_call_since_is_saved_and_a_shared_layer_is_watched_once() -> None:

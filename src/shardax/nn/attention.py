@@ -291,8 +291,8 @@ class MultiHeadAttention(Module):
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         if self.softmax is softmax:
             return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=self.causal)
-        groups = query.shape[-2] // key.shape[-2]
-        key, value = (jnp.repeat(x, groups, -2) if groups > 1 else x for x in (key, value))
+        if key.shape[-2] < query.shape[-2]:
+            key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         scores = jnp.einsum(
             "...tnh,...snh->...nts",
             query,
@@ -372,14 +372,19 @@ def _check_mask(mask: jax.Array, ndim: int) -> jax.Array:
 def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
     """Repeats kv heads where Explicit mesh axes split heads differently."""
     # A split of query heads that cuts through a group has no counterpart among the kv heads.
-    queries, keys = explicit_entries(query), explicit_entries(key)
-    if queries is None and keys is None:
+    if explicit_entries(query) is None and explicit_entries(key) is None:
         return key
-    wanted = tuple(jax.typeof(query).sharding.spec)
-    have = tuple(jax.typeof(key).sharding.spec)
-    if wanted[-2] == have[-2]:
-        return key
+    specs = [jax.typeof(array).sharding.spec for array in (query, key)]
+    return key if specs[0][-2] == specs[1][-2] else _repeat_heads(query, key)
+
+
+def _repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:
+    """Repeats kv heads for each query head, laid out as those over Explicit mesh axes."""
     repeats = query.shape[-2] // key.shape[-2]
+    queries = explicit_entries(query)
+    if queries is None and explicit_entries(key) is None:
+        return jnp.repeat(key, repeats, axis=-2)
+    wanted, have = (tuple(jax.typeof(array).sharding.spec) for array in (query, key))
     mesh = jax.typeof(query if queries is not None else key).sharding.mesh
     whole = NamedSharding(mesh, PartitionSpec(*have[:-2], None, have[-1]))
     split = NamedSharding(mesh, PartitionSpec(*have[:-2], wanted[-2], have[-1]))

@@ -335,7 +335,7 @@ class Linearised(LayerWrapper):
         self.point = Variable(point)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Approximates the layer at an input, to whose shape the point is broadcast."""
+        """Approximates the layer at an input; the point is broadcast."""
         point = jax.tree.map(lambda old, new: jnp.broadcast_to(old, new.shape), self.point.value, x)
         moved = jax.tree.map(jnp.subtract, x, point)
         result, change = jvp(lambda x: self.body(x, *args, **kwargs), (point,), (moved,))
