@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
 from shardax._core.cross_process import packed
@@ -64,6 +65,34 @@ class _VariableType(type):
     ) -> Any:
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
+
+
+_OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names"))
+
+
+def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
+    """Raises for names of dimensions under another keyword."""
+    for option in _OTHER_NAMES.intersection(metadata):
+        given = metadata[option]
+        spec = getattr(given, "spec", given)
+        shown = repr(tuple(spec)) if isinstance(spec, (tuple, list, PartitionSpec)) else "(...)"
+        raise MetadataError(
+            f"{kind.__name__}({option}={given!r}): dimensions are named by axes=, with axes of the "
+            f"mesh or names that rules map to them: {kind.__name__}(value, axes={shown})."
+        )
+
+
+def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tuple[Any, Any]:
+    """Axes and entries with those of the box around an initializer's value."""
+    assert init.metadata is not None
+    names = tuple(init.metadata.axes or ())
+    names += (None,) * (len(init.shape) - len(names))
+    if axes is not None and tuple(axes) != names:
+        raise MetadataError(
+            f"A {kind.__name__} with axes={axes!r} was given an initializer with the names "
+            f"{names}, by with_partitioning: give the names once, to a new {kind.__name__}."
+        )
+    return names, {**init.metadata.entries, **entries}
 
 
 class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
@@ -113,6 +142,10 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._value: Any = as_value(value, type(self).__name__)
         if isinstance(value, Init) and value.is_traced:
             self._value = value.compute()
+        if isinstance(value, Init) and value.metadata is not None:
+            axes, metadata = _with_box(type(self), axes, metadata, value)
+        if not _OTHER_NAMES.isdisjoint(metadata):
+            _refuse_other_names(type(self), metadata)
         names = check_axes(axes)
         self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
@@ -137,6 +170,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     @value.setter
     def value(self, value: Any) -> None:
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
         self._write(as_value(value, type(self).__name__), check=True)
 
     def _real(self) -> Any:
@@ -214,6 +249,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.axes, dict(w.metadata)
             (('embed', 'mlp'), {'frozen': True})
         """
+        _refuse_other_names(type(self), changes)
         target = self._here()
         target._check_metadata_write(f"metadata of a {type(self).__name__}")
         check_trace(target, f"metadata of a {type(self).__name__}")
@@ -292,6 +328,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.replace(jnp.ones(2)).axes
             ('embed',)
         """
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
         variable = self._make(
             as_value(value, type(self).__name__), self._here()._metadata, owner_here()
         )

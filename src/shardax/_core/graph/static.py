@@ -122,7 +122,7 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
 
 
 def _identity(value: Any) -> Hashable:
-    """Returns a key by identity that keeps nothing alive."""
+    """Returns the key of what has an identity, held weakly."""
     try:
         reference = weakref.ref(value)
         hash(reference)  # now: later it might be gone
