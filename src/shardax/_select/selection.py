@@ -508,12 +508,11 @@ class Selection(Shown):
             >>> rates.apply(lambda i, rate: i, with_index=True, keep_selected=True).get_all()
             (0, 1)
         """
-        made: Callable[[Any, Any], Any] = fn if with_index else predicates.with_path(fn)
+        made: Callable[..., Any] = fn if with_index else predicates.with_path(fn)
         counted = iter(range(len(self)))
 
         def items(place: Place) -> Items:
-            first: Any = next(counted) if with_index else place.path
-            return [made(first, self._read(place))]
+            return [made(next(counted) if with_index else place.path, self._read(place))]
 
         tree = self._edit(items, inplace, allow_empty)
         if not keep_selected:
