@@ -107,6 +107,7 @@ if _typing.TYPE_CHECKING:
     from shardax import nn as nn
     from shardax import numpy as numpy
     from shardax import random as random
+    from shardax import surgery as surgery
     from shardax import train as train
     from shardax import view as view
     from shardax._select.edit import Hole as Hole
@@ -121,7 +122,7 @@ if _typing.TYPE_CHECKING:
 
 
 _ON_FIRST_USE = frozenset(
-    {"host", "models", "named", "nn", "numpy", "plan", "random", "train", "view"}
+    {"host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train", "view"}
 )
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 

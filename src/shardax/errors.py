@@ -29,11 +29,11 @@ if _typing.TYPE_CHECKING:
 
 _NAMES = {
     "shardax._core.errors": (
-        "AbstractValueError BindError ConcurrentWriteError DeviceError DtypeError FilterError "
-        "ForeignMutationError FrozenVariableError LabelConflictError LayerViewError "
-        "LayoutLostWarning MetadataError MissingAttributeError MissingRngsError PickleReadError "
-        "PickleWriteError PrecisionLostWarning ReadOnlyCopyError RepeatedKeyError "
-        "ReservedNameError SeedError ShardaxError StackError StateMismatchError "
+        "AbstractValueError ArrayExpectedError BindError ConcurrentWriteError DeviceError "
+        "DtypeError FilterError ForeignMutationError FrozenVariableError LabelConflictError "
+        "LayerViewError LayoutLostWarning MetadataError MissingAttributeError MissingRngsError "
+        "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError "
+        "RepeatedKeyError ReservedNameError SeedError ShardaxError StackError StateMismatchError "
         "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
         "UnknownStreamError VariableValueError"
     ),

@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("nn",),
     ("named",),
     ("models",),
+    ("surgery",),
     ("train",),
     ("hlo",),
     ("host",),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pathlib
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,33 @@ def trace_state() -> Any:
     return state()
 
 
+# Functions of JAX that ask for ``__jax_array__`` only to say that they do not call it.
+ARRAYS_ONLY = "but only arrays are taken there."
+_TYPE_QUERIES = frozenset({"bind", "canonicalize_value", "shaped_abstractify", "typeof"})
+
+
+def refused_argument(held: Any) -> str | None:
+    """Returns what to say if JAX is about to refuse an object."""
+    # Called for a look at ``__jax_array__``. If JAX renames these functions, its own error comes.
+    frame = sys._getframe(2)
+    if frame.f_code.co_name not in _TYPE_QUERIES:
+        return None
+    found = "What was given to a function of JAX"
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jax":
+        name = frame.f_code.co_name
+        home = next((m for m in ("jax.lax", "jax") if hasattr(sys.modules[m], name)), None)
+        for parameter, value in frame.f_locals.items() if home else ():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if any(item is held for item in items):
+                found = f"The argument {parameter} of {home}.{name}"
+                break
+        frame = frame.f_back
+    return (
+        f"{found} is a {held!r}, {ARRAYS_ONLY} Pass its value: variable.value, or variable[...]. "
+        "Functions of jax.numpy and operators take the Variable itself."
+    )
+
+
 @functools.cache
 def eager() -> Any:
     """Returns the token of eager execution: no transform is tracing."""
@@ -83,6 +111,26 @@ def user_line(equation: Any) -> str:
         if not frame.file_name.startswith(inside):
             return f"{frame.file_name}:{frame.line_num}"
     return ""
+
+
+def jit_options(function: Any) -> dict[str, Any]:
+    """Returns the options of a function that ``jax.jit`` made, for another."""
+    # There is no public way to them; this is for JAX 0.10 to 0.12.
+    found = getattr(function, "_jit_info", None)
+    if found is None:
+        raise TypeError("this version of JAX does not tell the options of a jitted function")
+
+    def given(kind: str) -> Any:
+        leaves, treedef = (getattr(found, f"{kind}_{part}") for part in ("leaves", "treedef"))
+        known = [None if type(x).__name__ == "UnspecifiedValue" else x for x in leaves]
+        return treedef.unflatten(known)
+
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    options = {name: getattr(found, name) for name in names}
+    options |= {name: getattr(found, name) for name in ("keep_unused", "device", "backend")}
+    options["compiler_options"] = dict(found.compiler_options_kvs) or None
+    options |= {kind: given(kind) for kind in ("in_shardings", "out_shardings")}
+    return {name: value for name, value in options.items() if value not in (None, (), False)}
 
 
 def varying_axes(array: Any) -> frozenset[str]:

@@ -106,6 +106,10 @@ class RepeatedKeyError(ShardaxError, RuntimeError):
     """A random key was drawn a second time."""
 
 
+class ArrayExpectedError(ShardaxError, ValueError):
+    """A function of JAX takes arrays only, and was given a Variable."""
+
+
 class DtypeError(ShardaxError, TypeError):
     """A dtype is invalid, or has 64 bits while JAX uses 32."""
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 
 from shardax._core import _jax
 from shardax._core.errors import (
+    ArrayExpectedError,
     ConcurrentWriteError,
     ForeignMutationError,
     ReadOnlyCopyError,
@@ -65,11 +66,15 @@ class Frame:
         local.frame = self
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         local.frame = self.parent
         self.closed = True
         # A Variable that leaked from the trace must not keep the caller's model alive.
         self.copies = {}
+        reason = str(getattr(error, "__cause__", None))
+        if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
+            text = reason.removeprefix("Argument '").partition("' of type")[0]
+            raise ArrayExpectedError(text) from error
 
     def capture(self, outer: Any) -> Any:
         """Returns this frame's stand-in for a Variable of the parent."""

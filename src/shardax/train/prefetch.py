@@ -155,8 +155,8 @@ class Prefetch:
     """
 
     def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
-        if depth < 1:
-            raise PrefetchError(f"Prefetch needs depth >= 1, got {depth}.")
+        if not isinstance(depth, int) or depth < 1:
+            raise PrefetchError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
         self._source = batches
         self._iterator = iter(batches)
         self._sharding = sharding

@@ -122,7 +122,7 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
 
 
 def _identity(value: Any) -> Hashable:
-    """Returns the key of what is compared by identity, without keeping it alive."""
+    """Returns the key of what has an identity, held weakly."""
     try:
         reference = weakref.ref(value)
         hash(reference)  # now: later it might be gone

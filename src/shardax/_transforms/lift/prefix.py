@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import FilterError
-from shardax._core.frames import is_eager
+from shardax._core.frames import exclusive, is_eager
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
@@ -305,7 +305,8 @@ def assign(
     name: str,
     other: Any,
 ) -> AssignedPrefixes:
-    """Finds the prefix of every argument, by position or name; ``other`` where there is none."""
+    """Finds the prefix of every argument, by position or name."""
+    # ``other`` is that of a keyword argument without an entry.
     one = is_one_entry(prefix)
     args, kwargs = inputs.by_position(function, args, kwargs, None if one else len(prefix))
     labels = [inputs.parameter_name(function, position) for position in range(len(args))]
@@ -331,7 +332,8 @@ def expand(
     known: Mapping[int, Any] = MappingProxyType({}),
     lenient: bool = False,
 ) -> Iterator[tuple[Path, Any, Any]]:
-    """Spreads a prefix over a tree; leniently, a Variable without an entry gets None."""
+    """Spreads a prefix over a tree."""
+    # Leniently, a Variable without an entry gets None.
     if isinstance(tree, Object):
         yield from _expand_object(prefix, tree, name, where, known, lenient)
         return
@@ -486,10 +488,10 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
 
 
 def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
-    """Moves Variables to the shardings that are their entries; lazy ones straight into shards."""
+    """Moves Variables to the shardings that are their entries."""
     if not is_eager():
         return
-    moved: list[tuple[Any, Any]] = []
+    moved: list[tuple[Any, Any, Any]] = []
     for variable, entry in zip(variables, entries, strict=True):
         if entry is None or variable._parent is not None or variable.is_abstract:
             continue
@@ -502,14 +504,15 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
         for leaf, to in pairs:  # raises before anything is moved
             getattr(to, "sharding", to).shard_shape(tuple(leaf.shape))
         if pairs:
-            moved.append((variable, sharding))
-    lazy = [(v, sharding) for v, sharding in moved if isinstance(v._value, LazyValue)]
-    arrays = compute_all([v._value for v, _ in lazy], [sharding for _, sharding in lazy])
-    for (variable, _), array in zip(lazy, arrays, strict=True):
-        variable._value = array
-    values = jax.device_put([v._value for v, _ in moved], [sharding for _, sharding in moved])
-    for (variable, _), value in zip(moved, values, strict=True):
-        variable._value = value
+            moved.append((variable, variable._value, sharding))
+    lazy = [row for row in moved if isinstance(row[1], LazyValue)]
+    live = [row for row in moved if not isinstance(row[1], LazyValue)]
+    made = compute_all([value for _, value, _ in lazy], [sharding for *_, sharding in lazy])
+    put = jax.device_put([value for _, value, _ in live], [sharding for *_, sharding in live])
+    for (variable, value, _), new in (*zip(lazy, made, strict=True), *zip(live, put, strict=True)):
+        with exclusive:
+            if variable._value is value:  # else another thread has written it
+                variable._value = new
 
 
 def _is_none(entry: Any) -> bool:
