@@ -25,7 +25,7 @@ from shardax.random.stream import placement
 
 
 def zeros(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
-    """Creates an array of zeros.
+    """Returns an array of zeros.
 
     Args:
         shape: An integer or a tuple.
@@ -50,7 +50,7 @@ def zeros(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = 
 
 
 def ones(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
-    """Creates an array of ones.
+    """Returns an array of ones.
 
     Args:
         shape: An integer or a tuple.
@@ -67,7 +67,7 @@ def ones(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = N
 
 
 def empty(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
-    """Creates an array of any content.
+    """Returns an array of any content.
 
     Args:
         shape: An integer or a tuple.
@@ -86,7 +86,7 @@ def empty(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = 
 def full(
     shape: Any, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None
 ) -> jax.Array:
-    """Creates an array of one value.
+    """Returns an array of one value.
 
     Args:
         shape: An integer or a tuple.
@@ -112,7 +112,7 @@ def eye(
     device: Any = None,
     sharding: Any = None,
 ) -> jax.Array:
-    """Creates a matrix with ones on a diagonal.
+    """Returns a matrix with ones on a diagonal.
 
     Args:
         rows: Number of rows.
@@ -131,7 +131,7 @@ def eye(
 
 
 def identity(n: int, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
-    """Creates an identity matrix.
+    """Returns an identity matrix.
 
     Args:
         n: Number of rows and columns.
@@ -156,7 +156,7 @@ def arange(
     device: Any = None,
     sharding: Any = None,
 ) -> jax.Array:
-    """Creates numbers in equal steps.
+    """Returns numbers in equal steps.
 
     Args:
         start: The first number; the end, if it is the only argument.
@@ -186,7 +186,7 @@ def linspace(
     device: Any = None,
     sharding: Any = None,
 ) -> jax.Array:
-    """Creates evenly spaced numbers.
+    """Returns evenly spaced numbers.
 
     Args:
         start: The first number, or an array of such.
@@ -216,7 +216,7 @@ def array(
     device: Any = None,
     sharding: Any = None,
 ) -> jax.Array:
-    """Creates an array of numbers, lists or arrays.
+    """Returns an array of numbers, lists or arrays.
 
     Args:
         value: A number, nested lists or an array.

@@ -298,7 +298,7 @@ def fitted(names: Names, rank: int) -> Names:
 
 
 def _reaching(box: Any, names: Names, count: int) -> Names:
-    """The names of a box with fewer of them than dimensions, up to a count."""
+    """Names padded to a count, of a box with fewer than dimensions."""
     rank = getattr(box.value, "ndim", 0)
     return fitted(names, count) if len(names) < count <= rank else names
 
