@@ -29,12 +29,13 @@ if _typing.TYPE_CHECKING:
 
 _NAMES = {
     "shardax._core.errors": (
-        "AbstractValueError BindError DeviceError DtypeError FilterError ForeignMutationError "
-        "FrozenVariableError LabelConflictError LayerViewError LayoutLostWarning MetadataError "
-        "MissingAttributeError MissingRngsError PickleReadError PickleWriteError "
-        "PrecisionLostWarning ReadOnlyCopyError RepeatedKeyError ReservedNameError SeedError "
-        "ShardaxError StackError StateMismatchError StatelessCallError StaticAttributeError "
-        "TraceLeakError UnboundVariableError UnknownStreamError VariableValueError"
+        "AbstractValueError ArrayExpectedError BindError ConcurrentWriteError DeviceError "
+        "DtypeError FilterError ForeignMutationError FrozenVariableError LabelConflictError "
+        "LayerViewError LayoutLostWarning MetadataError MissingAttributeError MissingRngsError "
+        "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError "
+        "RepeatedKeyError ReservedNameError SeedError ShardaxError StackError StateMismatchError "
+        "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
+        "UnknownStreamError VariableValueError"
     ),
     "shardax._select.places": (
         "CombineError EmptySelectionError SelectionCountError SelectionError SelectionIndexError "

@@ -64,6 +64,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "plan --processes": ("0", *NUMBERS),
     "plan --mesh": MESHES,
     "plan --effort": ("", "none"),
+    "plan explain": ("none.json", "deep.json", "nine.json", "loop", ".", "a\0b"),
+    "plan diff file": ("none.json", "deep.json", "loop"),
+    "plan --target": ("", "x", "cpu:0", "cpu:-1", "cpu:99999999", "tpu:v5e:0x0", "none.toml"),
     "plan --json": ("", ".", "none/plan.json"),
     "plan": ("none", "os:sep", "math:sqrt", "nothing.at:all"),
 }

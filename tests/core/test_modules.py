@@ -393,3 +393,15 @@ def test_train_and_eval_switch_the_layers_that_have_modes() -> None:
     assert (dropout.deterministic, norm.use_running_average) == (False, False)
     tower.eval(rate=0.3)
     assert (dropout.deterministic, norm.use_running_average, tower.rate) == (True, True, 0.3)
+
+
+def test_sow_may_reduce_what_it_is_given() -> None:
+    model = Node()
+    for value in (1.0, 5.0, 2.0):
+        model.sow("total", value, reduce_fn=lambda a, b: a + b, init_fn=lambda: 0.0)
+        model.sow("last", value, sx.Cache, reduce_fn=lambda a, b: b)
+        model.sow("all", value)
+    assert (float(model.total), float(model.last), len(model.all.value)) == (8.0, 2.0, 3)
+    assert type(model.last) is sx.Cache
+    sx.jit(lambda m: m.sow("total", 4.0, reduce_fn=lambda a, b: a + b))(model)
+    assert float(model.total) == 12.0

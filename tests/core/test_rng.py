@@ -220,3 +220,70 @@ def test_seeds_beyond_32_bits_fold_their_other_words() -> None:
     assert seed_source(7) == KeySource(7)
     assert seed_source(2**32 + 7) == KeySource(7, (1, 0))
     assert seed_source(-1) != seed_source(2**32 - 1)
+
+
+# --- numbers, and other streams of the same names ---
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("normal", ((2, 3),)),
+        ("uniform", ((4,),)),
+        ("randint", ((5,), 0, 10)),
+        ("bernoulli", (0.5, (3,))),
+        ("choice", (7,)),
+        ("permutation", (5,)),
+        ("truncated_normal", (-1.0, 1.0, (2,))),
+    ],
+)
+def test_streams_draw_numbers_as_jax_random_does_with_their_next_key(name: str, args: Any) -> None:
+    rngs, twin = sx.Rngs(0, dropout=1), sx.Rngs(0, dropout=1)
+    expected = getattr(jax.random, name)
+    for draw, key in (
+        (getattr(rngs, name), twin),
+        (getattr(rngs.dropout, name), twin.dropout),
+        (getattr(rngs.params, name), twin.params),
+    ):
+        assert (draw(*args) == expected(key(), *args)).all()
+    assert int(rngs.default.count) == 2 and int(rngs.dropout.count) == 1
+    again = sx.jit(lambda rngs: getattr(rngs, name)(*args))
+    assert (again(rngs) == expected(twin(), *args)).all()
+
+
+def test_a_stream_may_have_the_name_of_a_draw() -> None:
+    rngs = sx.Rngs(0, normal=1)
+    assert rngs.normal.name == rngs["normal"].name == "normal"
+    assert sx.Rngs(0)["normal"].name == "default"
+    with pytest.raises(sx.errors.UnknownStreamError, match="normal"):
+        _ = sx.Rngs(params=0).normal
+
+
+def test_split_gives_different_keys_and_broadcast_equal_ones() -> None:
+    rngs, twin = sx.Rngs(0, dropout=1), sx.Rngs(0, dropout=1)
+    split, forked = rngs.split(3), twin.fork(split=3)
+    assert (split.default.key.value == forked.default.key.value).all()
+    one = rngs.broadcast(3)
+    assert one.dropout.key.shape == one.dropout.count.shape == (3,)
+    assert (one.dropout.key.value == twin.dropout()).all()
+    masks = sx.vmap(lambda rngs: rngs.dropout.normal(), in_axes=0)(one)
+    assert masks.shape == (3,) and len(set(masks.tolist())) == 1
+    for wrong in (0, "x", None, True):
+        with pytest.raises(sx.errors.SeedError, match="split=4"):
+            rngs.broadcast(wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_reseed_restarts_the_streams_that_are_named_in_place() -> None:
+    rngs = sx.Rngs(0, dropout=1, noise=2)
+    shared = rngs.dropout
+    for _ in range(3):
+        _ = rngs(), rngs.dropout(), rngs.noise()
+    rngs.reseed(5, dropout=jax.random.key(7))
+    assert rngs.dropout is shared
+    assert rngs() == sx.Rngs(5)() and rngs.dropout() == sx.Rngs(dropout=jax.random.key(7)).dropout()
+    assert int(rngs.noise.count) == 3
+    with pytest.raises(sx.errors.UnknownStreamError, match="'other'"):
+        rngs.reseed(1, other=2)
+    with pytest.raises(sx.errors.SeedError):
+        rngs.reseed(1, noise="x")
+    assert int(rngs.default.count) == 1 and int(rngs.noise.count) == 3

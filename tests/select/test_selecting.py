@@ -363,3 +363,49 @@ def test_invert_selects_the_largest_parts_without_anything_selected(model: Model
 def test_inverting_twice_gives_the_largest_parts_back(model: Model) -> None:
     blocks = sx.select(model).at(lambda m: m.blocks).at_children()
     assert blocks.invert().invert().keypaths() == (("blocks",),)
+
+
+# --- leaves, indices, selections of the new tree ---
+
+
+def test_leaves_are_those_of_jax() -> None:
+    model = sx.nn.Sequential(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), jax.nn.relu)
+    mlp: Any = model.layers[0]
+    model.table, model.tied = (jnp.ones(2), "text"), mlp.up
+    model.caches = sx.Cache({"a": jnp.zeros(3), "b": (jnp.ones(()),)})
+    for tree in (model, {"m": model, "rate": 0.5, "none": None, "list": [1, "two", ()]}):
+        values = jax.tree.leaves(tree)
+        found = sx.select(tree).at_pytree_leaves().get_all()
+        assert sorted(map(str, found)) == sorted(map(str, values))
+    doubled = sx.select(model).at_pytree_leaves().apply(lambda x: 2 * x)
+    assert doubled.caches.value["b"][0] == 2 and doubled.table[1] == "text"
+    assert doubled.tied is doubled.layers[0].up
+
+
+def test_childless_places_have_no_parts() -> None:
+    tree = {"a": [1, ()], "w": sx.Param(jnp.ones(2)), "f": jax.nn.relu, "d": {}}
+    assert sx.select(tree).at_childless().keypaths() == (
+        *(("a", 0), ("a", 1), ("w", "value"), ("f",), ("d",)),
+    )
+
+
+def test_apply_may_count_places_and_keep_them_selected() -> None:
+    mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+    linears = sx.select(mlp).at_instances_of(sx.nn.Linear)
+    numbered = linears.apply(lambda i, linear: (i, linear), with_index=True)
+    assert [numbered.gate[0], numbered.up[0], numbered.down[0]] == [0, 1, 2]
+    wrapped = linears.apply(lambda linear: sx.nn.Sequential(linear), keep_selected=True)
+    assert wrapped.keypaths() == linears.keypaths() and wrapped.tree is not mlp
+    assert [type(each) for each in wrapped] == [sx.nn.Sequential] * 3
+    again = wrapped.apply(lambda i, s: s.layers[0], with_index=True)
+    assert again.up is mlp.up
+    with sx.select(mlp).edit() as editing:
+        kept = editing.at(lambda m: m.activation).apply(str.upper, keep_selected=True)
+        assert kept.tree is mlp and kept.set("gelu") is mlp
+    assert mlp.activation == "gelu"
+
+
+def test_values_may_be_a_function_of_the_path() -> None:
+    tree = {"a": 1, "b": [2, 3]}
+    texts = sx.select(tree).at_instances_of(int).set_by_path(lambda path: len(path))
+    assert texts == {"a": 1, "b": [2, 2]}

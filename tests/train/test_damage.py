@@ -368,6 +368,19 @@ def test_a_full_disk_ends_a_run_with_the_checkpoints_before(
     assert make_trainer(tmp_path, 6).run(resume=True, display=Quiet()).step == 6
 
 
+def test_a_full_disk_is_named_with_the_log_and_leaves_no_half_line(
+    tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    with sx.train.JsonlLog(tmp_path / "log.jsonl") as log:
+        log.write(step=1, loss=1.0)
+        small_files(30)
+        with pytest.raises(OSError, match=r"File too large: .*log\.jsonl"):
+            log.write(step=2, loss=2.0)
+        small_files(resource.RLIM_INFINITY)
+        log.write(step=2, loss=2.0)
+    assert [each["step"] for each in sx.train.read_jsonl(tmp_path / "log.jsonl")] == [1, 2]
+
+
 def test_a_run_clears_away_what_killed_processes_left(copy: Path) -> None:
     for name in ("00000002.deleted", "00000008.orbax-checkpoint-tmp"):
         (copy / "checkpoints" / name / "arrays").mkdir(parents=True)

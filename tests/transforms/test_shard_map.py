@@ -187,7 +187,7 @@ def test_flax_11_arguments_may_be_given_by_name(auto_mesh: Mesh) -> None:
     assert run(Table(), scale=scale, x=x).tolist() == expected
     assert run(x=x, offset=0.0, scale=scale, table=Table()).tolist() == expected
     assert run(Table(), x).tolist() == [1 + 2 * i for i in range(8)]
-    with pytest.raises(TypeError, match="missing .* argument: 'x'"):
+    with pytest.raises(TypeError, match=r"missing .* argument: 'x'"):
         run(table=Table())
 
 

@@ -222,7 +222,10 @@ def test_an_array_keeps_its_form() -> None:
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        (lambda model: {"model": model}, r"\.x"),
+        (
+            lambda model: {"model": model},
+            r"keys 'model', 'x' came back as a dict with keys 'model'",
+        ),
         (lambda model: {"model": Scale(), "x": 1}, "another Scale"),
         (lambda model: {"model": model.factor, "x": 1}, "another Param"),
         (lambda model: {"model": model, "x": model.calls}, r"\.x"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pathlib
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,33 @@ def trace_state() -> Any:
     state = functools.partial(get_opaque_trace_state, convention="nnx")
     globals()["trace_state"] = state  # from now on without this function around it
     return state()
+
+
+# Functions of JAX that ask for ``__jax_array__`` only to say that they do not call it.
+ARRAYS_ONLY = "but only arrays are taken there."
+_TYPE_QUERIES = frozenset({"bind", "canonicalize_value", "shaped_abstractify", "typeof"})
+
+
+def refused_argument(held: Any) -> str | None:
+    """Returns what to say if JAX is about to refuse an object."""
+    # Called for a look at ``__jax_array__``. If JAX renames these functions, its own error comes.
+    frame = sys._getframe(2)
+    if frame.f_code.co_name not in _TYPE_QUERIES:
+        return None
+    found = "What was given to a function of JAX"
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jax":
+        name = frame.f_code.co_name
+        home = next((m for m in ("jax.lax", "jax") if hasattr(sys.modules[m], name)), None)
+        for parameter, value in frame.f_locals.items() if home else ():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if any(item is held for item in items):
+                found = f"The argument {parameter} of {home}.{name}"
+                break
+        frame = frame.f_back
+    return (
+        f"{found} is a {held!r}, {ARRAYS_ONLY} Pass its value: variable.value, or variable[...]. "
+        "Functions of jax.numpy and operators take the Variable itself."
+    )
 
 
 @functools.cache

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.errors import AbstractValueError, VariableValueError
+from shardax._core import _jax
+from shardax._core.errors import AbstractValueError, ArrayExpectedError, VariableValueError
+from shardax._core.frames import exclusive
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 
@@ -109,7 +111,8 @@ def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any
         return function(other, self._operand())
 
     def in_place(self: Any, other: Any) -> Any:
-        self.value = plain(self, other)
+        with exclusive:
+            self.value = plain(self, other)
         return self
 
     return plain, reflected, in_place
@@ -139,8 +142,16 @@ class ArrayLike:
             )
         return value
 
+    @property
     def __jax_array__(self) -> Any:
-        return self._operand()
+        refused = _jax.refused_argument(self)
+        if refused is not None:
+            raise ArrayExpectedError(refused)
+        return self._operand
+
+    def __str__(self) -> str:
+        # JAX drops the error above where it looks from C++, and puts this into its own.
+        return _jax.refused_argument(self) or repr(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = np.asarray(self._operand(), dtype)

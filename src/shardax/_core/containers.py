@@ -118,7 +118,7 @@ def _check_key(value: Any, where: str, key: Callable[[Any], Any]) -> None:
 
 
 def _hidden_data(value: Any) -> str | None:
-    """Returns why the data in a value could not be found, or None."""
+    """Returns why data in a value cannot be found, or None."""
     if isinstance(value, (set, frozenset, collections.deque)):
         held = next(
             (item for item in value if isinstance(item, jax.Array) or handlers.has_parts(item)),

@@ -38,6 +38,10 @@ class TraceLeakError(ShardaxError, RuntimeError):
     """A traced value would escape into a Variable that outlives the trace."""
 
 
+class ConcurrentWriteError(ShardaxError, RuntimeError):
+    """A write would lose what another thread wrote in the meantime."""
+
+
 class ForeignMutationError(ShardaxError, RuntimeError):
     """A Module from outside a transform was structurally changed inside it."""
 
@@ -102,6 +106,10 @@ class RepeatedKeyError(ShardaxError, RuntimeError):
     """A random key was drawn a second time."""
 
 
+class ArrayExpectedError(ShardaxError, ValueError):
+    """A function of JAX takes arrays only, and was given a Variable."""
+
+
 class DtypeError(ShardaxError, TypeError):
     """A dtype is invalid, or has 64 bits while JAX uses 32."""
 
@@ -112,6 +120,10 @@ class DeviceError(ShardaxError, ValueError):
 
 class FilterError(ShardaxError, ValueError):
     """Filters are invalid, out of order, or miss a Variable."""
+
+
+class TreeError(ShardaxError, TypeError):
+    """What was given is neither a model nor a structure of one."""
 
 
 class StateMismatchError(ShardaxError, ValueError):

@@ -10,6 +10,12 @@ User code may also touch an original inside a frame, through a closure or a glob
 finds the object that stands for it here: the object itself if this frame owns it, its copy if it
 was passed in, or else what the parent resolves it to, *captured* by this frame. How a Variable is
 captured is each transform's own rule (``Frame.capture``).
+
+Threads may share a model. What reads and writes a value in one step (a draw, ``v += 1``, the first
+use of a lazy value) holds the lock ``exclusive``. What a thread reads and then writes itself,
+``v[...] = v + 1``, is checked: every write outside of transforms leaves a *stamp* on the Variable,
+a thread remembers the stamps of its latest reads, and a write over another thread's stamp that it
+has not read is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +25,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from shardax._core import _jax
-from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLeakError
+from shardax._core.errors import (
+    ArrayExpectedError,
+    ConcurrentWriteError,
+    ForeignMutationError,
+    ReadOnlyCopyError,
+    TraceLeakError,
+)
 
 
 def is_eager() -> bool:
@@ -54,11 +66,15 @@ class Frame:
         local.frame = self
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         local.frame = self.parent
         self.closed = True
         # A Variable that leaked from the trace must not keep the caller's model alive.
         self.copies = {}
+        reason = str(getattr(error, "__cause__", None))
+        if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
+            text = reason.removeprefix("Argument '").partition("' of type")[0]
+            raise ArrayExpectedError(text) from error
 
     def capture(self, outer: Any) -> Any:
         """Returns this frame's stand-in for a Variable of the parent."""
@@ -83,14 +99,68 @@ def owner_here() -> Frame | None:
     return PlainTrace("plain JAX transform")
 
 
+_threads: list[int] = []  # two at most
+several: list[bool] = []  # not empty once two threads have used shardax; one needs no stamps
+
+
 class _ThreadState(threading.local):
     frame: Frame | None = None  # the innermost
     probing: bool = False  # a pytree is only being searched for objects (flatten.has_objects)
     found: bool = False  # that search has met one
     call: Any = None  # the call that a transform is serving, for the trace that it may start
 
+    def __init__(self) -> None:
+        self.reads: dict[int, Stamp] = {}  # of the Variables read last, by ``id``
+        if not several:
+            _threads.append(threading.get_ident())
+            several.extend([True] * (len(_threads) > 1))
+
 
 local = _ThreadState()
+
+# Held where a value is read and written in one step; while nothing waits for user code to trace.
+exclusive = threading.RLock()
+
+
+class Stamp(NamedTuple):
+    """Mark of the last write outside of transforms."""
+
+    variable: object  # stands for the Variable, whose ``id`` another one may get later
+    thread: int
+
+
+_MOST_READS = 8  # those of one expression, so that a value looked at long ago does not count
+
+
+def note_read(target: Any) -> None:
+    """Remembers that this thread has read a Variable."""
+    stamp = target._stamp
+    if stamp is None:
+        with exclusive:
+            stamp = target._stamp = target._stamp or Stamp(object(), 0)
+    reads, key = local.reads, id(target)
+    reads.pop(key, None)
+    reads[key] = stamp
+    if len(reads) > _MOST_READS:
+        del reads[next(iter(reads))]
+
+
+def note_write(target: Any, check: bool) -> None:
+    """Stamps a Variable that is written; under the lock ``exclusive``."""
+    stamp, thread = target._stamp, threading.get_ident()
+    read = local.reads.get(id(target))
+    if (
+        check
+        and not (read is None or stamp is None or stamp is read or stamp.thread == thread)
+        and stamp.variable is read.variable
+    ):
+        raise ConcurrentWriteError(
+            f"This {type(target).__name__} was written by another thread after this one read it, "
+            f"and that would be lost; nothing was written. Hold one lock around reading and "
+            f"writing, with lock: v[...] = v + 1; or update it in one step, v += 1."
+        )
+    target._stamp = made = Stamp(object() if stamp is None else stamp.variable, thread)
+    local.reads[id(target)] = made
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:

@@ -149,7 +149,7 @@ class FrozenVariable(Variable[T]):
         variable._labels = (metadata.label,)
         return variable
 
-    def _write(self, value: Any) -> NoReturn:
+    def _write(self, value: Any, check: bool = False) -> NoReturn:
         self._refuse("the value")
 
     def __setitem__(self, index: Any, new: Any) -> NoReturn:
@@ -201,7 +201,7 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values are known to be the same numbers or configuration; never raises."""
+    """Whether two values are known to be the same; never raises."""
     ours, treedef = jax.tree.flatten(one)
     theirs, other_treedef = jax.tree.flatten(other)
     return treedef == other_treedef and all(map(_same_leaf, ours, theirs))

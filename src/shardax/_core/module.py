@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from shardax._core import containers
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
-from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.frames import Frame, check_structural_write, exclusive, owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
@@ -34,6 +34,12 @@ from shardax._core.state import bind
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
 _ABSENT = object()
+
+
+def _append(seen: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    return (*seen, value)
+
+
 # By these names shardax walks and copies Modules; with a user's own it would silently go wrong.
 _RESERVED = {"_allocate", "_flatten", "_unflatten", "_array_attributes"} | {
     *("_flat", "_lock", "_marked", "_owner")
@@ -191,7 +197,15 @@ class Module(Object):
 
     # --- recording and modes ----------------------------------------------------------------------
 
-    def sow(self, name: str, value: Any, type: type[Variable[Any]] = Intermediate) -> None:
+    def sow(
+        self,
+        name: str,
+        value: Any,
+        type: type[Variable[Any]] = Intermediate,
+        *,
+        reduce_fn: Callable[[Any, Any], Any] = _append,
+        init_fn: Callable[[], Any] = tuple,
+    ) -> None:
         """Appends a value to the tuple in the Variable ``name``.
 
         So a function can record what it computes on the way.
@@ -200,6 +214,9 @@ class Module(Object):
             name: Attribute of the Variable.
             value: An array or pytree of arrays.
             type: Variable type to make; ``sx.pop(model, sx.Intermediate)`` collects what was sown.
+            reduce_fn: What to do instead of appending: returns what to keep, of what is there and
+                the value.
+            init_fn: Returns what is there before the first value.
 
         Raises:
             StateMismatchError: If ``name`` is already something else.
@@ -213,18 +230,25 @@ class Module(Object):
             >>> square = Square()
             >>> square(jnp.float32(3)).tolist(), [float(x) for x in square.seen.value]
             (9.0, [3.0])
+            >>> for x in (1.0, 5.0, 2.0):
+            ...     square.sow("most", x, reduce_fn=jnp.maximum, init_fn=lambda: 0.0)
+            >>> float(square.most)
+            5.0
         """
-        present = self.__dict__.get(name)
-        if present is None:
-            setattr(self, name, type((value,)))
-        elif isinstance(present, type) and isinstance(present.value, tuple):
-            present.value = (*present.value, value)
-        else:
-            raise StateMismatchError(
-                f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding a "
-                f"tuple, but .{name} is {present!r}. Sow under "
-                f"another name, or remove the attribute first."
-            )
+        with exclusive:
+            present = self.__dict__.get(name)
+            if present is None:
+                setattr(self, name, type(reduce_fn(init_fn(), value)))
+            elif isinstance(present, type) and (
+                reduce_fn is not _append or isinstance(present.value, tuple)
+            ):
+                present.value = reduce_fn(present.value, value)
+            else:
+                raise StateMismatchError(
+                    f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding "
+                    f"a tuple, but .{name} is {present!r}. Sow under another name, or remove the "
+                    f"attribute first."
+                )
 
     def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
         """Adds a Variable of zeros, whose gradient is that of ``value``.

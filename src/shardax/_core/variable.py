@@ -25,11 +25,24 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
 from shardax._core.cross_process import packed
 from shardax._core.errors import MetadataError, StateMismatchError, VariableValueError
-from shardax._core.frames import Frame, check_trace, check_unlocked, local, owner_here, resolve
+from shardax._core.frames import (
+    Frame,
+    Stamp,
+    check_trace,
+    check_unlocked,
+    exclusive,
+    local,
+    note_read,
+    note_write,
+    owner_here,
+    resolve,
+    several,
+)
 from shardax._core.graph.flatten import VariableDef, register_variable
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
@@ -54,6 +67,34 @@ class _VariableType(type):
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 
 
+_OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names"))
+
+
+def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
+    """Raises for names of dimensions under another keyword."""
+    for option in _OTHER_NAMES.intersection(metadata):
+        given = metadata[option]
+        spec = getattr(given, "spec", given)
+        shown = repr(tuple(spec)) if isinstance(spec, (tuple, list, PartitionSpec)) else "(...)"
+        raise MetadataError(
+            f"{kind.__name__}({option}={given!r}): dimensions are named by axes=, with axes of the "
+            f"mesh or names that rules map to them: {kind.__name__}(value, axes={shown})."
+        )
+
+
+def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tuple[Any, Any]:
+    """Axes and entries with those of the box around an initializer's value."""
+    assert init.metadata is not None
+    names = tuple(init.metadata.axes or ())
+    names += (None,) * (len(init.shape) - len(names))
+    if axes is not None and tuple(axes) != names:
+        raise MetadataError(
+            f"A {kind.__name__} with axes={axes!r} was given an initializer with the names "
+            f"{names}, by with_partitioning: give the names once, to a new {kind.__name__}."
+        )
+    return names, {**init.metadata.entries, **entries}
+
+
 class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     """A mutable cell with identity: a value and metadata.
 
@@ -76,7 +117,16 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         ([1.0, 1.0, 1.0], ('cell',))
     """
 
-    __slots__ = ("__weakref__", "_labels", "_lock", "_marked", "_metadata", "_owner", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_labels",
+        "_lock",
+        "_marked",
+        "_metadata",
+        "_owner",
+        "_stamp",
+        "_value",
+    )
     # The labels under which ``_core.state.bind`` took the Variable out of trees; usually unset.
     _labels: tuple[Path, ...]
     # The stacked Variable that this one is a view of (``_core.graph.views``), or None.
@@ -86,11 +136,16 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._owner: Frame | None = owner_here()
         self._lock: str | None = None
         self._marked = False
+        self._stamp: Stamp | None = None
         if isinstance(value, Variable):
             value = value.value
         self._value: Any = as_value(value, type(self).__name__)
         if isinstance(value, Init) and value.is_traced:
             self._value = value.compute()
+        if isinstance(value, Init) and value.metadata is not None:
+            axes, metadata = _with_box(type(self), axes, metadata, value)
+        if not _OTHER_NAMES.isdisjoint(metadata):
+            _refuse_other_names(type(self), metadata)
         names = check_axes(axes)
         self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
@@ -107,22 +162,40 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
         Setting checks that the write cannot be lost or leak.
         """
-        target = self if self._owner is local.frame else resolve(self, local.frame)
-        value = target._value
-        if isinstance(value, (np.ndarray, LazyValue)):
-            value = target._value = realise(value, target._owner)
-        return value
+        frame = local.frame
+        target = self if self._owner is frame else resolve(self, frame)
+        if several and frame is None:
+            note_read(target)
+        return target._real()
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._write(as_value(value, type(self).__name__))
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
+        self._write(as_value(value, type(self).__name__), check=True)
 
-    def _write(self, value: Any) -> None:
-        target = self if self._owner is local.frame else resolve(self, local.frame)
+    def _real(self) -> Any:
+        """Returns the value, materialised once for all threads."""
+        value = self._value
+        if isinstance(value, (np.ndarray, LazyValue)):
+            with exclusive:
+                value = self._value
+                if isinstance(value, (np.ndarray, LazyValue)):
+                    value = self._value = realise(value, self._owner)
+        return value
+
+    def _write(self, value: Any, check: bool = False) -> None:
+        frame = local.frame
+        target = self if self._owner is frame else resolve(self, frame)
         if target._lock is not None:
             check_unlocked(target, f"to a {type(self).__name__}")
         check_trace(target, f"to a {type(self).__name__}")
-        target._value = value
+        if frame is not None or not several:
+            target._value = value
+            return
+        with exclusive:
+            note_write(target, check)
+            target._value = value
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
@@ -134,18 +207,19 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if index is Ellipsis:
             self.value = new
             return
-        value = self.value
-        if hasattr(value, "at"):
-            self._write(value.at[index].set(new))
-        elif isinstance(value, (dict, list)):
-            value = _copy.copy(value)
-            value[index] = new
-            self.value = value
-        else:
-            raise VariableValueError(
-                f"Cannot write at index {index!r} of a value of type {type(value).__name__}; write "
-                f"it whole: v[...] = new."
-            )
+        with exclusive:
+            value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
+            if hasattr(value, "at"):
+                self._write(value.at[index].set(new), check=True)
+            elif isinstance(value, (dict, list)):
+                value = _copy.copy(value)
+                value[index] = new
+                self.value = value
+            else:
+                raise VariableValueError(
+                    f"Cannot write at index {index!r} of a value of type {type(value).__name__}; "
+                    f"write it whole: v[...] = new."
+                )
 
     # --- metadata --------------------------------------------------------------------------------
 
@@ -175,6 +249,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.axes, dict(w.metadata)
             (('embed', 'mlp'), {'frozen': True})
         """
+        _refuse_other_names(type(self), changes)
         target = self._here()
         target._check_metadata_write(f"metadata of a {type(self).__name__}")
         check_trace(target, f"metadata of a {type(self).__name__}")
@@ -253,6 +328,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.replace(jnp.ones(2)).axes
             ('embed',)
         """
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
         variable = self._make(
             as_value(value, type(self).__name__), self._here()._metadata, owner_here()
         )
@@ -311,15 +388,13 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         variable._owner = owner
         variable._lock = lock
         variable._marked = False
+        variable._stamp = None
         variable._value = value
         variable._metadata = metadata
         return variable
 
     def _copy_into(self, frame: Frame) -> Self:
-        value = self._value
-        if isinstance(value, (np.ndarray, LazyValue)):
-            value = self._value = realise(value, self._owner)
-        return self._make(value, self._metadata, frame)
+        return self._make(self._real(), self._metadata, frame)
 
     def _flatten(self, encode: Any) -> VariableDef:
         return VariableDef(type(self), self._metadata)
@@ -342,7 +417,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._value, self._metadata, labels = state
         if labels is not None:
             self._labels = labels
-        self._owner, self._lock, self._marked = owner_here(), None, False
+        self._owner, self._lock, self._marked, self._stamp = owner_here(), None, False, None
 
     def __repr__(self) -> str:
         value = self._here()._value
@@ -381,7 +456,7 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
 
 
 def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str | None]:
-    """Returns a value as a Variable can take it, and what is wrong with it."""
+    """Returns a value as a Variable takes it, and what is wrong."""
     if isinstance(given, Variable):
         here = given._here()
         label, known = getattr(here._metadata, "label", ()), getattr(variable, "_labels", ())

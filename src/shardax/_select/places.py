@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from shardax._core.containers import ARRAY_TYPES, BOXES, unbox
@@ -128,6 +129,17 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
             wrapped = 0 if steps else place.wrapped + 1
             found.append(Place(path, child, place.holder, local, inside, wrapped, above))
     return found
+
+
+def is_leaf(place: Place) -> bool:
+    """Whether a place is a leaf to JAX."""
+    content = place.content
+    if isinstance(content, ARRAY_TYPES):
+        return True
+    in_module = isinstance(place.holder, Object) and not isinstance(place.holder, Variable)
+    if in_module or content is None or isinstance(content, Object):  # configuration, or no leaf
+        return False
+    return jax.tree_util.all_leaves((content,))
 
 
 def parts(value: Any) -> Pairs:

@@ -36,6 +36,7 @@ from shardax._select.places import (
     SelectionPathError,
     StaleSelectionError,
     children,
+    is_leaf,
     locate,
     read,
     rest_of,
@@ -155,6 +156,11 @@ class Selection(Shown):
             >>> sx.select(mlp).at(lambda m: (m.up.kernel.value, m.down)).keypaths()
             (('up', 'kernel', 'value'), ('down',))
         """
+        if not callable(accessor):
+            raise SelectionError(
+                f"at() takes a function that points at parts, at(lambda m: m.layers[0]), but was "
+                f"given {accessor!r}. For paths there is at_keypaths('.layers[0]')."
+            )
         found = self._narrowed(
             p for place in self._places for p in predicates.accessed(place, accessor)
         )
@@ -253,6 +259,27 @@ class Selection(Shown):
         return self._narrowed(
             child for place in self._places for child in children(place) if child.named
         )
+
+    def at_pytree_leaves(self) -> Selection:
+        """Selects the leaves that ``jax.tree.leaves`` finds in what is selected.
+
+        Example:
+            >>> import shardax as sx
+            >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+            >>> sx.select({"mlp": mlp, "rate": 0.1}).at_pytree_leaves().count()
+            4
+        """
+        return self._search(is_leaf, innermost=False)
+
+    def at_childless(self) -> Selection:
+        """Selects all that has no parts: leaves, configuration, empty containers.
+
+        Example:
+            >>> import shardax as sx
+            >>> sx.select({"a": 1, "b": [(), "relu"]}).at_childless().get_all()
+            (1, (), 'relu')
+        """
+        return self._search(lambda place: not children(place), innermost=False)
 
     def where(self, fn: Any) -> Selection:
         """Keeps what a test holds for.
@@ -449,7 +476,13 @@ class Selection(Shown):
         return self._edit(lambda place: [value], inplace, allow_empty)
 
     def apply(
-        self, fn: Callable[..., Any], *, inplace: bool = False, allow_empty: bool = False
+        self,
+        fn: Callable[..., Any],
+        *,
+        with_index: bool = False,
+        keep_selected: bool = False,
+        inplace: bool = False,
+        allow_empty: bool = False,
     ) -> Any:
         """Replaces what is selected by a function of it.
 
@@ -457,20 +490,35 @@ class Selection(Shown):
 
         Args:
             fn: A function of the value, or of path and value.
+            with_index: Whether it is a function of index and value instead, where the index
+                counts the selected places from 0.
+            keep_selected: Whether to return a selection of the same places in the new tree.
             inplace: Whether to change the tree itself.
             allow_empty: Whether the selection may be empty.
 
         Returns:
-            The new tree; in place, the tree.
+            The new tree; in place, the tree; or a selection in it.
 
         Example:
             >>> import shardax as sx
             >>> config = {"rate": 0.1, "layers": [0.2, "relu"]}
-            >>> sx.select(config).at_instances_of(float).apply(lambda rate: rate / 2)
+            >>> rates = sx.select(config).at_instances_of(float)
+            >>> rates.apply(lambda rate: rate / 2)
             {'rate': 0.05, 'layers': [0.1, 'relu']}
+            >>> rates.apply(lambda i, rate: i, with_index=True, keep_selected=True).get_all()
+            (0, 1)
         """
-        made = predicates.with_path(fn)
-        return self._edit(lambda p: [made(p.path, self._read(p))], inplace, allow_empty)
+        made = predicates.with_path(fn) if not with_index else fn
+        counted = iter(range(len(self)))
+
+        def items(place: Place) -> Items:
+            return [made(next(counted) if with_index else place.path, self._read(place))]
+
+        tree = self._edit(items, inplace, allow_empty)
+        if not keep_selected:
+            return tree
+        whole = Selection(tree, (root_place(tree),), self._every_path, self._journal)
+        return whole.at_keypaths(*self.keypaths())
 
     def set_all(
         self, values: Iterable[Any], *, inplace: bool = False, allow_empty: bool = False
@@ -503,11 +551,14 @@ class Selection(Shown):
         remaining = iter(given)
         return self._edit(lambda place: [next(remaining)], inplace, allow_empty)
 
-    def set_by_path(self, values: Mapping[Any, Any], *, inplace: bool = False) -> Any:
+    def set_by_path(
+        self, values: Mapping[Any, Any] | Callable[[Path], Any], *, inplace: bool = False
+    ) -> Any:
         """Puts values at paths at or below what is selected.
 
         Args:
-            values: Path, from the root of the tree and as for ``at_keypaths``, to value.
+            values: Path, from the root of the tree and as for ``at_keypaths``, to value; or a
+                function that returns the value for the path of each selected place.
             inplace: Whether to change the tree itself.
 
         Returns:
@@ -520,7 +571,11 @@ class Selection(Shown):
             >>> import shardax as sx
             >>> sx.select({"a": 1, "b": [2, 3]}).set_by_path({"['b'][0]": 5})
             {'a': 1, 'b': [5, 3]}
+            >>> sx.select({"a": 1, "b": 2}).at_children().set_by_path(lambda path: path[0])
+            {'a': 'a', 'b': 'b'}
         """
+        if callable(values):
+            return self.set_all(map(values, self.keypaths()), inplace=inplace)
         return self.at_keypaths(*values).set_all(values.values(), inplace=inplace)
 
     # --- putting beside, removing -----------------------------------------------------------------

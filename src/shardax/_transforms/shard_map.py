@@ -470,6 +470,7 @@ class _ShardMapCall(MappedCall):
         prefixes.place_variables(leaves, [*found.values()])
         for position, variable in zip(found, leaves, strict=True):
             self.values[position] = variable._value
+        self.call.graph.read = list(self.values)
 
     def _rows(self, drawn: Mapping[int, Any]) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
         """Returns (path, array, spec) of all that enters, and the treedef."""

@@ -131,7 +131,7 @@ def as_array(value: Any) -> jax.Array:
 def take_features(
     layer: str, x: Any, sizes: tuple[int, ...], option: str = "features", hint: str = ""
 ) -> jax.Array:
-    """Returns an input as an array, or raises if its last dimensions have other sizes."""
+    """Returns an input as an array, or raises if sizes differ."""
     x = as_array(x)
     found = x.shape[-len(sizes) :]
     if found != sizes:

@@ -20,12 +20,15 @@ from jax.sharding import AxisType
 
 from shardax._core._jax import Tracer
 from shardax._core.frames import local, resolve
+from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import Origin, State, flatten_mapping
 from shardax._core.variable import OptState, Param, Variable
+from shardax._transforms.errors import ArgumentError
 from shardax.partition.boxes.boxes import BOX_ENTRY
+from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
 from shardax.train.errors import GradientMismatchError, OptimizerStateError
 
@@ -59,6 +62,7 @@ class Optimizer(Module):
             ``optimizer.opt_state[0]["mu"]["layers"][0]["kernel"]``.
 
     Raises:
+        ArgumentError: If ``tx`` is no transformation, or ``model`` is one.
         OptimizerStateError: If no Variable matches ``wrt``.
 
     Example:
@@ -83,6 +87,12 @@ class Optimizer(Module):
     """
 
     def __init__(self, model: Any, tx: Any, wrt: Any = Param) -> None:
+        if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+            hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
+            raise ArgumentError(
+                f"tx is a {type(tx).__name__}, which has no init and update{hint}. Give the model, "
+                "then the transformation: Optimizer(model, optax.adam(1e-3))."
+            )
         self.model = model
         self._transformation = optimizer_state.Transformation(tx)
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
@@ -106,22 +116,30 @@ class Optimizer(Module):
         """The transformation."""
         return self._transformation.value
 
-    def update(self, grads: Any, **extra: Any) -> None:
+    def update(self, grads: Any, *others: Any, **extra: Any) -> None:
         """Applies one update to the model's parameters, in place.
 
         Args:
             grads: Gradients by path, as ``sx.grad(..., wrt=...)`` gives them: a ``State`` or nested
                 mapping with the shapes of the parameters.
+            *others: Nothing; the optimizer has its model already.
             **extra: What the transformation takes besides (``value=loss`` for
                 ``optax.contrib.reduce_on_plateau``, say); as in optax, a transformation that does
                 not take them ignores them.
 
         Raises:
+            ArgumentError: If a model is given.
             GradientMismatchError: If gradients are missing, unexpected or of another shape; nothing
                 is changed.
             OptimizerStateError: If the model changed since the optimizer was made, or the
                 transformation changes the form of its state.
         """
+        if others or isinstance(grads, Module):
+            kinds = ", ".join(type(each).__name__ for each in (grads, *others))
+            raise ArgumentError(
+                f"Optimizer.update takes the gradients alone, but was given {kinds}. The optimizer "
+                "has its model: optimizer.update(grads), after Optimizer(model, tx)."
+            )
         chosen = self._chosen()
         params = self._state_of([variable.value for _, variable in chosen])
         aligned = _align(grads, params)
@@ -162,7 +180,7 @@ class Optimizer(Module):
         variables: Sequence[Variable[Any]],
     ) -> dict[Any, Any]:
         """Makes the nested mapping of ``OptState``, lazy where the values can wait."""
-        owners = [v for v in variables for _ in jax.tree.leaves(v._value)]
+        owners = [(v, axes) for v in variables for axes in _axes_of_leaves(v)]
         known = [parameters.peek(position) for position in range(len(parameters.places))]
         traced: list[Any] | None = None
         if any(isinstance(value, Tracer) for value in known):
@@ -203,14 +221,20 @@ class Optimizer(Module):
         return [present[leaf.path] for leaf in layout.leaves]
 
 
+def _axes_of_leaves(variable: Variable[Any]) -> Sequence[Any]:
+    """Returns the names of the dimensions of each array of a parameter."""
+    if variable.axes is not None or not knows_names(variable._value):
+        return [variable.axes] * len(jax.tree.leaves(variable._value))
+    return [info.axes for leaf in TreeInventory(variable).leaves for info in leaf.arrays]
+
+
 def _metadata_of(
-    leaf: optimizer_state.StateLeaf, owners: Sequence[Variable[Any]]
+    leaf: optimizer_state.StateLeaf, owners: Sequence[tuple[Variable[Any], Any]]
 ) -> dict[str, Any]:
     """Returns the axes of a leaf, and the box of its parameter."""
     if leaf.follows is None:
         return {}
-    owner = owners[leaf.follows]
-    axes = owner.axes
+    owner, axes = owners[leaf.follows]
     if axes is None or any(d is not None and d >= len(axes) for d in leaf.dims):
         return {}
     box = {BOX_ENTRY: owner.metadata[BOX_ENTRY]} if BOX_ENTRY in owner.metadata else {}

@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Literal
-from shardax._core.array_ops import realise
 from shardax._core.graph.paths import Path, PathKey, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import named_sharding
@@ -230,10 +229,7 @@ class TrainedParameters:
     def array(self, position: int) -> Any:
         """Returns a parameter's array, materialising it if it is lazy."""
         variable, inner = self.places[position]
-        value = variable._value
-        if isinstance(value, (np.ndarray, LazyValue)):
-            value = variable._value = realise(value, variable._owner)
-        return jax.tree.leaves(value)[inner]
+        return jax.tree.leaves(variable._real())[inner]
 
     def sharding_for(self, leaf: StateLeaf) -> NamedSharding | None:
         """Returns where a state leaf belongs by where the parameters are."""

@@ -80,9 +80,10 @@ class RunFolder:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
             return  # a file system without these locks
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+        with contextlib.suppress(OSError):  # a full disk
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
 
     def check(self) -> None:
         """Raises if the folder that is held was removed, moved or replaced."""

@@ -24,6 +24,7 @@ arrays, is an ordinary model.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,7 +32,7 @@ import jax
 import numpy as np
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import LayerViewError, StaticAttributeError
+from shardax._core.errors import LayerViewError, StaticAttributeError, TreeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
@@ -295,6 +296,21 @@ def _check_views(flat: Flat) -> None:
             parent = parent._parent
 
 
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_NO_TREES = (type, str, bytes, int, float, complex, GraphDef, *_FUNCTIONS)
+
+
+def check_tree(tree: Any, caller: str) -> None:
+    """Raises if a public function was given something that holds no model."""
+    if isinstance(tree, _NO_TREES):
+        fix = f"{tree.__name__}(...)" if isinstance(tree, type) else "model"
+        raise TreeError(
+            f"sx.{caller} takes a model as its first argument, a Module, Variable, or tuple, list "
+            f"or dict of these, but was given {str(tree)[:80]!r} of type {type(tree).__name__}. "
+            f"Give it the object: sx.{caller}({fix}, ...)."
+        )
+
+
 def walk_objects(roots: Sequence[Any]) -> list[Any]:
     """Returns all objects reachable from ``roots``, in the order of ``GraphDef.objects``."""
     walk = GraphWalk()
@@ -405,7 +421,7 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
     values = [target._value for target in targets]
     if any(isinstance(value, (LazyValue, np.ndarray)) for value in values):
         realise_all(targets)
-        values = [target.value for target in targets]
+        values = [target._real() for target in targets]
     return values
 
 

@@ -151,7 +151,7 @@ def _node_children(value: Any) -> Pairs:
 
 
 class NodeType(Static):
-    """A pytree node without its children: its type and what was registered as static."""
+    """Type and static part of a pytree node."""
 
     __slots__ = ()
 
@@ -264,7 +264,7 @@ _MOST_KNOWN = 4096  # bounded, because it keeps types alive
 
 
 def register(cls: type, handler: Handler, where: Callable[[Any], bool] | None = None) -> None:
-    """Adds a row for a class and its subclasses, or those whose values pass a test."""
+    """Adds a row for a class and its subclasses."""
     # Of several rows for a class the last one registered decides. A test asks about the type alone.
     _rows.append((cls, where, handler))
     _by_name[handler.name] = handler

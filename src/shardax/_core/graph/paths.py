@@ -46,7 +46,7 @@ class PathKey(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """The step, or the path of several, as other entries of JAX's have it."""
+        """The step, or the path of several steps."""
         return self.path[0] if len(self.path) == 1 else self.path
 
     def __str__(self) -> str:

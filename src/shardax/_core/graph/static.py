@@ -122,7 +122,7 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
 
 
 def _identity(value: Any) -> Hashable:
-    """Returns the key of what is compared by identity, without keeping it alive."""
+    """Returns the key of what has an identity, held weakly."""
     try:
         reference = weakref.ref(value)
         hash(reference)  # now: later it might be gone
@@ -257,7 +257,7 @@ class Metadata:
 
     @property
     def mapped_names(self) -> Axes:
-        """The axes; of arrays that know their names, those of the mapped dimensions in front."""
+        """The axes; of arrays that know theirs, those of mapped dimensions."""
         return self.entries.get(MAPPED_AXES, ()) if self.axes is None else self.axes
 
     def _with_names(self, names: Axes) -> Metadata:

@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import LayerViewError, StackError
-from shardax._core.frames import Blocked, Frame, local, owner_here, resolve
+from shardax._core.frames import Blocked, Frame, local, note_read, owner_here, resolve, several
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
@@ -278,7 +278,12 @@ class _ViewOfVariable:
         target: Any = resolve(self, local.frame)
         if type(target) is not type(self):  # passed in, so it stands for itself here
             return target.value
-        return part_of(target._parent.value, target._index)
+        if several and local.frame is None:
+            note_read(target)
+        return part_of(target._parent._here()._real(), target._index)
+
+    def _real(self) -> Any:
+        return part_of(self._parent._real(), self._index)
 
     @value.setter
     def value(self, value: Any) -> None:
@@ -391,7 +396,7 @@ def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
         return made
     if isinstance(source, Variable):
         made = object.__new__(_view_type(_plain_type(source)))
-        made._parent, made._index, made._marked = source, index, False
+        made._parent, made._index, made._marked, made._stamp = source, index, False, None
         _remember(made, source, index, shared)
         return made
     made = type(source)._allocate(source._owner, source._lock or VIEW_LOCK)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import RepeatedKeyError, ReservedNameError, SeedError, UnknownStreamError
-from shardax._core.frames import is_eager, local, owner_here, resolve
+from shardax._core.frames import exclusive, is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module
-from shardax._core.variable import RngState
+from shardax._core.variable import RngState, Variable
 
 # --- key reuse ------------------------------------------------------------------------------------
 
@@ -123,10 +123,22 @@ def _name_hash(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+# The functions of ``jax.random`` that are methods of streams. Not ``f`` and ``t``, for names of
+# streams come first.
+_DRAWS = """
+ball bernoulli beta binomial bits categorical cauchy chisquare choice dirichlet exponential gamma
+geometric gumbel laplace logistic lognormal maxwell multinomial multivariate_normal normal
+orthogonal pareto permutation poisson rademacher randint rayleigh triangular truncated_normal
+uniform wald weibull_min
+"""
+DRAWS = frozenset(_DRAWS.split())
+
+
 class RngStream(Module):
     """One named stream of random keys.
 
-    Calling it returns the next key, a typed key array of shape ().
+    Calling it returns the next key, a typed key array of shape (). Functions of ``jax.random`` that
+    draw numbers are its methods, without a key: ``stream.normal((2, 3))``.
 
     Args:
         source: An integer seed, a key (typed, or raw uint32), or a ``KeySource``. An array of keys
@@ -140,7 +152,14 @@ class RngStream(Module):
         >>> first, second = stream(), stream()
         >>> bool(first == second), int(stream.count)
         (False, 2)
+        >>> stream.normal((2, 3)).shape
+        (2, 3)
     """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in DRAWS:
+            return super().__getattr__(name)
+        return lambda *args, **kwargs: getattr(jax.random, name)(self(), *args, **kwargs)
 
     def __init__(self, source: Any, name: str) -> None:
         tag = Metadata(None, {"tag": name})
@@ -151,27 +170,29 @@ class RngStream(Module):
         self.count = RngState._make(counts, tag, owner_here())
 
     def __call__(self) -> jax.Array:
-        key = jax.random.fold_in(self.key.value, self.count.value)
-        self._advance()
-        return key
+        count = self._take()
+        return jax.random.fold_in(self.key.value, count)
 
-    def _advance(self) -> None:
-        count = resolve(self.count, local.frame)._value
-        note_draw(self.name, self._base(), count)
-        # NumPy stays NumPy, so that building a model runs no JAX operation
-        self.count.value = (
-            np.asarray(count + np.uint32(1))
-            if isinstance(count, np.ndarray)
-            else count + jnp.uint32(1)
-        )
+    def _take(self) -> Any:
+        """Returns the count and advances it, in one step for all threads."""
+        with exclusive:
+            count = resolve(self.count, local.frame)._value
+            note_draw(self.name, self._base(), count)
+            # NumPy stays NumPy, so that building a model runs no JAX operation
+            is_numpy = isinstance(count, np.ndarray)
+            self.count._write(
+                np.asarray(count + np.uint32(1)) if is_numpy else count + jnp.uint32(1)
+            )
+        return count
 
     def draw_source(self) -> KeySource:
         """Takes one draw and returns the source of its key."""
         base = self._base()
-        count = resolve(self.count, local.frame)._value
-        if base is None or isinstance(count, Tracer) or isinstance(base.root, Tracer):
+        if base is None or isinstance(base.root, Tracer):
             return KeySource(self())
-        self._advance()
+        count = self._take()
+        if isinstance(count, Tracer):
+            return KeySource(jax.random.fold_in(self.key.value, count))
         return base.fold(int(count))
 
     def _base(self) -> KeySource | None:
@@ -216,6 +237,8 @@ _WORD = 2**32 - 1
 
 def key_value(source: Any) -> Any:
     """Returns a typed key, or a ``LazyKey`` for an integer."""
+    if isinstance(source, Variable):
+        source = source.value
     if isinstance(source, KeySource):
         return LazyKey(source)
     if is_integer(source):
@@ -226,19 +249,22 @@ def key_value(source: Any) -> Any:
         if source.ndim == 0 and jnp.issubdtype(source.dtype, np.integer):
             return jax.random.key(source)
         if source.ndim > 0 and source.dtype == np.uint32:
-            return jax.random.wrap_key_data(jnp.asarray(source))
-    shown = (
-        f"an array {source.dtype}{list(source.shape)}" if hasattr(source, "dtype") else repr(source)
-    )
+            with contextlib.suppress(TypeError):  # not as many numbers as a key has
+                return jax.random.wrap_key_data(jnp.asarray(source))
+    is_array = isinstance(source, (jax.Array, np.ndarray))
+    shown = f"an array {source.dtype}{list(source.shape)}" if is_array else repr(source)
     raise SeedError(
         f"A random stream needs an integer seed or a random key, but was given {shown} of type "
-        f"{type(source).__name__}. "
-        f"Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: Rngs(params=0)."
+        f"{type(source).__name__}. Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: "
+        f"Rngs(params=0); of streams that there are, rngs.fork() makes others."
     )
 
 
 class Rngs(Module):
     """Named random streams.
+
+    The default stream draws numbers too: ``rngs.normal((2, 3))`` is that of ``jax.random`` with its
+    next key.
 
     Args:
         default: Seed or key of the stream used for names that are not given; None for no default.
@@ -251,6 +277,8 @@ class Rngs(Module):
         >>> key = rngs.dropout()
         >>> key.shape, rngs.params is rngs.default
         ((), True)
+        >>> rngs.normal((2, 3)).shape, rngs.dropout.bernoulli(0.5, (4,)).dtype.name
+        ((2, 3), 'bool')
         >>> sx.Rngs(params=0).noise
         Traceback (most recent call last):
             ...
@@ -258,7 +286,14 @@ class Rngs(Module):
         params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
     """
 
-    def __init__(self, default: Any = None, **streams: Any) -> None:
+    def __init__(self, default: Any = None, *others: Any, **streams: Any) -> None:
+        if others or isinstance(default, (dict, Rngs, RngStream)):
+            given = ", ".join(type(each).__name__ for each in (default, *others))
+            raise SeedError(
+                f"Rngs takes one default seed or key, and others by name, but was given ({given}). "
+                f"Write Rngs(0, dropout=1), or Rngs(**seeds); for other streams of the same "
+                f"numbers, rngs.fork()."
+            )
         if default is not None:
             self.default = RngStream(default, "default")
         for name, source in streams.items():
@@ -274,7 +309,7 @@ class Rngs(Module):
             return super().__getattr__(name)
         default = self.__dict__.get("default")
         if default is not None:
-            return default
+            return getattr(default, name) if name in DRAWS else default
         present = ", ".join(self.__dict__) or "none"
         raise UnknownStreamError(
             f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
@@ -283,7 +318,9 @@ class Rngs(Module):
         )
 
     def __getitem__(self, name: str) -> RngStream:
-        return getattr(self, name)
+        return (
+            self.__dict__["default"] if name in DRAWS - set(self.__dict__) else getattr(self, name)
+        )
 
     def __call__(self) -> jax.Array:
         """Returns the next key of the default stream."""
@@ -310,6 +347,8 @@ class Rngs(Module):
             >>> bool(a.scope("block").params() == b.scope("block").params())
             True
         """
+        if not isinstance(name, str):
+            raise SeedError(f"A scope has a name, rngs.scope('block'), not {name!r}.")
         child = Rngs()
         for stream_name, stream in self.streams():
             setattr(
@@ -331,13 +370,74 @@ class Rngs(Module):
             >>> sx.Rngs(0).fork(split=4).default.key.shape
             (4,)
         """
+        if split is None:
+            return self._child(lambda stream: stream.draw_source())
+        count = _count(split)
+        return self._child(lambda stream: jax.random.split(stream(), count))
+
+    def split(self, count: int) -> Rngs:
+        """Returns a child whose streams have ``count`` keys: ``fork(split=count)``."""
+        return self.fork(split=_count(count))
+
+    def broadcast(self, count: int) -> Rngs:
+        """Returns a child whose streams have one new key ``count`` times.
+
+        Args:
+            count: How often, on a leading axis for ``vmap`` and ``scan``.
+
+        Example:
+            >>> import shardax as sx
+            >>> key = sx.Rngs(0).broadcast(3).default.key
+            >>> key.shape, bool(key[0] == key[2])
+            ((3,), True)
+        """
+        size = _count(count)
+        return self._child(lambda stream: jnp.broadcast_to(stream(), (size,)))
+
+    def reseed(self, default: Any = None, **streams: Any) -> None:
+        """Restarts streams from other seeds, in place.
+
+        Args:
+            default: Seed or key of the default stream; None to leave it.
+            **streams: Seed or key by stream name; the others go on as they are.
+
+        Raises:
+            UnknownStreamError: If there is no such stream; nothing is changed.
+            SeedError: If something is neither a seed nor a key; nothing is changed.
+
+        Example:
+            >>> import shardax as sx
+            >>> rngs = sx.Rngs(0, dropout=1)
+            >>> _ = rngs.dropout()
+            >>> rngs.reseed(dropout=2)
+            >>> bool(rngs.dropout() == sx.Rngs(dropout=2).dropout())
+            True
+        """
+        given = streams if default is None else {"default": default, **streams}
+        made = {}
+        for name, source in given.items():
+            if name not in self.__dict__:
+                raise UnknownStreamError(
+                    f"Rngs has no stream {name!r} to reseed; it has: {', '.join(self.__dict__)}."
+                )
+            made[name] = key_value(source if name == "default" else _named(source, name))
+        for name, key in made.items():
+            stream = self.__dict__[name]
+            shape = getattr(key, "shape", ())
+            stream.key.value, stream.count.value = key, np.zeros(shape, np.uint32)
+
+    def _child(self, keys: Callable[[RngStream], Any]) -> Rngs:
+        """Returns Rngs of the same names with streams of other keys."""
         child = Rngs()
         for name, stream in self.streams():
-            if split is None:
-                setattr(child, name, RngStream(stream.draw_source(), name))
-                continue
-            setattr(child, name, RngStream(jax.random.split(stream(), split), name))
+            setattr(child, name, RngStream(keys(stream), name))
         return child
+
+
+def _count(number: Any) -> int:
+    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number > 0:
+        return int(number)
+    raise SeedError(f"Keys are split into a number of them, such as split=4, not {number!r}.")
 
 
 _SCOPE = 0x5C09E  # separates the keys of scopes from the keys that a stream hands out

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from shardax._core.errors import BindError, LabelConflictError, StatelessCallError
+from shardax._core.errors import BindError, LabelConflictError, StatelessCallError, TreeError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph import flatten
@@ -127,6 +127,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
         >>> [gradient.shape for gradient in jax.grad(loss)(params)]
         [(2, 3), (3,)]
     """
+    flatten.check_tree(tree, "unbind")
     flat = FlatTree(tree)
     chosen = flat.matching(filters)
     owners = {each.slot.label: each.path for each in reversed(list(flat.open_slots()))}
@@ -171,6 +172,7 @@ def freeze(tree: Any, *filters: Filter) -> Any:
         >>> sorted(path[0] for path, _ in sx.iter_variables(mlp, sx.Param))
         ['down', 'gate']
     """
+    flatten.check_tree(tree, "freeze")
     flat = FlatTree(tree)
     bare = flat.bare()
     given: dict[int, Any] = {}
@@ -200,6 +202,7 @@ def thaw(tree: Any, *filters: Filter) -> Any:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
+    flatten.check_tree(tree, "thaw")
     flat = FlatTree(tree)
     found = [each for each in flat.matching(()) if isinstance(each[2], FrozenVariable)]
     origins = [(path, variable._here()._metadata.origin()) for _, path, variable in found]
@@ -251,6 +254,7 @@ def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
         >>> layer.kernel.shape
         (2, 3)
     """
+    flatten.check_tree(tree, "bind")
     return bound(tree, variables, lambda variable: variable, allow_unused)[0]
 
 
@@ -396,6 +400,12 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
         >>> int(result), int(values[0])
         (50, 5)
     """
+    if not callable(tree):
+        raise TreeError(
+            f"sx.stateless_call takes a callable Module, or a method of one, as its first "
+            f"argument, but was given a {type(tree).__name__}. Give it slots and values: "
+            f"sx.stateless_call(*sx.unbind(model, freeze=True), x)."
+        )
     leaves, treedef = jax.tree.flatten(variables, is_leaf=lambda x: isinstance(x, Variable))
     mutable = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, FrozenVariable)]
     if mutable:

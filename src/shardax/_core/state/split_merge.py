@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
-from shardax._core.errors import FilterError, StateMismatchError
+from shardax._core.errors import FilterError, StateMismatchError, TreeError
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
@@ -27,13 +27,12 @@ from shardax._core.variable import Variable, fitted
 T = TypeVar("T")
 
 
-def flatten_tree(tree: Any) -> flatten.Flat:
-    """Flattens a tree; a single object's flattening is remembered."""
-    return (
-        flatten.flatten(tree)
-        if isinstance(tree, Object)
-        else flatten.flatten_roots((_box_tree(tree),))
-    )
+def _flat(tree: Any, caller: str) -> flatten.Flat:
+    """Flattens the argument of a public function; that of a single object is remembered."""
+    if isinstance(tree, Object):
+        return flatten.flatten(tree)
+    flatten.check_tree(tree, caller)
+    return flatten.flatten_roots((_box_tree(tree),))
 
 
 def _box_tree(tree: Any) -> Any:
@@ -50,7 +49,7 @@ def _box_tree(tree: Any) -> Any:
 
 
 def _thawed(value: Any, origin: Origin) -> Any:
-    """Returns a value of a State as the Variable that it came from."""
+    """Returns a value of a State as a Variable."""
     if isinstance(value, Variable):
         return value
     return origin.variable_type._make(value, origin.all_metadata, owner_here())
@@ -109,7 +108,7 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
         >>> sx.merge(graphdef, params, rest).kernel.shape
         (2, 3)
     """
-    flat = flatten_tree(tree)
+    flat = _flat(tree, "split")
     if not filters:
         return (flat.graphdef, _read(flat))
     groups = group_by_filter(filters, _named(flat), complete=True)
@@ -137,10 +136,21 @@ def merge(graphdef: flatten.GraphDef, *states: Any) -> Any:
         >>> sx.merge(graphdef, params, rest).kernel.shape
         (2, 3)
     """
+    if not isinstance(graphdef, flatten.GraphDef):
+        raise TreeError(
+            f"sx.merge takes a GraphDef as its first argument, but was given a "
+            f"{type(graphdef).__name__}. Give what sx.split returned, in its order: "
+            f"sx.merge(graphdef, state)."
+        )
     paths = graphdef.leaf_paths
-    values = merged_values(states, paths, complete=True)
+    values = merged_values(states, paths, complete=True, fit=_text_refused)
     roots, _ = flatten.build(graphdef, [values[path] for path in paths], owner_here())
     return _unbox_tree(roots[0])
+
+
+def _text_refused(path: Path, value: Any) -> tuple[Any, str | None]:
+    is_text = isinstance(value, (str, bytes))
+    return value, f"holds arrays, given {value!r}" if is_text else None
 
 
 def state(tree: Any, *filters: Filter) -> Any:
@@ -163,7 +173,7 @@ def state(tree: Any, *filters: Filter) -> Any:
           .bias: float32[3]
         )
     """
-    flat = flatten_tree(tree)
+    flat = _flat(tree, "state")
     if not filters:
         return _read(flat)
     states = tuple(_read(flat, group) for group in group_by_filter(filters, _named(flat)))
@@ -184,7 +194,7 @@ def graphdef(tree: Any) -> flatten.GraphDef:
         >>> sx.graphdef(one) == sx.graphdef(two)
         True
     """
-    return flatten_tree(tree).graphdef
+    return _flat(tree, "graphdef").graphdef
 
 
 def update(
@@ -216,8 +226,9 @@ def update(
     """
     if cast not in (None, "param", "keep"):
         raise StateMismatchError(f"cast={cast!r} is none of None, 'param' and 'keep'.")
+    flatten.check_tree(tree, "update")
     boxed = _box_tree(tree)
-    flat = flatten_tree(boxed)
+    flat = _flat(boxed, "update")
     variables = dict(_named(flat))
     loose = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
 
@@ -273,7 +284,7 @@ def clone(tree: T) -> T:
         >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
         (False, True)
     """
-    flat = flatten_tree(tree)
+    flat = _flat(tree, "clone")
     values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
     roots, _ = flatten.build(flat.graphdef, values, owner_here())
     return _unbox_tree(roots[0])
@@ -312,8 +323,9 @@ def pop(tree: Any, *filters: Filter) -> Any:
             "pop needs at least one filter, to say which Variables to remove: sx.pop(model, "
             "sx.Intermediate)."
         )
+    flatten.check_tree(tree, "pop")
     root = _box_tree(tree)
-    flat = flatten_tree(root)
+    flat = _flat(root, "pop")
     groups = group_by_filter(filters, _named(flat))
     chosen = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
     removals = list(_removals(root, chosen))
@@ -372,7 +384,7 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
         >>> [path for path, _ in sx.iter_variables(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))]
         [('kernel',), ('bias',)]
     """
-    flat = flatten_tree(tree)
+    flat = _flat(tree, "iter_variables")
     for position in matching(filters or (...,), _named(flat)):
         yield flat.leaf_paths[position], flat.leaves[position]
 
@@ -392,6 +404,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
         >>> [type(module).__name__ for _, module in sx.iter_modules(mlp)]
         ['MLP', 'Linear', 'Linear', 'Linear']
     """
+    flatten.check_tree(tree, "iter_modules")
     yield from modules_in(_box_tree(tree))
 
 
@@ -414,6 +427,7 @@ def find_duplicates(tree: Any) -> list[list[Path]]:
         [[('embed',), ('head',)]]
     """
     found: dict[int, list[Path]] = {}
+    flatten.check_tree(tree, "find_duplicates")
     root = _box_tree(tree)
     for path, variable in _occurrences(root, (), ()):
         found.setdefault(id(variable), []).append(path)

@@ -53,6 +53,11 @@ class State(Shown, Mapping[Any, Any]):
         if isinstance(entries, State):
             values, origins = entries._values, entries._origins
         else:
+            if not isinstance(entries, Mapping):
+                raise StateMismatchError(
+                    f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a "
+                    f"{type(entries).__name__}. Of a model take sx.state(model)."
+                )
             values = flatten_mapping(entries)
             origins = dict.fromkeys(values, _UNKNOWN)
         self._values: dict[Path, Any] = dict(values)
@@ -121,7 +126,7 @@ class State(Shown, Mapping[Any, Any]):
         self._values, self._origins = state
 
     def __eq__(self, other: object) -> bool:
-        """Whether paths, origins and values are the same: every number, shape or sharding."""
+        """Whether paths, origins and every value are the same."""
         if self is other:
             return True
         if not isinstance(other, State):
@@ -209,7 +214,7 @@ def _shown(value: Any) -> str:
 def flatten_mapping(
     entries: Mapping[Any, Any], known: Any = None, path: Path = (), raw: bool = False
 ) -> dict[Path, Any]:
-    """Flattens a nested mapping to values by path, down to known paths; raw keeps Variables."""
+    """Flattens a nested mapping to values, or raw Variables, by path."""
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
     flat: dict[Path, Any] = {}
@@ -223,7 +228,7 @@ def flatten_mapping(
 
 
 def _by_path(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
-    """Returns what was given for some paths: by a mapping, or as frozen values with labels."""
+    """Returns what was given, by path or label."""
     if isinstance(entries, State):
         return entries.flat()
     if isinstance(entries, Mapping):

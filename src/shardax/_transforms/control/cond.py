@@ -23,10 +23,6 @@ from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.prefix import one_level
-
-# Stands in an outline for an array; an object is its position.
-_ARRAY = -1
 
 
 class BranchOutcome(NamedTuple):
@@ -43,7 +39,7 @@ class BranchOutcome(NamedTuple):
 def _result_outline(result: Any, effects: engine.Effects) -> Any:
     leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     positions = {} if effects.result is None else dict(effects.result.roots)
-    return treedef.unflatten([positions.get(place, _ARRAY) for place in range(len(leaves))])
+    return treedef.unflatten([positions.get(place, scan.ARRAY) for place in range(len(leaves))])
 
 
 class _Comparison:
@@ -113,7 +109,7 @@ class _Comparison:
 
     def _check_result(self) -> None:
         outlines = [outcome.outline for outcome in self.both]
-        found = _difference(outlines[0], outlines[1], ())
+        found = scan.structure_difference(outlines[0], outlines[1], ())
         if found is not None:
             path, *shown = found
             advice = "Return the same containers with the same keys from every branch."
@@ -128,14 +124,14 @@ class _Comparison:
                     "Return the same object from every branch and write values into it, or return "
                     "arrays.",
                 )
-            if mine == _ARRAY:
+            if mine == scan.ARRAY:
                 forms = [*map(scan.form, next(arrays))]
                 if forms[0] != forms[1]:
                     advice = "Convert in one of them: x.astype(dtype), x.reshape(shape)."
                     self._refuse(f"return different types{_at(path)}", forms, advice)
 
     def _describe(self, outcome: BranchOutcome, position: int) -> str:
-        if position == _ARRAY:
+        if position == scan.ARRAY:
             return "an array"
         if position < len(self.paths):
             kind = self.graphdef.objects[position].type.__name__
@@ -174,7 +170,7 @@ class _Comparison:
         updates = outcome.effects.updates
         objects = [updates.get(i, old) for i, old in enumerate(self.graphdef.objects)]
         leaves = _outline_leaves(outcome.outline)
-        returned = [(path, flatten.Ref(place)) for path, place in leaves if place != _ARRAY]
+        returned = [(path, flatten.Ref(place)) for path, place in leaves if place != scan.ARRAY]
         roots = (*self.graphdef.roots, *(ref for _, ref in returned))
         names = [*self.call.names, *(("result", *path) for path, _ in returned)]
         return flatten.definition_paths(
@@ -202,32 +198,6 @@ def _outline_leaves(outline: Any) -> list[tuple[Path, int]]:
 
 def _at(path: Path) -> str:
     return f" at {format_path(path)} of the result" if path else ""
-
-
-def _difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
-    """Returns the outermost place where two outlines have another structure."""
-    if jax.tree.structure(first) == jax.tree.structure(other):
-        return None
-    both = (first, other)
-    children = [dict(one_level(item)) for item in both]
-    if type(first) is type(other) and list(children[0]) == list(children[1]):
-        for key, child in children[0].items():
-            found = _difference(child, children[1][key], (*path, *key))
-            if found is not None:
-                return found
-    one, two = (_container(item, below) for item, below in zip(both, children, strict=True))
-    return path, one, f"{two} with other static fields" if one == two else two
-
-
-def _container(item: Any, children: dict[Any, Any]) -> str:
-    if isinstance(item, int):
-        return "an array" if item == _ARRAY else "an object"
-    if item is None:
-        return "None"
-    if isinstance(item, dict):
-        keys = ", ".join(repr(key) for (key,) in children)
-        return f"a {type(item).__name__} with keys {keys or '(none)'}"
-    return f"a {type(item).__name__} of {len(children)}"
 
 
 def cond(

@@ -21,6 +21,7 @@ In ``scan`` each argument has an *entry* that says what an iteration sees of it:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -211,48 +212,61 @@ def matching_leaves(
     given: Any, returned: Any, label: str, name: str
 ) -> tuple[list[Path], list[Any]]:
     """Checks that the carry came back as it was given."""
-    before = _with_paths(given, label)
-    after = _with_paths(returned, label)
-    if jax.tree.structure(given, is_leaf=is_object) != jax.tree.structure(
-        returned, is_leaf=is_object
-    ):
+    outline = functools.partial(jax.tree.map, lambda _: ARRAY, is_leaf=is_object)
+    found = structure_difference(outline(given), outline(returned), (label,))
+    if found is not None:
+        path, before, after = found
         raise CarryError(
-            f"What is carried in sx.{name} must come back with the structure it was given, but "
-            f"{_difference(dict(before), dict(after), given, returned)}. Return every part of it, "
-            f"in the same containers."
+            f"What is carried in sx.{name} must come back with the structure it was given, but at "
+            f"{format_path(path)} {before} came back as {after}. Return every part of it, in the "
+            f"same containers."
         )
-    for (path, one), (_, other) in zip(before, after, strict=True):
-        if (isinstance(one, Object) or isinstance(other, Object)) and one is not other:
-            found = type(other).__name__ if isinstance(other, Object) else "array"
-            kind = type(one).__name__ if isinstance(one, Object) else "array"
+    pairs = jax.tree_util.tree_leaves_with_path(given, is_leaf=is_object)
+    others = jax.tree.leaves(returned, is_leaf=is_object)
+    paths, plain = [], []
+    for (keys, one), other in zip(pairs, others, strict=True):
+        path = (label, *plain_path(keys))
+        kinds = [type(x).__name__ if isinstance(x, Object) else "array" for x in (one, other)]
+        if kinds != ["array", "array"] and one is not other:
             raise CarryError(
-                f"The {kind} at {format_path(path)}, which is carried in sx.{name}, came back as "
-                f"another {found}. A Module is carried as the object it is: write "
-                f"into it (v[...] = new, sx.update(model, new)) and return it."
+                f"The {kinds[0]} at {format_path(path)}, which is carried in sx.{name}, came back "
+                f"as another {kinds[1]}. A Module is carried as the object it is: write into it "
+                f"(v[...] = new, sx.update(model, new)) and return it."
             )
-    plain = [
-        (path, other)
-        for (path, one), (_, other) in zip(before, after, strict=True)
-        if not isinstance(one, Object)
-    ]
-    return [path for path, _ in plain], [leaf for _, leaf in plain]
+        if not isinstance(one, Object):
+            paths.append(path)
+            plain.append(other)
+    return paths, plain
 
 
-def _with_paths(tree: Any, label: str) -> list[tuple[Path, Any]]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object)
-    return [((label, *plain_path(path)), leaf) for path, leaf in pairs]
+# Stands in an outline, a tree of integers, for an array; an object is its position.
+ARRAY = -1
 
 
-def _difference(before: Mapping[Path, Any], after: Mapping[Path, Any], given: Any, got: Any) -> str:
-    missing = [format_path(path) for path in before if path not in after]
-    extra = [format_path(path) for path in after if path not in before]
-    if any(missing) or any(extra):
-        parts = [
-            *([f"{', '.join(missing)} is missing"] if any(missing) else []),
-            *([f"{', '.join(extra)} is new"] if any(extra) else []),
-        ]
-        return " and ".join(parts)
-    return f"a {type(given).__name__} came back as a {type(got).__name__}"
+def structure_difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
+    """Returns the outermost place where two trees of integers have another structure."""
+    if jax.tree.structure(first) == jax.tree.structure(other):
+        return None
+    both = (first, other)
+    children = [dict(prefix.one_level(item)) for item in both]
+    if type(first) is type(other) and list(children[0]) == list(children[1]):
+        for key, child in children[0].items():
+            found = structure_difference(child, children[1][key], (*path, *key))
+            if found is not None:
+                return found
+    one, two = (_container(item, below) for item, below in zip(both, children, strict=True))
+    return path, one, f"{two} with other static fields" if one == two else two
+
+
+def _container(item: Any, children: dict[Any, Any]) -> str:
+    if isinstance(item, int):
+        return "an array" if item == ARRAY else "an object"
+    if item is None:
+        return "None"
+    if isinstance(item, dict):
+        keys = ", ".join(repr(key) for (key,) in children)
+        return f"a {type(item).__name__} with keys {keys or '(none)'}"
+    return f"a {type(item).__name__} of {len(children)}"
 
 
 def form(value: Any) -> str:
@@ -388,7 +402,7 @@ def scan(
     """
     has_carry = _check_axes(in_axes, out_axes)
     length = mapped.as_count(length, "length")
-    name = mapped.mapped_name(metadata, "scan")
+    mapped.mapped_name(metadata, "scan")
 
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
@@ -398,7 +412,7 @@ def scan(
             call = engine.LiftedCall(
                 "scan", [function], given.args, given.kwargs, captured=captured
             )
-            loop = _Scan(call, given, out_axes, has_carry, name)
+            loop = _Scan(call, given, out_axes, has_carry, metadata)
             return loop.run(length, reverse, unroll)
 
         return engine.retry_captured(attempt)
@@ -456,7 +470,7 @@ class _Scan(LoopBody):
         given: prefix.AssignedPrefixes,
         out_axes: Any,
         has_carry: bool,
-        partition_name: Any,
+        metadata: Mapping[str, Any] | None,
     ) -> None:
         self.out_axes = out_axes
         args, kwargs, prefixes, named = given
@@ -481,9 +495,9 @@ class _Scan(LoopBody):
         }
         self.sliced_plain = {i: axis for i, axis in enumerate(plain) if prefix.is_axis(axis)}
         self.arrays = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
-        self.partition_name = partition_name
-        self.graphdef = mapped.element_graphdef(assignment, self.streams, partition_name)
-        self.mapped.boxes = mapped.MappedBoxes(assignment, partition_name)
+        self.partition_name = mapped.mapped_name(metadata, "scan")
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.partition_name)
+        self.mapped.boxes = mapped.MappedBoxes(assignment, metadata)
         call.enter = self.mapped.boxes.enter
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []

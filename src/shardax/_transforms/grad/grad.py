@@ -14,6 +14,7 @@ tangent, and no cotangent arrives at it.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -290,7 +291,7 @@ def arrange_gradients(
     of_values: Sequence[Any],
     of_plain: Mapping[int, Any],
 ) -> tuple[Any, ...]:
-    """Returns one gradient per argument; that of a Variable stands at its first path."""
+    """Returns one gradient per argument, each Variable's at its first path."""
     left = dict(zip(indices, of_values, strict=True))
     in_order = sorted(targets, key=lambda target: target.position)
     found = {t.position: t.gradient(left, of_plain.get(t.position)) for t in in_order}
@@ -349,6 +350,18 @@ def check_differentiable(
                     f"The {kind} at {format_path(path)} has dtype {dtype}, which has no gradient. "
                     f"{way_out}, or pass allow_int=True."
                 )
+
+
+def _as_diff_state(item: Any, wrt: Any) -> DiffState:
+    if isinstance(item, DiffState):
+        return item
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
+        raise DifferentiationError(
+            f"argnums has {item!r} of type {type(item).__name__}, but holds positions of arguments "
+            "or DiffStates: argnums=0, argnums=(0, sx.DiffState(1, sx.Param)). To choose Variables "
+            "of a Module, use wrt=..."
+        )
+    return DiffState(operator.index(item), wrt)
 
 
 def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
@@ -425,10 +438,7 @@ def value_and_grad(
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
     many = isinstance(argnums, (tuple, list))
-    chosen = [
-        item if isinstance(item, DiffState) else DiffState(int(item), wrt)
-        for item in (argnums if many else [argnums])
-    ]
+    chosen = [_as_diff_state(item, wrt) for item in (argnums if many else [argnums])]
     numbers = [item.argnum for item in chosen]
     _check_distinct(numbers, numbers)
 

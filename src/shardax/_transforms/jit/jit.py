@@ -34,7 +34,8 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
-from shardax._core.frames import local
+from shardax._core.errors import ConcurrentWriteError
+from shardax._core.frames import exclusive, local, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import Static
@@ -192,6 +193,10 @@ class BoundJit(Wrapper):
         return f"<bound {self.__func__!r}>"
 
 
+# Not empty once a call has donated Variables: others must not read them while it runs.
+donating: list[bool] = []
+
+
 class CachedCall:
     """What a steady call needs, for particular objects."""
 
@@ -207,6 +212,7 @@ class CachedCall:
         "spans",
         "specialization",
         "watched",
+        "writes",
     )
 
     def __init__(self, program: special.Specialization, graph: engine.InputGraph) -> None:
@@ -218,6 +224,7 @@ class CachedCall:
         self.roots = [_weak(root) for root in graph.roots]
         # The effects of the last call and the Variables it wrote.
         self.last: tuple[Any, list[Any]] = (None, [])
+        self.writes = True  # whether it wrote any, or changed structure
         # Variables with a declared sharding, by position, and what they held.
         self.watched: dict[int, Any] = {}
         self.seen: list[int] = []
@@ -225,16 +232,23 @@ class CachedCall:
         self.spans: Any = None
         self.settles = True  # whether Variables may be moved for the trace
 
-    def watch(self, written: Sequence[int]) -> None:
-        """Looks from now on where the Variables are that have a declared sharding."""
-        # Not those that the program writes, which it returns where they belong.
-        declared, done = enumerate(self.specialization.leaf_shardings), {*written}
+    def learn(self, effects: engine.Effects) -> list[Any]:
+        """Notes what the program does; returns the Variables that it writes."""
+        targets = [self.leaves[position] for position in effects.written]
+        self.writes = bool(targets) or not effects.simple
+        if self.specialization.donates and not donating:
+            donating.append(True)
+        # Where others are that have a declared sharding; these the program returns where they
+        # belong.
+        declared, done = enumerate(self.specialization.leaf_shardings), {*effects.written}
         self.watched = {
             i: self.leaves[i]
             for i, entry in declared
             if i not in done and (entry is not None or i in self.specialization.wanted)
         }
         self.seen = []
+        self.last = (effects, targets)
+        return targets
 
     def place(self) -> None:
         """Moves the watched Variables that were given other arrays."""
@@ -329,6 +343,7 @@ class Jit(PickledByName, Wrapper):
     def __init__(
         self, function: Callable[..., Any], options: special.JitOptions, wrapping: Any = None
     ) -> None:
+        inputs.check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.options = special.with_resolved_donation(options, function)
@@ -424,46 +439,82 @@ class Jit(PickledByName, Wrapper):
     ) -> Any:
         """Makes a call whose like was made before."""
         program = entry.specialization
-        local.call = entry
+        waits = several and (entry.writes or donating)
+        if waits:  # for the writing calls of other threads
+            exclusive.acquire()
         program.used = next(self._ticks)
         try:
-            if entry.watched:
-                entry.place()
-            kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
-            result, written, fresh, effects = program.run(kept, donated, plain, named)
-        except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
-            return self._recover(error, entry, args, kwargs)
+            local.call = entry
+            try:
+                if entry.watched:
+                    entry.place()
+                kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
+                result, written, fresh, effects = program.run(kept, donated, plain, named)
+            except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
+                return self._recover(error, entry, args, kwargs)
+            finally:
+                local.call = None
+            known, targets = entry.last
+            if effects is not known:
+                targets = entry.learn(effects)
+            if several or not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
+                outputs = engine.LiftedOutputs(result, written, fresh, effects)
+                return self._finish(entry, outputs, program.join(kept, donated), args, kwargs)
+            for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
+                variable._value = value
+            return result
         finally:
-            local.call = None
-        known, targets = entry.last
-        if effects is not known:
-            targets = [entry.leaves[position] for position in effects.written]
-            entry.last = (effects, targets)
-            entry.watch(effects.written)
-        if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
-            return self._finish(entry, engine.LiftedOutputs(result, written, fresh, effects))
-        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
-            variable._value = value
-        return result
+            if waits:
+                exclusive.release()
 
-    def _finish(self, entry: CachedCall, outputs: engine.LiftedOutputs) -> Any:
-        """Applies structural effects, checking for tracers of plain transforms."""
+    def _finish(
+        self,
+        entry: CachedCall,
+        outputs: engine.LiftedOutputs,
+        read: list[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Applies effects, checking for tracers of plain transforms and for other threads."""
         graph = entry.graph()
+        graph.read = read
         if note_types(outputs.written):
             engine.check_no_leak(graph, outputs)
-        return engine.apply_effects(graph, outputs)
+        try:
+            return engine.apply_effects(graph, outputs)
+        except ConcurrentWriteError:
+            with exclusive:
+                return self._attempt(args, kwargs, None)
 
     def _call_uncached(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
     ) -> Any:
         """Calls without a cached call, and caches one under ``key``."""
+        # A call that lost a race against other threads is made again while they wait.
+        if not several or local.frame is not None:
+            return self._attempt(args, kwargs, key)
+        try:
+            return self._attempt(args, kwargs, key, compile_first=True)
+        except ConcurrentWriteError:
+            with exclusive:
+                return self._attempt(args, kwargs, key)
+
+    def _attempt(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any, compile_first: bool = False
+    ) -> Any:
         while True:
             program, graph, arguments = self.prepare(args, kwargs)
             entry = local.call = CachedCall(program, graph)
             try:
                 program.place(dict(enumerate(graph.leaves)))
-                outputs = program.call(graph.values(), arguments)
+                values = graph.values()
+                if compile_first and program.donates:  # what it donates, no other call may use
+                    program.compile(values, arguments)
+                    raise ConcurrentWriteError
+                outputs = program.call(values, arguments)
                 break
+            except ConcurrentWriteError:
+                raise
             except engine.NewCaptures as found:
                 self.capture(found.objects)
             except engine.NewPlacements:
@@ -471,13 +522,15 @@ class Jit(PickledByName, Wrapper):
             except special.StaleOutputShardings:
                 self.specializations.pop(program.key, None)
             except Exception as error:
+                if compile_first and "deleted" in str(error):  # another call donates what was read
+                    raise ConcurrentWriteError from error
                 explain_error(error, program, graph)
                 raise
             finally:
                 local.call = None
         engine.check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
-            entry.watch(outputs.effects.written)
+            entry.learn(outputs.effects)
             self.memory.remember(key, entry, graph, few=bool(self.sources))
         return engine.apply_effects(graph, outputs)
 
@@ -489,6 +542,9 @@ class Jit(PickledByName, Wrapper):
             self.capture(error.objects)
         elif isinstance(error, special.StaleOutputShardings):
             self.specializations.pop(entry.specialization.key, None)
+        elif several and "deleted" in str(error):  # another call has donated what was read
+            with exclusive:
+                return self._attempt(args, kwargs, None)
         elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
             explain_error(error, entry.specialization, entry.graph())
             raise error
@@ -592,7 +648,7 @@ class Jit(PickledByName, Wrapper):
     def _take_apart(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[inputs.SplitArguments, tuple[tuple[int | str, Static], ...]]:
-        """Returns the dynamic arguments, split, and (position or name, value) of static ones."""
+        """Returns the dynamic arguments, split, and the static ones by place."""
         args, kwargs = self.resolve(args, kwargs)
         found: list[tuple[int | str, Static]] = []
         if not self._simple:
@@ -659,6 +715,8 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
+    device: Any = None,
+    backend: Any = None,
 ) -> Any:
     """Compiles a function over Modules and carries back its writes.
 
@@ -688,6 +746,8 @@ def jit(
         keep_unused: As in ``jax.jit``.
         inline: As in ``jax.jit``.
         compiler_options: As in ``jax.jit``.
+        device: Refused: use ``in_shardings`` or ``jax.default_device``.
+        backend: Likewise.
 
     Returns:
         A ``Jit`` with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``.
@@ -697,6 +757,7 @@ def jit(
             or is compared by identity and has attributes that are not hashable.
         PrefixError: When a sharding prefix does not fit its argument.
         InconsistentAliasingError: When a shared Variable is given two shardings.
+        ArgumentError: If an option is of the wrong kind, or what is compiled cannot be called.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -719,6 +780,8 @@ def jit(
         keep_unused,
         inline,
         compiler_options,
+        device,
+        backend,
     )
     if function is None:
         return functools.partial(Jit, options=options)

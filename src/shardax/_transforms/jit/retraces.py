@@ -186,7 +186,7 @@ def _changes(where: str, was: Any, now: Any) -> list[str]:
 
 
 def _closure_changes(where: str, was: Any, now: Any) -> list[str]:
-    """Describes, of two functions made by one ``def``, what they close over differently."""
+    """Describes what two functions of one ``def`` close over differently."""
     first, other = (item.value if isinstance(item, Static) else item for item in (was, now))
     if isinstance(first, functools.partial) and isinstance(other, functools.partial):
         return _closure_changes(where, first.func, other.func)

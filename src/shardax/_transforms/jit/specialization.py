@@ -24,7 +24,7 @@ from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import DonationError, StaticArgumentError
+from shardax._transforms.errors import ArgumentError, DonationError, StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
@@ -46,8 +46,20 @@ class JitOptions:
     inline: bool = False
     compiler_options: Any = None
 
+    device: Any = None
+    backend: Any = None
+
     def __post_init__(self) -> None:
         inputs.check_static_option(self.static)
+        check_compiler_options(self.compiler_options)
+        for name, found in (("device", "device"), ("backend", "jax.devices(backend)[0]")):
+            if (given := getattr(self, name)) is not None:
+                raise ArgumentError(
+                    f"{name}={given!r} is no option of sx.jit: where a program runs follows from "
+                    "where its arguments are. Declare it, sx.jit(f, in_shardings=jax.sharding."
+                    "SingleDeviceSharding(device)), or choose for all that is not placed yet: "
+                    f"with jax.default_device({found}): ..."
+                )
         for name in ("in_shardings", "out_shardings"):
             if (given := getattr(self, name)) is not None:
                 prefixes.check_shardings_only(given, name)
@@ -90,6 +102,15 @@ class JitOptions:
     def donates_name(self, name: str) -> bool:
         """Whether the keyword argument is donated."""
         return name in inputs.as_tuple(self.donate_argnames)
+
+
+def check_compiler_options(options: Any) -> None:
+    """Raises unless compiler options are a mapping."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(
+            f"compiler_options={options!r} is of type {type(options).__name__}, but options of XLA "
+            "are given by name: compiler_options={'xla_embed_ir_in_executable': True}."
+        )
 
 
 def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) -> JitOptions:
@@ -190,7 +211,7 @@ class Specialization:
             prefixes.place_variables([*variables.values()], entries)
 
     def _is_off(self, position: int, variable: Any) -> bool:
-        """Whether a Variable is not on the mesh over which ``shard_map`` splits it."""
+        """Whether a Variable is not on the mesh that splits it."""
         mesh = getattr(self.wanted.get(position), "mesh", None)
         leaves = jax.tree.leaves(variable._value)
         return any(
@@ -201,6 +222,16 @@ class Specialization:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
         return engine.LiftedOutputs(*self.jitted(full)(*full))
+
+    @property
+    def donates(self) -> bool:
+        """Whether the program may use up arrays that it is given."""
+        return bool(self.donated_leaves or self.donated or self.options.donate_argnames)
+
+    def compile(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> None:
+        """Compiles for a call without running it."""
+        full = self.pack(values, arguments)
+        self.jitted(full).lower(*full).compile()
 
     def pack(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> tuple[Any, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
@@ -237,7 +268,7 @@ class Specialization:
             "out_shardings": out_shardings,
             "compiler_options": options.compiler_options,
         }
-        if self.donated_leaves or self.donated or options.donate_argnames:
+        if self.donates:
             given["donate_argnums"] = (1, 3, 5) if self._full else (1,)
         given = {name: value for name, value in given.items() if value is not None}
         return jax.jit(
@@ -307,7 +338,7 @@ class Specialization:
         leaves: Sequence[Any],
         written: Sequence[int],
     ) -> None:
-        """Finds, once, where Variables that are only read are used, and has them moved there."""
+        """Finds where Variables that are only read are to be moved."""
         self.wanted = {
             position: frame.wanted[id(copies[index])]
             for position, index in enumerate(self.graphdef.leaves)

@@ -22,7 +22,11 @@ from shardax._transforms.errors import StructureMismatchError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
 from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
-from shardax._transforms.jit.specialization import Specialization, StaleOutputShardings
+from shardax._transforms.jit.specialization import (
+    Specialization,
+    StaleOutputShardings,
+    check_compiler_options,
+)
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 
@@ -227,6 +231,7 @@ class Lowered(_Stage):
         Args:
             compiler_options: As JAX's ``Lowered.compile``.
         """
+        check_compiler_options(compiler_options)
         options = {} if compiler_options is None else {"compiler_options": compiler_options}
         return Compiled(self._source, self._stage.compile(**options))
 

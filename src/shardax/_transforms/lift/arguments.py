@@ -42,7 +42,7 @@ from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
-from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.errors import ArgumentError, StaticArgumentError
 
 
 def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
@@ -87,7 +87,7 @@ def by_position(
     most: int | None = None,
     fill: str | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Moves keyword arguments to the positions that the signature gives them, up to ``most``."""
+    """Moves keyword arguments to their positions in the signature."""
     # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
     # as an argument of its own, a default would be traced.
     given, rest = list(args), dict(kwargs)
@@ -215,11 +215,27 @@ def _shortened(value: Any) -> str:
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
+def check_callable(function: Any, name: str) -> None:
+    """Raises unless what a transform is given can be called."""
+    if not callable(function):
+        raise ArgumentError(
+            f"sx.{name} was given {_shortened(function)} of type {type(function).__name__}, which "
+            f"cannot be called. Give it a function first: sx.{name}(function, ...)."
+        )
+
+
 def resolve_arguments(
     function: Any, argnums: Any, argnames: Any, kind: str, error: type[ShardaxError]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Resolves positions and names of arguments from each other, as ``jax.jit`` does."""
     positions, names = as_tuple(argnums), as_tuple(argnames)
+    wrong = [i for i in positions if isinstance(i, bool) or not hasattr(i, "__index__")]
+    for item in (*wrong, *(name for name in names if not isinstance(name, str))):
+        raise error(
+            f"{kind}_arg{'nums' if item in wrong else 'names'}={item!r} is of type "
+            f"{type(item).__name__}; positions are integers, {kind}_argnums=0, and names are "
+            f"strings, {kind}_argnames='x'."
+        )
     parameters = parameters_of(function)
     if parameters is None or not (positions or names):
         return positions, names
@@ -260,7 +276,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     """Returns None, one entry or several as a tuple."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def static_argument(value: Any, function: Any, place: int | str) -> Static:
@@ -284,7 +300,7 @@ def static_argument(value: Any, function: Any, place: int | str) -> Static:
 
 
 class ArgumentPositions(NamedTuple):
-    """Where the arguments of a call stand in the signature of its function."""
+    """Where the arguments of a call stand in the signature."""
 
     # (position, parameter name) of each dynamic positional argument.
     positional: list[tuple[int, str]]

@@ -39,7 +39,8 @@ import numpy as np
 
 from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError, TraceLeakError
+from shardax._core.errors import AbstractValueError, ConcurrentWriteError, TraceLeakError
+from shardax._core.frames import exclusive, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
@@ -54,9 +55,10 @@ from shardax._transforms.lift import arguments as inputs
 class InputGraph:
     """The roots of one lifted call, flattened together."""
 
-    __slots__ = ("flat", "leaves", "roots")
+    __slots__ = ("flat", "leaves", "read", "roots")
 
     def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+        self.read: list[Any] | None = None  # what ``values`` returned
         # The callable, if it is bound to objects, and all objects in the arguments.
         self.roots = [inputs.as_root(root) for root in roots]
         self.flat = graphs.flatten_roots(self.roots, names)  # their joint flattening
@@ -79,7 +81,8 @@ class InputGraph:
         ]
         if absent:
             raise absent_error(absent)
-        return values
+        self.read = values
+        return list(values)
 
     def objects(self) -> list[Any]:
         """Returns the objects in the order of the graph definition."""
@@ -284,6 +287,36 @@ def same_value(before: Any, after: Any) -> bool:
 
 def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     """Applies, outside the transform, what the function did; returns its result."""
+    if not several:
+        return _apply(graph, outputs)
+    with exclusive:
+        check_unchanged(graph, outputs.effects)
+        return _apply(graph, outputs)
+
+
+def check_unchanged(graph: InputGraph, effects: Effects) -> None:
+    """Raises if another thread has written or changed what would be overwritten."""
+    read = graph.read
+    if read is None or not several or frames.local.frame is not None:
+        return
+    lost = [p for p in effects.written if graph.leaves[p]._value is not read[p]]
+    where = [graph.flat.leaf_paths[position] for position in lost]
+    if effects.updates and graph.flat.epoch != epoch.current:
+        now = InputGraph(graph.roots).flat.graphdef
+        pairs = enumerate(zip(graph.flat.graphdef.objects, now.objects, strict=False))
+        where += [graph.flat.paths[i] for i, (old, new) in pairs if old != new]
+    if where:
+        raise ConcurrentWriteError(
+            f"Another thread changed {', '.join(map(format_path, where[:8]))} while this call ran, "
+            "which would be lost; nothing was written. Call it in a function made by sx.jit, of "
+            "which calls wait for each other; hold one threading.Lock around calls; or give each "
+            "thread its own model (sx.clone)."
+        )
+    for position in effects.written:
+        frames.note_write(graph.leaves[position], check=False)
+
+
+def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     # Given objects that come back are the caller's own objects. Nothing is changed if something
     # about it is refused.
     effects = outputs.effects
@@ -382,17 +415,18 @@ class NewCaptures(Exception):
 
 
 class NewPlacements(Exception):
-    """Stops a trace that splits Variables over a mesh on which they are not."""
+    """Stops a trace whose Variables are to be moved first."""
 
 
 class CompiledFrame(frames.Frame):
-    """The frame of a compiled function, which can have its Variables moved beforehand."""
+    """The frame of a compiled function."""
 
     __slots__ = ("wanted",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.wanted: dict[int, Any] = {}  # sharding by ``id`` of a copy
+        # Where Variables are to be moved before the program runs, by ``id`` of the copy.
+        self.wanted: dict[int, Any] = {}
 
 
 def request_placement(variables: Sequence[Any], shardings: Sequence[Any]) -> None:
@@ -424,6 +458,7 @@ def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
     def with_options(function: Any = None, *args: Any, **options: Any) -> Any:
         if function is None and not args:
             return functools.partial(with_options, **options)
+        inputs.check_callable(function, transform.__name__)
         if only_by_name and (args or not options.keys() <= parameters.keys()):
             name = getattr(transform, "__name__", "")
             unknown = ", ".join(sorted(options.keys() - parameters.keys()))
@@ -705,12 +740,24 @@ class SingleRunCall(LiftedCall):
         """Stores what was written and returns the result, with objects in place."""
         outputs = self._outputs(leaving)
         check_no_leak(self.graph, outputs)
-        for item, value in zip(self.captured, leaving[3], strict=True):
+        with exclusive:
+            check_unchanged(self.graph, outputs.effects)
+            self._write_captured(leaving[3])
+            return apply_effects(self.graph, outputs)
+
+    def _write_captured(self, values: Sequence[Any]) -> None:
+        for item in self.captured:
+            if item.outer._owner is None and item.outer._value is not item.value:
+                raise ConcurrentWriteError(
+                    f"Another thread wrote the {type(item.outer).__name__} that sx.{self.name} "
+                    "used through a closure while it ran; nothing was written. Pass it as an "
+                    "argument of a function made by sx.jit, or hold a threading.Lock around calls."
+                )
+        for item, value in zip(self.captured, values, strict=True):
             item.outer._write(value)
             if item.outer._metadata != item.stand_in._metadata:
                 item.outer._metadata = item.stand_in._metadata
                 epoch.advance()
-        return apply_effects(self.graph, outputs)
 
     def finish_on(self, graph: InputGraph, leaving: tuple[Any, ...]) -> Any:
         """Returns the result with the objects of a copied graph."""

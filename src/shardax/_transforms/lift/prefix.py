@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import FilterError
-from shardax._core.frames import is_eager
+from shardax._core.frames import exclusive, is_eager
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
@@ -67,7 +67,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
                 edges.append((position, path, above))
             return
         met.add(position)
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             visit(below, way, (*above, position))
 
     def reach(position: int, path: Path, known: set[int]) -> Iterator[tuple[int, Path]]:
@@ -76,7 +76,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
             return
         known.add(position)
         yield position, path
-        for below, way in _objects_in(graphdef, position, path):
+        for below, way in objects_in(graphdef.objects[position], path):
             yield from reach(below, way, known)
 
     for root in graphdef.roots:
@@ -90,9 +90,9 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
     return tuple(found)
 
 
-def _objects_in(graphdef: graphs.GraphDef, position: int, path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the objects that an object holds, and their paths."""
-    for key, child in graphs.definition_children(graphdef.objects[position]):
+def objects_in(definition: Any, path: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the objects that a definition holds, and their paths."""
+    for key, child in graphs.definition_children(definition):
         yield from _objects(child, path if key is None else (*path, key))
 
 
@@ -305,7 +305,8 @@ def assign(
     name: str,
     other: Any,
 ) -> AssignedPrefixes:
-    """Finds the prefix of every argument, by position or name; ``other`` where there is none."""
+    """Finds the prefix of every argument, by position or name."""
+    # ``other`` is that of a keyword argument without an entry.
     one = is_one_entry(prefix)
     args, kwargs = inputs.by_position(function, args, kwargs, None if one else len(prefix))
     labels = [inputs.parameter_name(function, position) for position in range(len(args))]
@@ -331,7 +332,8 @@ def expand(
     known: Mapping[int, Any] = MappingProxyType({}),
     lenient: bool = False,
 ) -> Iterator[tuple[Path, Any, Any]]:
-    """Spreads a prefix over a tree; leniently, a Variable without an entry gets None."""
+    """Spreads a prefix over a tree."""
+    # Leniently, a Variable without an entry gets None.
     if isinstance(tree, Object):
         yield from _expand_object(prefix, tree, name, where, known, lenient)
         return
@@ -428,6 +430,8 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
                 raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
 
         return by_filter
+    if isinstance(root, Variable) and not _is_entry(prefix) and _fits_value(prefix, root):
+        return lambda path, variable: prefix
     if isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
 
@@ -449,6 +453,23 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
     return lambda path, variable: prefix
 
 
+def _fits_value(prefix: Any, variable: Variable[Any]) -> bool:
+    """Whether a prefix fits a Variable's value, such as named arrays."""
+    if isinstance(prefix, (Object, State)):
+        return False
+    structure = jax.tree.structure(prefix, is_leaf=_is_none)
+    try:
+        structure.flatten_up_to(variable._here()._value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether entries are equal, also pytrees of them."""
+    return first is second or jax.tree.flatten(first) == jax.tree.flatten(second)
+
+
 def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
     """Returns (path, entry) by ``id`` of Variable, one each."""
     found: dict[int, tuple[Path, Any]] = {}
@@ -456,7 +477,7 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
         if not isinstance(leaf, Variable):
             continue
         first = found.setdefault(id(leaf), (path, entry))
-        if first[1] is not entry and first[1] != entry:
+        if not _is_same(first[1], entry):
             raise InconsistentAliasingError(
                 f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
                 f"{format_path(first[0])}: {first[1]}\n  {format_path(path)}: {entry}\n"
@@ -467,26 +488,35 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
 
 
 def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
-    """Moves Variables to the shardings that are their entries; lazy ones straight into shards."""
+    """Moves Variables to the shardings that are their entries."""
     if not is_eager():
         return
-    moved: list[tuple[Any, Any]] = []
+    moved: list[tuple[Any, Any, Any]] = []
     for variable, entry in zip(variables, entries, strict=True):
         if entry is None or variable._parent is not None or variable.is_abstract:
             continue
-        sharding = _in_scope(entry)
-        leaves = [leaf for leaf in jax.tree.leaves(variable._value) if not _is_at(leaf, sharding)]
-        for leaf in leaves:  # raises before anything is moved
-            getattr(sharding, "sharding", sharding).shard_shape(tuple(leaf.shape))
-        if leaves:
-            moved.append((variable, sharding))
-    lazy = [(v, sharding) for v, sharding in moved if isinstance(v._value, LazyValue)]
-    arrays = compute_all([v._value for v, _ in lazy], [sharding for _, sharding in lazy])
-    for (variable, _), array in zip(lazy, arrays, strict=True):
-        variable._value = array
-    values = jax.device_put([v._value for v, _ in moved], [sharding for _, sharding in moved])
-    for (variable, _), value in zip(moved, values, strict=True):
-        variable._value = value
+        sharding = jax.tree.map(_in_scope, entry)  # one, or of the form of the value
+        places = jax.tree.broadcast(sharding, variable._value, is_leaf=_is_none)
+        pairs = zip(
+            jax.tree.leaves(variable._value), jax.tree.leaves(places, is_leaf=_is_none), strict=True
+        )
+        pairs = [(leaf, to) for leaf, to in pairs if to is not None and not _is_at(leaf, to)]
+        for leaf, to in pairs:  # raises before anything is moved
+            getattr(to, "sharding", to).shard_shape(tuple(leaf.shape))
+        if pairs:
+            moved.append((variable, variable._value, sharding))
+    lazy = [row for row in moved if isinstance(row[1], LazyValue)]
+    live = [row for row in moved if not isinstance(row[1], LazyValue)]
+    made = compute_all([value for _, value, _ in lazy], [sharding for *_, sharding in lazy])
+    put = jax.device_put([value for _, value, _ in live], [sharding for *_, sharding in live])
+    for (variable, value, _), new in (*zip(lazy, made, strict=True), *zip(live, put, strict=True)):
+        with exclusive:
+            if variable._value is value:  # else another thread has written it
+                variable._value = new
+
+
+def _is_none(entry: Any) -> bool:
+    return entry is None
 
 
 def _in_scope(entry: Any) -> Any:

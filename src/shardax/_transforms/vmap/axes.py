@@ -23,8 +23,9 @@ given one stays the caller's.
 
 from __future__ import annotations
 
+import difflib
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +39,8 @@ from shardax._core.graph.flatten import (
     ChildDecoder,
     GraphDef,
     ModuleDef,
-    NodeDef,
     Ref,
     VariableDef,
-    definition_children,
     is_object,
 )
 from shardax._core.graph.handlers import knows_names
@@ -119,7 +118,7 @@ class SplitStreams:
         return split
 
     def separate_kept(self, context: RunContext) -> None:
-        """Gives new objects streams of their own, inside, in place of split ones that they keep."""
+        """Gives new objects streams of their own for split ones they keep."""
         self.kept = set()
         if not self.streams:
             return
@@ -151,8 +150,12 @@ class SplitStreams:
             if i not in given and not holds_as_built(copy, before, context.copies):
                 walk.definitions[i] = copy._flatten(lambda child, key: walk.encode(child, ()))
         for i, definition in enumerate(walk.definitions):
-            before = {*_references(known[i])} if i < len(known) else set[int]()
-            kept = given.intersection(_references(definition)) - before
+            pair = (definition, known[i] if i < len(known) else None)
+            held, before = (
+                {position for position, _ in prefix.objects_in(each, ())} if each else set[int]()
+                for each in pair
+            )
+            kept = (given & held) - before
             if kept:
                 objects = [own_of(x) if j in kept else x for j, x in enumerate(walk.objects)]
                 walk.objects[i]._unflatten(definition, ChildDecoder(objects))
@@ -174,15 +177,6 @@ class SplitStreams:
         """Adds, outside the transform, the counts of the streams that moved on."""
         counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
         return prefix.add_written(outputs, counts)
-
-
-def _references(item: Any) -> Iterator[int]:
-    """Yields the positions of the objects that a definition holds."""
-    for _, child in definition_children(item) if item is not None else ():
-        if type(child) is Ref:
-            yield child.position
-        elif type(child) is NodeDef:
-            yield from _references(child)
 
 
 def _laid_out(array: Any, sharding: Any) -> Any:
@@ -414,13 +408,16 @@ def _specs(leaf: Any) -> Sequence[Any]:
 
 def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
     """Returns the name that ``metadata`` gives the mapped dimension."""
-    others = [key for key in metadata or {} if key != PARTITION_NAME]
-    if others:
+    given = {} if metadata is None else metadata
+    if not isinstance(given, Mapping) or (
+        PARTITION_NAME not in given and difflib.get_close_matches(PARTITION_NAME, map(str, given))
+    ):
         raise errors.PrefixError(
-            f"metadata of sx.{name} has {others}; its one entry is the name of the mapped "
-            f"dimension: metadata={{sx.partition.PARTITION_NAME: 'layers'}}."
+            f"metadata of sx.{name} is {metadata!r}; it is a mapping that has the name of the "
+            f"mapped dimension, metadata={{sx.partition.PARTITION_NAME: 'layers'}}, and may have "
+            f"further entries, which add_axis and remove_axis of boxes are given."
         )
-    return (metadata or {}).get(PARTITION_NAME)
+    return given.get(PARTITION_NAME)
 
 
 def element_graphdef(
@@ -480,9 +477,12 @@ def name_new_dimensions(
 class MappedBoxes:
     """The boxes of one mapped call."""
 
-    def __init__(self, assignment: prefix.EntryAssignment, partition_name: Any) -> None:
+    def __init__(
+        self, assignment: prefix.EntryAssignment, metadata: Mapping[str, Any] | None
+    ) -> None:
         self.assignment = assignment
-        self.partition_name = partition_name
+        self.params = metadata or {}
+        self.partition_name = self.params.get(PARTITION_NAME)
         self._names: dict[type, Any] = {}
 
     def enter(
@@ -504,17 +504,25 @@ class MappedBoxes:
     def _without(self, box: Any, axis: int) -> Any:
         name = self.partition_name
         names = getattr(box, "names", None)
+        rank = getattr(getattr(box, "value", None), "ndim", -1) + 1
+        if isinstance(names, tuple) and len(names) < rank:  # the last dimensions have no names
+            axis %= rank
+            if axis >= len(names):
+                return box
         if isinstance(names, tuple) and -len(names) <= axis < len(names):
             if name is None or names[axis] is None:
                 name = names[axis]
             self._names.setdefault(type(box), name)
-        return box.remove_axis(axis, {PARTITION_NAME: name})
+        return box.remove_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _with(self, box: Any, axis: int) -> Any:
         name = self.partition_name
         if name is None:
             name = self._names.get(type(box))
-        return box.add_axis(axis, {PARTITION_NAME: name})
+        rank = getattr(getattr(box, "value", None), "ndim", 0)
+        if isinstance(names := getattr(box, "names", None), tuple) and len(names) < rank:
+            axis %= rank + 1
+        return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _map(
         self, tree: Any, where: Path, axes: Mapping[Path, Any], change: Callable[[Any, int], Any]
