@@ -245,6 +245,13 @@ def test_a_run_without_any_good_checkpoint_is_refused_with_all_that_is_wrong(cop
         resume(copy)
 
 
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_again(copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    _, display = resume(copy)
+    assert display.span == (0, 6)
+    assert display.notes == ["There is no checkpoint to go on from: starting again at step 0."]
+
+
 def bigger_base(model: Any) -> Any:
     model.embed.scale = 500.0  # a setting that no array shows
     return model
