@@ -110,7 +110,7 @@ def _in_one_line(box: str) -> str:
     parts = [" ".join(part.split()).strip("-\u2500 ") for part in re.split("[-\u2500]{3,}", text)]
     title, said = [part for part in parts if part][:2]
     start = "" if said.startswith(title) else f"{title}: "
-    return f"{start}{said[:400].rstrip(".")}. See shardax --help."
+    return f"{start}{said[:400].rstrip('.')}. See shardax --help."
 
 
 def _help(command: Any) -> str:
