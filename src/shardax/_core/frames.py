@@ -21,7 +21,7 @@ has not read is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 from shardax._core import _jax
@@ -143,6 +143,15 @@ def note_read(target: Any) -> None:
     reads[key] = stamp
     if len(reads) > _MOST_READS:
         del reads[next(iter(reads))]
+
+
+def note_writes(targets: Iterable[Any]) -> None:
+    """Stamps Variables that a compiled function wrote; under the lock ``exclusive``."""
+    thread, make = threading.get_ident(), tuple.__new__
+    for target in targets:
+        stamp = target._stamp
+        if stamp is not None:  # otherwise nobody has read it
+            target._stamp = make(Stamp, (stamp.variable, thread))
 
 
 def note_write(target: Any, check: bool) -> None:

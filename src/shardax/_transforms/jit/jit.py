@@ -35,7 +35,7 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError
-from shardax._core.frames import exclusive, local, several
+from shardax._core.frames import exclusive, local, note_writes, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import Static
@@ -457,11 +457,14 @@ class Jit(PickledByName, Wrapper):
             known, targets = entry.last
             if effects is not known:
                 targets = entry.learn(effects)
-            if several or not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
+            raced = several and written and not waits
+            if raced or not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
                 outputs = engine.LiftedOutputs(result, written, fresh, effects)
                 return self._finish(entry, outputs, program.join(kept, donated), args, kwargs)
             for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
                 variable._value = value
+            if several:
+                note_writes(targets)
             return result
         finally:
             if waits:
