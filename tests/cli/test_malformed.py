@@ -155,3 +155,17 @@ def test_run_settings_of_a_wrong_type_or_out_of_range_are_refused_by_name(
         assert name in said or name in ("format", "rules", "model"), (text, said)
     file.write_bytes(b'{"format": "\xff"}')
     assert main([*command.split(), str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "--large", "1"], "Missing from shardax check: MODEL"),
+        (["check", "tiny", "--none"], "Unrecognized options: --none"),
+        ([], "Missing subcommand"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_one_line(words: list[str], said: str, capsys: Any) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("shardax: ") and said in line and line.endswith(". See shardax --help.")

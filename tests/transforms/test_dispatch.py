@@ -19,9 +19,18 @@ import pytest
 from tests.transforms.examples import Box, Many, Scale, step
 
 import shardax as sx
+from shardax._core.frames import several
 from shardax._core.graph.flatten import has_objects
 
 JAX = os.path.dirname(jax.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _program_of_one_thread() -> Iterator[None]:
+    before = [*several]  # whether tests of threads have run in this process
+    several.clear()
+    yield
+    several[:] = before
 
 
 def python_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:

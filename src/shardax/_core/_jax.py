@@ -30,7 +30,7 @@ OLDEST, NEWEST = (0, 10), (0, 12)
 
 
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
-    """Refuses a JAX too old to work; warns of one newer than tested."""
+    """Refuses a JAX too old; warns of one newer than tested."""
     found, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST, NEWEST))
     if version[:2] < OLDEST:
         raise ImportError(

@@ -98,7 +98,7 @@ class Dataflow:
         return frozenset(each.element for each in self._forwards(value) if each.inside == "")
 
     def needed_by(self, value: ValueRef) -> Instruction | None:
-        """Returns the nearest user of a value with a traced operation, conversions aside."""
+        """Returns the nearest user with a traced operation other than a conversion."""
         for here in self._forwards(value):
             inside = self._program.computations.get(here.inside)
             for user in inside.users[here.name] if inside else ():

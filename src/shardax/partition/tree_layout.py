@@ -402,7 +402,8 @@ class TreeLayout:
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
                 raise NoRulesError(str(diagnostic))
-        raise_on_errors([*self.diagnostics, *more])
+        if found := [*self.diagnostics, *more]:
+            raise_on_errors(found)
         return self
 
     def shardings(self) -> list[list[NamedSharding]]:

@@ -491,6 +491,8 @@ class Trainer:
             with display(max(start.step, 0), self.settings.steps) as shown, StopRequest() as stop:
                 for note in start.take(checkpoints):
                     shown.note(note)
+                if start.description is None and self.log_path.exists():
+                    shown.note("There is no checkpoint to go on from: starting again at step 0.")
                 self._place(start)
                 with (
                     JsonlLog(self.log_path, resume_step=start.step) as log,

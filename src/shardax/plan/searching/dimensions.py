@@ -506,7 +506,7 @@ def _inner(jaxpr: Any) -> Any:
 
 
 def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """How many values in front have as many dimensions outside of a loop as inside."""
+    """Counts the values in front that a loop does not take apart."""
     ranks = [
         len(getattr(one.aval, "shape", ())) == len(getattr(other.aval, "shape", ()))
         for one, other in zip(outer, inner, strict=True)
