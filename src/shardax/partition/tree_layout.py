@@ -387,7 +387,7 @@ class TreeLayout:
                 and leaf.rules is None
                 and override.spec is None
                 and override.rules is None
-                and self._rules_over(mesh).assign(leaf.axes or ()).unmapped
+                and not _names_in(leaf.axes).issubset(self._rules_over(mesh).names)
             ):
                 text = (
                     f"{format_path(leaf.path)}: has the logical names {leaf.axes}, and there are "
@@ -421,6 +421,12 @@ class TreeLayout:
         """The tree with entries, such as specs, in place of leaves."""
         pairs = zip(self.inventory.leaves, each, strict=True)
         return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
+
+
+def _names_in(axes: Any) -> set[str]:
+    """Names among entries that may be malformed."""
+    parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
+    return {part for part in parts if isinstance(part, str)}
 
 
 def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
