@@ -60,7 +60,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def check_values(values: Mapping[str, Any], *, of: str = "") -> None:
-    """Raises CommandError if a number of options, or of a file, is out of range."""
+    """Refuses numbers of options or files that are out of range."""
     for name, value in values.items():
         low, high, wanted = _RANGES.get(name, (-math.inf, math.inf, ""))
         for number in value if isinstance(value, tuple) else (value,):

@@ -468,7 +468,7 @@ class _CollectiveFinder:
     def _kept(
         self, inside: Computation, each: Instruction, path: tuple[int, ...]
     ) -> Iterator[Instruction | None]:
-        """Yields the slices that a fusion takes of a value, None for all."""
+        """Yields the slices a fusion takes; None for the whole value."""
         # ``path`` is where the value is in the result of the instruction, by numbers of elements.
         if each is inside.root:
             outside, caller = self._callers[inside.name]

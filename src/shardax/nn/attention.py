@@ -379,7 +379,7 @@ def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Repeats kv heads for each query head, laid out as those over Explicit mesh axes."""
+    """Repeats kv heads for each query head, with its layout."""
     repeats = query.shape[-2] // key.shape[-2]
     queries = explicit_entries(query)
     if queries is None and explicit_entries(key) is None:

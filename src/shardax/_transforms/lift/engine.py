@@ -219,7 +219,7 @@ def record_effects(
 
 
 def continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
-    """Returns a walk that knows the copies, and looks into new objects alone."""
+    """Returns a walk over new objects that knows the copies."""
     walk = graphs.GraphWalk()
     walk.objects = list(copies)
     walk.definitions = [None] * len(copies)
