@@ -36,10 +36,12 @@ from shardax._core.frames import (
     check_trace,
     check_unlocked,
     exclusive,
+    in_one_step,
     local,
     note_read,
     note_write,
     owner_here,
+    realising,
     resolve,
     several,
 )
@@ -178,7 +180,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Returns the value, materialised once for all threads."""
         value = self._value
         if isinstance(value, (np.ndarray, LazyValue)):
-            with exclusive:
+            with realising:
                 value = self._value
                 if isinstance(value, (np.ndarray, LazyValue)):
                     value = self._value = realise(value, self._owner)
@@ -195,7 +197,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             return
         with exclusive:
             note_write(target, check)
-            target._value = value
+            with realising:
+                target._value = value
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
@@ -207,7 +210,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if index is Ellipsis:
             self.value = new
             return
-        with exclusive:
+        with in_one_step():
             value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
             if hasattr(value, "at"):
                 self._write(value.at[index].set(new), check=True)

@@ -40,7 +40,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import MissingRngsError, SeedError, VariableValueError
-from shardax._core.frames import exclusive, is_eager
+from shardax._core.frames import is_eager, realising
 from shardax._core.graph.static import Metadata, Static
 
 # --- key sources ----------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterat
 
 def realise_all(variables: Sequence[Any]) -> None:
     """Materialises the lazy values of several Variables in one go."""
-    with exclusive:
+    with realising:
         lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
         if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
             arrays = compute_all([v._value for v in lazy], [None] * len(lazy))
