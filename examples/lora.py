@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: fine-tune a decoder by low-rank adapters, then merge them.
 
-A small ``sx.models.Decoder`` learns to count upwards, which stands for pretraining. ``sx.select``
+A small ``sx.models.Decoder`` learns to count upwards, which stands for pretraining. ``sx.surgery``
 then wraps the query, value and MLP layers in adapters, which alone are trained to count downwards.
 At the end each adapter is added to its kernel, which gives a model of the original structure with
-the logits of the adapted one.
+the logits of the adapted one. With ``--scan`` the layers are stored stacked.
 
     python examples/lora.py --rank 4
 """
@@ -12,6 +12,7 @@ the logits of the adapted one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,39 +26,11 @@ CONFIG = sx.models.DecoderConfig(vocab_size=32, embed_dim=32, mlp_dim=64, head_d
 ADAPTED = ("q", "v", "gate", "up", "down")
 
 
-class LoRA(sx.Module):
-    """A layer plus ``x @ a @ b``, where ``b`` is zero at first."""
-
-    def __init__(self, layer: Any, rank: int, rngs: sx.Rngs) -> None:
-        (size, *sizes), (name, *names) = layer.kernel.shape, layer.kernel.axes
-        normal, zeros = jax.nn.initializers.normal(0.1), jax.nn.initializers.zeros
-        self.layer = layer
-        a, b = sx.Init(normal, (size, rank), rngs=rngs), sx.Init(zeros, (rank, *sizes), rngs=rngs)
-        # The tag is a filter: it selects the adapters for gradients and for the optimizer.
-        self.a = sx.Param(a, axes=(name, None), tag="lora")
-        self.b = sx.Param(b, axes=(None, *names), tag="lora")
-
-    def __call__(self, x: jax.Array, **options: Any) -> jax.Array:
-        """Returns the layer's result plus the low-rank term."""
-        return self.layer(x, **options) + jnp.tensordot(x @ self.a, self.b.value, 1)
-
-
 def adapt(model: sx.models.Decoder, rank: int, rngs: sx.Rngs) -> Any:
     """Returns a model with adapters around chosen layers; weights are shared."""
     linears = sx.select(model).at_instances_of(sx.nn.Linear)
     chosen = linears.where(lambda path, layer: path[-1] in ADAPTED)
-    return chosen.apply(lambda layer: LoRA(layer, rank, rngs))
-
-
-def merge(adapted: Any) -> Any:
-    """Returns the model with every adapter added to its kernel."""
-
-    def merged(lora: LoRA) -> sx.nn.Linear:
-        kernel = lora.layer.kernel
-        total = kernel + jnp.tensordot(lora.a.value, lora.b.value, 1)
-        return sx.select(lora.layer).at(lambda layer: layer.kernel).set(kernel.replace(total))
-
-    return sx.select(adapted).at_instances_of(LoRA).apply(merged)
+    return sx.surgery.lora(chosen, rank, rngs=rngs)
 
 
 def batch(key: jax.Array, step: int) -> dict[str, jax.Array]:
@@ -86,9 +59,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description="LoRA on a small decoder.")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100, help="of pretraining and of fine-tuning")
+    parser.add_argument("--scan", action="store_true", help="layers that are stacked and scanned")
     options = parser.parse_args(argv)
 
-    model = sx.models.Decoder(CONFIG, rngs=sx.Rngs(0))
+    config = dataclasses.replace(CONFIG, scan_layers=options.scan)
+    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
     pretrained = train(model, sx.Param, options.steps, count_by=1)
     before = sx.state(model).flat()
     adapted = adapt(model, options.rank, sx.Rngs(1))
@@ -103,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     for path, value in sx.state(model).flat().items():
         np.testing.assert_array_equal(value, before[path])
 
-    merged, tokens = merge(adapted), batch(jax.random.key(9), -1)["inputs"]
+    merged, tokens = sx.surgery.merge_lora(adapted), batch(jax.random.key(9), -1)["inputs"]
     assert sx.graphdef(merged) == sx.graphdef(model), "merging restores the structure"
     difference = float(jnp.abs(merged(tokens) - adapted(tokens)).max())
     print(f"largest difference of a logit after merging: {difference:.1e}")

@@ -105,7 +105,9 @@ if _typing.TYPE_CHECKING:
     from shardax import models as models
     from shardax import named as named
     from shardax import nn as nn
+    from shardax import numpy as numpy
     from shardax import random as random
+    from shardax import surgery as surgery
     from shardax import train as train
     from shardax import view as view
     from shardax._select.edit import Hole as Hole
@@ -119,7 +121,9 @@ if _typing.TYPE_CHECKING:
     from shardax.config.configure import configure as configure
 
 
-_ON_FIRST_USE = frozenset({"host", "models", "named", "nn", "plan", "random", "train", "view"})
+_ON_FIRST_USE = frozenset(
+    {"host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train", "view"}
+)
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 
 _MODULE_OF = {

@@ -9,7 +9,7 @@ from typing import Self, TextIO
 
 
 def is_live(file: TextIO) -> bool:
-    """Whether rich can redraw lines of a file's terminal; else callers write plain lines."""
+    """Whether rich can redraw lines of a file's terminal."""
     if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     return importlib.util.find_spec("rich") is not None

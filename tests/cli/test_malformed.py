@@ -64,6 +64,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "plan --processes": ("0", *NUMBERS),
     "plan --mesh": MESHES,
     "plan --effort": ("", "none"),
+    "plan explain": ("none.json", "deep.json", "nine.json", "loop", ".", "a\0b"),
+    "plan diff file": ("none.json", "deep.json", "loop"),
+    "plan --target": ("", "x", "cpu:0", "cpu:-1", "cpu:99999999", "tpu:v5e:0x0", "none.toml"),
     "plan --json": ("", ".", "none/plan.json"),
     "plan": ("none", "os:sep", "math:sqrt", "nothing.at:all"),
 }
@@ -152,3 +155,17 @@ def test_run_settings_of_a_wrong_type_or_out_of_range_are_refused_by_name(
         assert name in said or name in ("format", "rules", "model"), (text, said)
     file.write_bytes(b'{"format": "\xff"}')
     assert main([*command.split(), str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "--large", "1"], "Missing from shardax check: MODEL"),
+        (["check", "tiny", "--none"], "Unrecognized options: --none"),
+        ([], "Missing subcommand"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_one_line(words: list[str], said: str, capsys: Any) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("shardax: ") and said in line and line.endswith(". See shardax --help.")

@@ -212,7 +212,7 @@ def test_what_cannot_be_planned_is_said_before_anything_is_compiled(
         (f"{mine}:unnamed",): "no axis names",
         (f"{mine}:make", "--seq-len", "8"): "--seq-len is of the presets",
         ("--preset", "tinny"): "--preset 'tinny' is unknown",
-        ("--batch", "0"): "--batch 0: give at least 1",
+        ("--batch", "0"): "--batch 0: give a number from 1 to 268,435,456",
         ("--target", "tpv:v5e:4x4"): "There is no target 'tpv:v5e:4x4'",
         ("--mesh", "data=two"): "not name=size",
         (f"{mine}:make", "--mesh", "data=3"): "3",

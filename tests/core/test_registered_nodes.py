@@ -194,6 +194,45 @@ def test_it_is_sharded_selected_printed_mapped_and_saved(
 
 
 @every_kind
+def test_a_tree_of_such_nodes_is_saved_split_and_called(
+    make: Any, keys: tuple[Any, Any], tmp_path: Path
+) -> None:
+    linear = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+    tree = make(linear, [sx.Param(jnp.ones(2))])
+    a, b = keys
+    assert list(sx.state(tree).flat()) == [(a, "kernel"), (a, "bias"), (b, 0)]
+    assert type(sx.merge(*sx.split(tree))) is type(tree)
+    result = sx.jit(lambda tree, x: _parts(tree)[0](x) * _parts(tree)[1][0])(tree, jnp.ones(2))
+    assert (result == linear(jnp.ones(2))).all()
+    sx.train.checkpoint.save(tree, tmp_path / "saved")
+    other = make(sx.nn.Linear(2, 2, rngs=sx.Rngs(1)), [sx.Param(jnp.zeros(2))])
+    sx.train.checkpoint.restore(other, tmp_path / "saved")
+    assert sx.state(other) == sx.state(tree)
+
+
+@every_kind
+def test_layers_with_such_nodes_are_stacked_scanned_and_viewed(
+    make: Any, keys: tuple[Any, Any]
+) -> None:
+    class Layer(sx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.node = make(sx.nn.Linear(2, 2, rngs=rngs), jnp.full((1, 2), 2.0))
+
+        def __call__(self, x: Any) -> Any:
+            layer, scale = _parts(self.node)
+            return layer(x) * scale
+
+    rngs, again = sx.Rngs(0), sx.Rngs(0)
+    stack = sx.nn.Stack(lambda: Layer(rngs), 3)
+    expected = jnp.ones((1, 2))
+    for layer in [Layer(again) for _ in range(3)]:
+        expected = layer(expected)
+    assert jnp.allclose(stack(jnp.ones((1, 2))), expected)
+    _parts(stack[1].node)[0].kernel[...] = jnp.zeros((2, 2))
+    assert (stack(jnp.ones((1, 2))) == 0).all()
+
+
+@every_kind
 def test_an_optimizer_trains_it(make: Any, keys: tuple[Any, Any]) -> None:
     net = Net(make)
     optimizer = sx.train.Optimizer(net, optax.sgd(0.5))

@@ -277,7 +277,7 @@ def test_reseed_restarts_the_streams_that_are_named_in_place() -> None:
     rngs = sx.Rngs(0, dropout=1, noise=2)
     shared = rngs.dropout
     for _ in range(3):
-        rngs(), rngs.dropout(), rngs.noise()
+        _ = rngs(), rngs.dropout(), rngs.noise()
     rngs.reseed(5, dropout=jax.random.key(7))
     assert rngs.dropout is shared
     assert rngs() == sx.Rngs(5)() and rngs.dropout() == sx.Rngs(dropout=jax.random.key(7)).dropout()

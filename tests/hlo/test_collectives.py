@@ -160,6 +160,25 @@ def test_a_call_that_runs_meanwhile() -> None:
     assert each.asynchronous
 
 
+def test_a_call_that_is_given_its_operands_after_its_start_begins_then() -> None:
+    """As libtpu of JAX 0.12 prints it."""
+    called = f"""
+%called (p: f32[64]) -> f32[64] {{
+  %p = f32[64] parameter(0)
+  ROOT %sum = f32[64] all-reduce(%p), {ROWS}, to_apply=%add
+}}, execution_thread="sparsecore"
+"""
+    start = "%s = ((), (), (s32[1])) call-start(), to_apply=%called"
+    given = "%u = ((f32[64]), f32[64]) call-update(%s, %x)"
+    end = "%d = f32[64] call-done(%u)"
+    each = one(start, given, WORK, end, before=called, arguments=("x", "y"))
+    assert sent(each) == ("all-reduce", 256, 2 * 3 / 4 * 256, 4, ("model",))
+    assert (each.asynchronous, each.parameters) == (True, ("x",))
+    assert not one(start, WORK, given, end, before=called).asynchronous
+    with pytest.raises(HloReadError, match="takes 's', which is not in computation"):
+        facts(start, given, end, "%e = f32[64] call-done(%s)", before=called)
+
+
 def test_a_collective_that_nothing_known_runs_is_an_error() -> None:
     hidden = f"""
 %hidden (p: f32[64]) -> f32[64] {{

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardax.hlo import ArrayShape, Program, parse, read_program
+from shardax.hlo.execution_counts import trip_count
 from shardax.hlo.program import HloReadError
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*/*/*.hlo.gz"))
@@ -140,6 +142,99 @@ def test_bytes_of_arrays() -> None:
     assert ArrayShape("token", ()).bytes == 0
     with pytest.raises(HloReadError, match="'q7'"):
         _ = ArrayShape("q7", (2,)).bytes
+
+
+ELEMENTS = """\
+HloModule f, is_scheduled=true
+
+%body (state.1: (s32[], (f32[4], /*index=1*/f32[2,3]))) -> (s32[], (f32[4], f32[2,3])) {
+  %state.1 = (s32[], (f32[4]{0}, /*index=1*/f32[2,3]{1,0:T(8,128)})) parameter(0)
+  %one = s32[] constant(1)
+  %next = s32[] add(STATE_0, %one)
+  %w = f32[2,3]{1,0} negate(STATE_1_1)
+  %pair = (f32[4], f32[2,3]) tuple(STATE_1_0, %w)
+  ROOT %out = (s32[], (f32[4], f32[2,3])) tuple(%next, %pair)
+}
+
+%condition (state.2: (s32[], (f32[4], f32[2,3]))) -> pred[] {
+  %state.2 = (s32[], (f32[4], f32[2,3])) parameter(0)
+  %end = s32[] constant(7)
+  ROOT %less = pred[] compare(OTHER_0, %end), direction=LT
+}
+
+ENTRY %main (x: f32[4], y: f32[2,3]) -> f32[2,3] {
+  %x = f32[4] parameter(0)
+  %y = f32[2,3] parameter(1)
+  %zero = s32[] constant(0)
+  %given = (f32[4], f32[2,3]) tuple(%x, %y)
+  %start = (s32[], (f32[4], f32[2,3])) tuple(%zero, %given)
+  %loop = (s32[], (f32[4], f32[2,3])) while(%start), condition=%condition, body=%body
+  ROOT %sum = f32[2,3] add(LOOP_1_1, LOOP_1_1)
+}
+"""
+NESTED = {"STATE": "%state.1", "OTHER": "%state.2", "LOOP": "%loop"}
+
+
+def spelled_out(text: str) -> str:
+    """The elements as instructions before what takes them."""
+    types = {"0": "s32[]", "1": "(f32[4], f32[2,3])", "1_0": "f32[4]", "1_1": "f32[2,3]"}
+    lines: list[str] = []
+    for line in text.splitlines():
+        for name, path in dict.fromkeys(re.findall(r"\b(STATE|OTHER|LOOP)_([\d_]+)", line)):
+            source, taken = NESTED[name], ""
+            for index in path.split("_"):
+                taken = f"{taken}_{index}".removeprefix("_")
+                element = f"{NESTED[name]}.e{taken}"
+                made = f"  {element} = {types[taken]} get-tuple-element({source}), index={index}"
+                lines += [made] * (made not in lines)
+                source = element
+            line = line.replace(f"{name}_{path}", source)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def in_place(text: str, percent: str = "%") -> str:
+    """The elements where they are taken, as XLA of JAX 0.12 prints them."""
+    for name, source in NESTED.items():
+        text = re.sub(rf"{name}_([\d_]+)", lambda m: f"{source}#{m[1].replace('_', '#')}", text)  # noqa: B023
+    return text if percent else text.replace("%", "")
+
+
+@pytest.mark.parametrize("percent", ["%", ""])
+def test_elements_that_are_printed_where_they_are_taken_are_instructions(percent: str) -> None:
+    def form(program: Program) -> list[Any]:
+        found = []
+        for inside in program.computations.values():
+            number = {each.name: i for i, each in enumerate(inside.instructions)}
+            for each in inside.instructions:
+                operands = [number[name] for name in each.inputs]
+                index = each.element if each.opcode == "get-tuple-element" else None
+                found.append((each.opcode, each.shapes, operands, index))
+        return found
+
+    before, now = parse(spelled_out(ELEMENTS)), parse(in_place(ELEMENTS, percent))
+    assert form(now) == form(before)
+    (loop,) = [each for each in now.main.instructions if each.opcode == "while"]
+    assert trip_count(now, now.main, loop) == trip_count(before, before.main, loop) == 7
+
+
+@pytest.mark.parametrize(
+    ("operand", "message"),
+    [
+        ("%loop#2", "element 2 of 'loop'"),
+        ("%loop#1#2", "element 2 of 'loop#1'"),
+        ("%loop#0#0", "element 0 of 'loop#0'"),
+        ("%nowhere#0", "element 0 of 'nowhere'"),
+        ("%loop#{1,1}", "should be an instruction, but cannot be read"),
+        ("%loop#", "should be an instruction, but cannot be read"),
+    ],
+)
+def test_an_element_that_is_not_there_or_in_another_form_is_refused(
+    operand: str, message: str
+) -> None:
+    text = in_place(ELEMENTS.replace("add(LOOP_1_1, LOOP_1_1)", f"add({operand}, {operand})"))
+    with pytest.raises(HloReadError, match=re.escape(message)):
+        parse(text)
 
 
 def test_text_without_percent_signs_and_with_types_of_operands_reads_the_same() -> None:

@@ -329,3 +329,32 @@ def test_classes_of_a_function_work_by_value() -> None:
     assert_same_model(WAYS["dumps"](model), model)
     with pytest.raises(PickleWriteError, match="Local"):
         sx.host.dumps(model, by_value=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"donate_argnums": 0},
+        {"static_argnums": 1, "keep_unused": True},
+        {"static_argnames": "times", "donate_argnames": "x"},
+    ],
+)
+def test_a_function_of_jax_jit_keeps_its_options(options: dict[str, Any]) -> None:
+    def repeated(x: jax.Array, times: int) -> jax.Array:
+        return x * times
+
+    jitted = jax.jit(repeated, **options)
+    again = sx.host.loads(sx.host.dumps(jitted))
+    x = jnp.ones(4)
+    before, after = (each.trace(x, 3).lower() for each in (jitted, again))
+    assert after.args_info == before.args_info
+    assert again(x, 3).tolist() == [3.0] * 4
+
+
+def test_a_function_of_sx_jit_goes_without_what_it_remembers() -> None:
+    scale = sx.jit(lambda x, times: x * times, static_argnums=1, donate_argnums=0)
+    scale(jnp.ones(4), 2)
+    again = sx.host.loads(sx.host.dumps(scale))
+    assert (again.options, len(again.specializations)) == (scale.options, 0)
+    assert again(jnp.ones(4), 3).tolist() == [3.0] * 4

@@ -504,3 +504,12 @@ def test_the_optimizer_state_of_named_arrays_follows_them_stacked_or_not(form: s
         (own,) = jax.tree.leaves(sx.partition_specs(model, rules=rules))
         moments = {path[1:3]: s for path, s in specs.flat().items() if path[0] == "opt_state"}
         assert moments == {(0, "count"): P(), (0, "mu"): own, (0, "nu"): own}
+
+
+def test_a_constraint_by_name_lays_out_the_leading_dimension_of_named_arrays(
+    auto_mesh: Mesh,
+) -> None:
+    stack = Stack(NamedScale, 4)
+    sx.named.constrain(stack, {"layers": "data", "foo": "model"}, auto_mesh)
+    (array,) = jax.tree.leaves(sx.state(stack))
+    assert array.sharding.spec == P("data", "model")

@@ -261,7 +261,7 @@ def test_findings_name_boxes_in_states_of_optimizers_and_lists(auto_mesh: Mesh) 
     params = {
         "blocks": [{"odd": Partitioned(jnp.ones((7, 8)), ("data", "model"))}],
         "stray": Partitioned(jnp.ones(8), ("modle",)),
-        "rank": LogicallyPartitioned(jnp.ones((8, 8)), ("embed",)),
+        "rank": LogicallyPartitioned(jnp.ones(8), ("embed", "mlp")),
         "twice": Partitioned(jnp.ones((8, 8)), ("data", "data")),
         "own": Split(jnp.ones((3, 2)), "data"),
         "large": LogicallyPartitioned(

@@ -28,6 +28,7 @@ from shardax.errors import (
     TrainerError,
 )
 from shardax.train import Checkpoints, checkpoint
+from shardax.train.run_folder import differences, settings_of
 
 
 class Net(sx.Module):
@@ -244,6 +245,13 @@ def test_a_run_without_any_good_checkpoint_is_refused_with_all_that_is_wrong(cop
         resume(copy)
 
 
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_again(copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    _, display = resume(copy)
+    assert display.span == (0, 6)
+    assert display.notes == ["There is no checkpoint to go on from: starting again at step 0."]
+
+
 def bigger_base(model: Any) -> Any:
     model.embed.scale = 500.0  # a setting that no array shows
     return model
@@ -269,6 +277,25 @@ def test_other_settings_of_model_or_optimizer_are_refused_unless_declared(
         assert trainer.run(resume=True, override=True, display=Quiet()).step == 8
         again = make_trainer(copy, 8, **options)  # the new settings are those of the run now
         assert again.run(resume=True, display=Quiet()).step == 8
+
+
+def test_functions_in_lists_and_compiled_modules_are_settings_that_other_processes_have() -> None:
+    def settings(function: Any, slope: float) -> dict[str, str]:
+        rngs = sx.Rngs(0)
+        layers = [sx.Jitted(sx.nn.Linear(2, 2, rngs=rngs)), function, lambda x: x * slope]
+        model = sx.nn.Sequential(*layers)
+        model.named = {"f": function, "layer": sx.nn.Linear(2, 2, rngs=rngs)}
+        return settings_of(model, sx.train.Optimizer(model, optax.sgd(0.1)))
+
+    one, other = settings(jax.nn.relu, 2.0), settings(jnp.tanh, 3.0)
+    assert differences(one, settings(jax.nn.relu, 2.0)) == []
+    changed = [line.partition(": ")[0] for line in differences(one, other)]
+    assert {place.partition(".wrapped")[0] for place in changed} == {
+        ".model.layers[1]",
+        ".model.layers[2].slope",
+        ".model.named['f']",
+    }
+    assert not [name for name in one if "_hash" in name]  # which differs between processes
 
 
 def test_the_same_settings_made_anew_are_the_same(copy: Path) -> None:
@@ -366,6 +393,19 @@ def test_a_full_disk_ends_a_run_with_the_checkpoints_before(
     gc.collect()
     assert capfd.readouterr().err == ""
     assert make_trainer(tmp_path, 6).run(resume=True, display=Quiet()).step == 6
+
+
+def test_a_full_disk_is_named_with_the_log_and_leaves_no_half_line(
+    tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    with sx.train.JsonlLog(tmp_path / "log.jsonl") as log:
+        log.write(step=1, loss=1.0)
+        small_files(30)
+        with pytest.raises(OSError, match=r"File too large: .*log\.jsonl"):
+            log.write(step=2, loss=2.0)
+        small_files(resource.RLIM_INFINITY)
+        log.write(step=2, loss=2.0)
+    assert [each["step"] for each in sx.train.read_jsonl(tmp_path / "log.jsonl")] == [1, 2]
 
 
 def test_a_run_clears_away_what_killed_processes_left(copy: Path) -> None:

@@ -130,3 +130,34 @@ def test_misuse_is_named() -> None:
         MultiMetric(update=Average())
     with pytest.raises(MetricError, match="named"):
         MultiMetric(a=Average()).merge(MultiMetric(b=Average()))
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "message"),
+    [
+        (Average("loss"), {"loss": 1.0, "weigths": 0.0}, "no weigths.*Did you mean 'weights'"),
+        (Welford(), {"values": 1.0, "loss": 1.0}, r"takes no loss=\.\.\., but values=\.\.\."),
+        (
+            Accuracy(),
+            {"logits": jnp.ones((1, 2)), "labels": jnp.zeros(1, int), "mask": 1},
+            "no mask",
+        ),
+        (MultiMetric(a=Average("loss"), b=Accuracy()), {"loss": 1.0, "lables": 1}, "'labels'"),
+        (MultiMetric(a=MultiMetric(b=Average("loss"))), {"los": 1.0}, "'loss'"),
+    ],
+)
+def test_a_keyword_that_no_metric_takes_is_refused(
+    metric: Any, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MetricError, match=message):
+        metric.update(**given)
+
+
+def test_a_metric_of_the_users_takes_what_it_likes() -> None:
+    class Rows(Average):
+        def update(self, **kwargs: Any) -> None:
+            super().update(values=jnp.asarray(kwargs["rows"]), weights=kwargs.get("weights"))
+
+    both = MultiMetric(rows=Rows(), loss=Average("loss"))
+    both.update(rows=[1.0, 3.0], loss=5.0, more="ignored")
+    assert {name: float(value) for name, value in both.compute().items()} == {"rows": 2, "loss": 5}

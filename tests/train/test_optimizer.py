@@ -14,6 +14,7 @@ import pytest
 from tests.train.towers import PATHS, TRANSFORMATIONS, Tower, X, loss, params_of, train_step
 
 import shardax as sx
+from shardax.errors import ArgumentError
 from shardax.train.errors import GradientMismatchError, OptimizerStateError
 from shardax.train.optimizer import Optimizer
 
@@ -239,6 +240,23 @@ def test_gradients_that_do_not_fit_are_listed_and_change_nothing() -> None:
     ]
     assert int(optimizer.step) == 0
     assert all((params_of(model)[path] == before[path]).all() for path in PATHS)
+
+
+def test_a_model_among_the_gradients_is_refused_with_the_call_that_works() -> None:
+    model = Tower()
+    optimizer = Optimizer(model, optax.adam(0.1))
+    grads = sx.grad(loss)(model, X)
+    for given in ((model, grads), (grads, model), (model,), (grads, grads)):
+        with pytest.raises(ArgumentError, match=r"optimizer\.update\(grads\)"):
+            optimizer.update(*given)
+    assert int(optimizer.step) == 0
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_what_is_no_transformation_is_refused_with_the_call_that_works(swapped: bool) -> None:
+    given = (optax.adam(0.1), Tower()) if swapped else (Tower(), optax.adam)
+    with pytest.raises(ArgumentError, match=r"tx is a .*Optimizer\(model, optax\.adam\(1e-3\)\)"):
+        Optimizer(*given)
 
 
 def test_nothing_to_train_is_an_error() -> None:

@@ -213,10 +213,16 @@ def test_a_box_that_needs_a_name_says_where_it_is() -> None:
     assert box == Strict(jnp.arange(COUNT), ("layers",))
 
 
-def test_names_that_do_not_reach_the_mapped_dimension_are_refused() -> None:
-    box = LogicallyPartitioned(jnp.ones((2, COUNT)), ("a",))
-    with pytest.raises(BoxError, match=r"^\.box: .*at 1"):
-        sx.vmap(lambda box: box, in_axes=1)(box)
+def test_a_mapped_dimension_after_the_last_name_has_none() -> None:
+    seen = []
+
+    def body(box: Any) -> Any:
+        seen.append(box.names)
+        return box
+
+    result = sx.vmap(body, in_axes=1)(LogicallyPartitioned(jnp.ones((2, COUNT)), ("a",)))
+    assert seen[0] == ("a",)
+    assert result == LogicallyPartitioned(jnp.ones((COUNT, 2)), (None, "a"))
 
 
 def test_the_arrays_of_one_box_have_one_axis() -> None:

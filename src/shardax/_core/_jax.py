@@ -30,7 +30,7 @@ OLDEST, NEWEST = (0, 10), (0, 12)
 
 
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
-    """Refuses a JAX too old to work; warns of one newer than tested."""
+    """Refuses a JAX too old; warns of one newer than tested."""
     found, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST, NEWEST))
     if version[:2] < OLDEST:
         raise ImportError(
@@ -111,6 +111,26 @@ def user_line(equation: Any) -> str:
         if not frame.file_name.startswith(inside):
             return f"{frame.file_name}:{frame.line_num}"
     return ""
+
+
+def jit_options(function: Any) -> dict[str, Any]:
+    """Returns the options of a function that ``jax.jit`` made, for another."""
+    # There is no public way to them; this is for JAX 0.10 to 0.12.
+    found = getattr(function, "_jit_info", None)
+    if found is None:
+        raise TypeError("this version of JAX does not tell the options of a jitted function")
+
+    def given(kind: str) -> Any:
+        leaves, treedef = (getattr(found, f"{kind}_{part}") for part in ("leaves", "treedef"))
+        known = [None if type(x).__name__ == "UnspecifiedValue" else x for x in leaves]
+        return treedef.unflatten(known)
+
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    options = {name: getattr(found, name) for name in names}
+    options |= {name: getattr(found, name) for name in ("keep_unused", "device", "backend")}
+    options["compiler_options"] = dict(found.compiler_options_kvs) or None
+    options |= {kind: given(kind) for kind in ("in_shardings", "out_shardings")}
+    return {name: value for name, value in options.items() if value not in (None, (), False)}
 
 
 def varying_axes(array: Any) -> frozenset[str]:

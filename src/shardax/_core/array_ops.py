@@ -18,7 +18,7 @@ import numpy as np
 
 from shardax._core import _jax
 from shardax._core.errors import AbstractValueError, ArrayExpectedError, VariableValueError
-from shardax._core.frames import exclusive
+from shardax._core.frames import in_one_step
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 
@@ -111,7 +111,7 @@ def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any
         return function(other, self._operand())
 
     def in_place(self: Any, other: Any) -> Any:
-        with exclusive:
+        with in_one_step():
             self.value = plain(self, other)
         return self
 

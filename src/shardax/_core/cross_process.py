@@ -34,7 +34,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax._core import errors
-from shardax._core._jax import Tracer
+from shardax._core._jax import Tracer, jit_options
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
 _known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
@@ -246,15 +246,13 @@ def _rule(kind: Callable[..., Any], function: Callable[..., Any], argnums: Any) 
 
 
 def _reduce_jitted(function: Any) -> Any:
-    # JAX's own state of one leaves out its attributes, with which it traces.
-    make, arguments, state, *_ = function.__reduce_ex__(2)
-    again = make, arguments, (state, vars(function)), None, None, _restore_jitted
-    return name_of(function) or again
+    # JAX's own state of one leaves out what it traces with.
+    name = name_of(function)
+    return name or (_jitted, (function.__wrapped__, jit_options(function)))
 
 
-def _restore_jitted(function: Any, states: tuple[Any, dict[str, Any]]) -> None:
-    function.__setstate__(states[0])
-    vars(function).update(states[1])
+def _jitted(function: Any, options: dict[str, Any]) -> Any:
+    return jax.jit(function, **options)
 
 
 # Pickle asks this table before the class, for these types and no others. They are types that it

@@ -20,8 +20,9 @@ has not read is refused.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 from shardax._core import _jax
@@ -118,8 +119,17 @@ class _ThreadState(threading.local):
 
 local = _ThreadState()
 
-# Held where a value is read and written in one step; while nothing waits for user code to trace.
+# Held where a value is read and written in one step, also by a compiled call, which may wait for
+# JAX to trace. So nothing that runs while a transform traces may wait for it (``in_one_step``).
 exclusive = threading.RLock()
+# Held while lazy values become real; its holder waits for initializers alone. After ``exclusive``.
+realising = threading.RLock()
+_no_lock = contextlib.nullcontext()
+
+
+def in_one_step() -> contextlib.AbstractContextManager[Any]:
+    """Returns the lock of reading and writing; inside transforms copies are private."""
+    return exclusive if local.frame is None else _no_lock
 
 
 class Stamp(NamedTuple):
@@ -136,13 +146,22 @@ def note_read(target: Any) -> None:
     """Remembers that this thread has read a Variable."""
     stamp = target._stamp
     if stamp is None:
-        with exclusive:
+        with realising:
             stamp = target._stamp = target._stamp or Stamp(object(), 0)
     reads, key = local.reads, id(target)
     reads.pop(key, None)
     reads[key] = stamp
     if len(reads) > _MOST_READS:
         del reads[next(iter(reads))]
+
+
+def note_writes(targets: Iterable[Any]) -> None:
+    """Stamps Variables that a compiled function wrote; under the lock ``exclusive``."""
+    thread, make = threading.get_ident(), tuple.__new__
+    for target in targets:
+        stamp = target._stamp
+        if stamp is not None:  # otherwise nobody has read it
+            target._stamp = make(Stamp, (stamp.variable, thread))
 
 
 def note_write(target: Any, check: bool) -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from shardax._core import containers
 from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
-from shardax._core.frames import Frame, check_structural_write, exclusive, owner_here
+from shardax._core.frames import Frame, check_structural_write, in_one_step, owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
@@ -235,7 +235,7 @@ class Module(Object):
             >>> float(square.most)
             5.0
         """
-        with exclusive:
+        with in_one_step():
             present = self.__dict__.get(name)
             if present is None:
                 setattr(self, name, type(reduce_fn(init_fn(), value)))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
 from shardax._core.cross_process import packed
@@ -35,10 +36,12 @@ from shardax._core.frames import (
     check_trace,
     check_unlocked,
     exclusive,
+    in_one_step,
     local,
     note_read,
     note_write,
     owner_here,
+    realising,
     resolve,
     several,
 )
@@ -64,6 +67,34 @@ class _VariableType(type):
     ) -> Any:
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
+
+
+_OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names"))
+
+
+def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
+    """Raises for names of dimensions under another keyword."""
+    for option in _OTHER_NAMES.intersection(metadata):
+        given = metadata[option]
+        spec = getattr(given, "spec", given)
+        shown = repr(tuple(spec)) if isinstance(spec, (tuple, list, PartitionSpec)) else "(...)"
+        raise MetadataError(
+            f"{kind.__name__}({option}={given!r}): dimensions are named by axes=, with axes of the "
+            f"mesh or names that rules map to them: {kind.__name__}(value, axes={shown})."
+        )
+
+
+def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tuple[Any, Any]:
+    """Axes and entries with those of the box around an initializer's value."""
+    assert init.metadata is not None
+    names = tuple(init.metadata.axes or ())
+    names += (None,) * (len(init.shape) - len(names))
+    if axes is not None and tuple(axes) != names:
+        raise MetadataError(
+            f"A {kind.__name__} with axes={axes!r} was given an initializer with the names "
+            f"{names}, by with_partitioning: give the names once, to a new {kind.__name__}."
+        )
+    return names, {**init.metadata.entries, **entries}
 
 
 class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
@@ -113,6 +144,10 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._value: Any = as_value(value, type(self).__name__)
         if isinstance(value, Init) and value.is_traced:
             self._value = value.compute()
+        if isinstance(value, Init) and value.metadata is not None:
+            axes, metadata = _with_box(type(self), axes, metadata, value)
+        if not _OTHER_NAMES.isdisjoint(metadata):
+            _refuse_other_names(type(self), metadata)
         names = check_axes(axes)
         self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
@@ -137,13 +172,15 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     @value.setter
     def value(self, value: Any) -> None:
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
         self._write(as_value(value, type(self).__name__), check=True)
 
     def _real(self) -> Any:
         """Returns the value, materialised once for all threads."""
         value = self._value
         if isinstance(value, (np.ndarray, LazyValue)):
-            with exclusive:
+            with realising:
                 value = self._value
                 if isinstance(value, (np.ndarray, LazyValue)):
                     value = self._value = realise(value, self._owner)
@@ -160,7 +197,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             return
         with exclusive:
             note_write(target, check)
-            target._value = value
+            with realising:
+                target._value = value
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
@@ -172,7 +210,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if index is Ellipsis:
             self.value = new
             return
-        with exclusive:
+        with in_one_step():
             value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
             if hasattr(value, "at"):
                 self._write(value.at[index].set(new), check=True)
@@ -214,6 +252,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.axes, dict(w.metadata)
             (('embed', 'mlp'), {'frozen': True})
         """
+        _refuse_other_names(type(self), changes)
         target = self._here()
         target._check_metadata_write(f"metadata of a {type(self).__name__}")
         check_trace(target, f"metadata of a {type(self).__name__}")
@@ -292,6 +331,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.replace(jnp.ones(2)).axes
             ('embed',)
         """
+        if type(value) is Init and value.metadata is not None:
+            _with_box(type(self), self.axes or (), {}, value)
         variable = self._make(
             as_value(value, type(self).__name__), self._here()._metadata, owner_here()
         )

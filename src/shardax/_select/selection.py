@@ -508,7 +508,7 @@ class Selection(Shown):
             >>> rates.apply(lambda i, rate: i, with_index=True, keep_selected=True).get_all()
             (0, 1)
         """
-        made = predicates.with_path(fn) if not with_index else fn
+        made: Callable[..., Any] = fn if with_index else predicates.with_path(fn)
         counted = iter(range(len(self)))
 
         def items(place: Place) -> Items:

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import warnings
@@ -105,10 +106,11 @@ def _run(words: list[str]) -> int:
 
 def _in_one_line(box: str) -> str:
     """Returns what tyro says in a box, without the help it repeats."""
-    parts = [" ".join(part.split()) for part in box.split("---")]
-    title, said = [part.strip("- ") for part in parts if part.strip("- ")][:2]
+    text = re.sub("[\u256d\u256e\u256f\u2570\u2502|]", " ", box)
+    parts = [" ".join(part.split()).strip("-\u2500 ") for part in re.split("[-\u2500]{3,}", text)]
+    title, said = [part for part in parts if part][:2]
     start = "" if said.startswith(title) else f"{title}: "
-    return f"{start}{said[:400]}. See shardax --help."
+    return f"{start}{said[:400].rstrip('.')}. See shardax --help."
 
 
 def _help(command: Any) -> str:

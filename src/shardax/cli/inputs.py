@@ -60,7 +60,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def check_values(values: Mapping[str, Any], *, of: str = "") -> None:
-    """Raises CommandError if a number is out of range; ``of`` a file, else of options."""
+    """Refuses numbers of options or files that are out of range."""
     for name, value in values.items():
         low, high, wanted = _RANGES.get(name, (-math.inf, math.inf, ""))
         for number in value if isinstance(value, tuple) else (value,):
@@ -71,7 +71,7 @@ def check_values(values: Mapping[str, Any], *, of: str = "") -> None:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raises CommandError if a word is no text, or an option is given an empty one."""
+    """Raises CommandError if a word is no text, or is empty."""
     for option, word in zip(["", *words], words, strict=False):
         try:
             word.encode()
@@ -88,7 +88,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Raises CommandError if a file cannot be written to because of its path."""
+    """Raises CommandError if a path cannot be that of a file."""
     for option, path in outputs.items():
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             found = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"

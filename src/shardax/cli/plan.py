@@ -28,7 +28,7 @@ from shardax.cli import inputs
 from shardax.models import Decoder, next_token_loss
 from shardax.partition.errors import did_you_mean
 from shardax.plan.comparison import layouts_over, reports_of
-from shardax.plan.errors import PlanInterrupted, TargetError
+from shardax.plan.errors import PlanFileError, PlanInterrupted, TargetError
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
 from shardax.plan.report.explanation import headline
@@ -298,7 +298,7 @@ class Explain:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        found = plan.Plan.from_json(self.plan)
+        found = _read_plan(self.plan)
         report = found.best() if self.layout is None else found[self.layout]
         print(plan.explain(report, self.axis, self.by))
         return 0
@@ -317,12 +317,21 @@ class Diff:
     def run(self) -> int:
         """Runs the command; returns the exit status."""
         file, name = _file_and_name(self.a)
-        first = plan.Plan.from_json(file or self.a)
+        first = _read_plan(file or self.a)
         other, second = _file_and_name(self.b)
-        of = first if other is None else plan.Plan.from_json(other)
+        of = first if other is None else _read_plan(other)
         pairs = ((first, name), (of, second))
         print(plan.diff(*(found[name] if name else found.best() for found, name in pairs)))
         return 0
+
+
+def _read_plan(file: str | Path) -> plan.Plan:
+    try:
+        return plan.Plan.from_json(file)
+    except PlanFileError as error:
+        raise inputs.CommandError(str(error)) from error
+    except RecursionError as error:
+        raise inputs.CommandError(f"{file}: it is nested too deeply.") from error
 
 
 def _file_and_name(text: str) -> tuple[str | None, str]:

@@ -86,7 +86,7 @@ class RunSettings:
         return ZERO if self.zero else None
 
     def check(self, of: str = "") -> None:
-        """Raises CommandError if a setting has the wrong type, or is out of range."""
+        """Raises CommandError if a setting has a wrong type or value."""
         _check_settings(type(self), vars(self), of)
         _check_settings(type(self.model), vars(self.model), of)
         if self.text == "":
@@ -248,7 +248,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verify:
-    """Check the files of a run: its checkpoints, its settings and its log."""
+    """Check the checkpoints, the settings and the log of a run."""
 
     details: ClassVar[str] = (
         "Every file of a checkpoint is compared with the checksum that was saved. The exit status "
@@ -284,11 +284,15 @@ def _report(path: Path, settings: RunSettings | None) -> str:
         description = verify(path)
     except CheckpointDamagedError as error:
         return f"is damaged: {error.problems}"
-    saved = (description["extra"] or {}).get("settings")
+    saved, data = (description["extra"].get(part) for part in ("settings", "data"))
     if settings is not None and saved is not None:
         model = settings.make_model()
         tx = decoder_optimizer(settings.steps, settings.learning_rate)
-        if changed := differences(saved, settings_of(model, train.Optimizer(model, tx))):
+        own = settings_of(model, train.Optimizer(model, tx))
+        names = ("seed", "batch_size", "seq_len")
+        saved |= {name: str(data[name]) for name in names}
+        own |= {name: str(getattr(settings, name)) for name in names}
+        if changed := differences(saved, own):
             return f"was trained with other settings than {RUN_FILE} has: {'; '.join(changed[:4])}"
     files = description.get("files")
     size = "without checksums" if files is None else f"{len(files) + 1} files"

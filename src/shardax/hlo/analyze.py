@@ -20,6 +20,7 @@ element, as XLA's own cost analysis does, and not padding or the holes of a dila
 from __future__ import annotations
 
 import math
+import random
 import re
 import tempfile
 from collections import Counter
@@ -477,20 +478,20 @@ def _uncounted(program: hlo.Program, runs: ExecutionCounts) -> list[str]:
     return warnings
 
 
-# What comes after the partitioner is thrown away, so its cheapest form will do. The last flag names
-# what is written of a part that is not wanted; as it is another each time, JAX's persistent cache,
-# which does not tell programs by the other dump flags, finds no program that was compiled before
-# and is not written again. Versions of XLA differ in the flags that they know.
+# What comes after the partitioner is thrown away, so its cheapest form will do. The last flag is of
+# GPUs alone; as its value is another each time, JAX's persistent cache, which does not tell
+# programs by the dump flags, finds no program that was compiled before and is not written again.
+# Versions of XLA differ in the flags that they know.
 _CHEAP: tuple[dict[str, Any], ...] = (
     {
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_use_fusion_emitters": False,
-        "xla_dump_emitter_re": "",
     },
     {"xla_backend_optimization_level": 0},
     {},
 )
+_IGNORED = "xla_gpu_all_reduce_combine_threshold_bytes"
 _UNKNOWN_OPTION = re.compile(r"No such compile option|option.*(unknown|not recognized)", re.I)
 # A program of one device is not partitioned; then what its functions call is put in their place.
 _PASSES = "spmd-partitioning|call-inliner"
@@ -508,8 +509,8 @@ def partitioned_text(lowered: jax.stages.Lowered) -> str:
     for number, cheap in enumerate(_CHEAP):
         with tempfile.TemporaryDirectory(prefix="shardax-") as name:
             options = {"xla_dump_to": name, "xla_dump_hlo_pass_re": _PASSES} | cheap
-            if "xla_dump_emitter_re" in cheap:
-                options["xla_dump_emitter_re"] = name
+            if cheap:
+                options[_IGNORED] = random.getrandbits(62)
             try:
                 lowered.compile(compiler_options=options)
             except Exception as error:  # of jaxlib's own class

@@ -98,11 +98,12 @@ class Dataflow:
         return frozenset(each.element for each in self._forwards(value) if each.inside == "")
 
     def needed_by(self, value: ValueRef) -> Instruction | None:
-        """Returns the nearest user of a value with a traced operation."""
+        """Returns the nearest user with a traced operation other than a conversion."""
         for here in self._forwards(value):
             inside = self._program.computations.get(here.inside)
             for user in inside.users[here.name] if inside else ():
-                if user.op_name and user.opcode not in ("while", "call", "conditional"):
+                named = user.op_name and not user.op_name.endswith(_CONVERTS)
+                if named and user.opcode not in ("while", "call", "conditional"):
                     return user
         return None
 
@@ -249,6 +250,7 @@ def _size(each: Instruction, element: int = _ALL) -> int:
 
 _JOINED = re.compile(r"\(([^()]*(?:\([^()]*\)[^()]*)*:.*)\)$")
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+_CONVERTS = "/convert_element_type"
 _ASKED = re.compile(
     r"(?:psum\w*|pmean|pmax\w*|pmin\w*|all_gather\w*|all_to_all|ppermute|pshuffle|pbroadcast|"
     r"psum_scatter|reduce_scatter|ragged_all_to_all)$"
@@ -296,7 +298,11 @@ def attribute(
         updates = likely if is_backward else known_updates
         elements = numbers if len(each.operands) > 1 and each.opcode != "send" else (_ALL,)
         updated = () if moved else updated_by(value, elements, updates)
-        why = _why(collective, moved, updated, reduction(program, each), is_backward)
+        # What takes an array converted needs it, not the conversion.
+        user = flow.needed_by(value) if moved and collective.op_name.endswith(_CONVERTS) else None
+        operation = user.op_name if user else collective.op_name
+        reduces = reduction(program, each)
+        why = _why(collective, operation, moved, updated, reduces, is_backward)
         attributed.append(dataclasses.replace(collective, parameters=moved or updated, why=why))
     return tuple(attributed)
 
@@ -321,14 +327,15 @@ def _without_states(paths: Sequence[str]) -> list[str]:
 
 def _why(
     collective: Collective,
+    op_name: str,
     moved: tuple[str, ...],
     updated: tuple[str, ...],
     reduces: str,
     is_backward: bool,
 ) -> str:
     # Compilers join the names of the traced operations that they merge.
-    joined = _JOINED.search(collective.op_name)
-    parts = joined[1].split(":") if joined else [collective.op_name]
+    joined = _JOINED.search(op_name)
+    parts = joined[1].split(":") if joined else [op_name]
     operations = list(dict.fromkeys(part.rpartition("/")[2] for part in parts if part))
     operation = _listed(operations) or "what comes next"
     over = f" over {' and '.join(collective.axes)}" if collective.axes else ""

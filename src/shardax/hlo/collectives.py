@@ -456,7 +456,7 @@ class _CollectiveFinder:
     def _scatters(
         self, inside: Computation, each: Instruction, number: int, groups: Groups
     ) -> bool:
-        """Whether devices keep at most their part of an array that a fusion sums."""
+        """Whether devices keep only their parts of a sum in a fusion."""
         path = (number,) if len(each.operands) > 1 else ()
         kept = {
             cut and (cut.operands, cut.attributes): cut for cut in self._kept(inside, each, path)
@@ -468,7 +468,7 @@ class _CollectiveFinder:
     def _kept(
         self, inside: Computation, each: Instruction, path: tuple[int, ...]
     ) -> Iterator[Instruction | None]:
-        """Yields the slices that a fusion takes of a value, and None if it takes it whole."""
+        """Yields the slices a fusion takes; None for the whole value."""
         # ``path`` is where the value is in the result of the instruction, by numbers of elements.
         if each is inside.root:
             outside, caller = self._callers[inside.name]

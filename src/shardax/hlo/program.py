@@ -8,6 +8,9 @@ computation) and *attributes* (``key=value`` after the operands), which stay tex
 GPU and TPU compilers print one format with different layouts, attributes and names. A *shape* is
 that of one array; tuples of results are flattened.
 
+XLA of JAX 0.12 prints an element of a tuple where it is taken (``%loop#1``) in place of a
+``get-tuple-element`` before. Such an element is read as that instruction, called ``loop#1``.
+
 A program lists at its top the *frames* of Python's stack in which its operations were traced. The
 *source* of an instruction is the innermost line of model code: code of users, and of
 ``shardax.models``, which is read and changed like a user's. Code of JAX, of the layers and of
@@ -16,9 +19,10 @@ optimizers is *library* code, and is the source of nothing unless the stack hold
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -127,6 +131,14 @@ def op_name(text: str) -> str:
     return _ESCAPED.sub(r"\1", found[1]) if found else ""
 
 
+def _items(text: str) -> Iterator[str]:
+    """Yields the parts between top commas."""
+    start = 0
+    for comma in (*_top_commas(text), len(text)):
+        yield text[start:comma]
+        start = comma + 1
+
+
 def _top_commas(text: str) -> Iterator[int]:
     """Yields where the commas are that are outside brackets, quotes and comments."""
     depth = 0
@@ -205,7 +217,7 @@ def _line_name(file: str, line: int) -> str:
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _METADATA = re.compile(r'\bmetadata=\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
@@ -420,6 +432,7 @@ def parse(text: str) -> Program:
     entry = ""
     name: str | None = None
     instructions: list[Instruction] = []
+    types: dict[str, str] = {}  # of results, by name
     for number, line in enumerate(lines[first:], first + 1):
         if not line.strip():
             continue
@@ -427,14 +440,18 @@ def parse(text: str) -> Program:
             head = _COMPUTATION.match(line)
             if head is None:
                 raise _unread("the head of a computation", line, number)
-            name, instructions = head[2], []
+            name, instructions, types = head[2], [], {}
             entry = name if head[1] else entry
         elif not line.startswith("}"):
-            instructions.append(_instruction(line, number, frames))
+            instruction, text = _instruction(line, number, frames)
+            for element in instruction.inputs:
+                instructions += _elements(element, types, line, number)
+            instructions.append(instruction)
+            types[instruction.name] = text
         elif not instructions:
             raise HloReadError(f"Computation {name!r}, closed in line {number}, is empty.")
         else:
-            computations[name] = Computation(name, tuple(instructions))
+            computations[name] = Computation(name, tuple(_begun_with_operands(instructions)))
             _check_whole(computations[name])
             name = None
     if name is not None:
@@ -444,7 +461,41 @@ def parse(text: str) -> Program:
     return Program(computations, entry, lines[start])
 
 
-def _instruction(line: str, number: int, frames: _Frames) -> Instruction:
+def _begun_with_operands(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Yields instructions; what starts without operands starts where it gets them."""
+    given = {
+        each.operands[0]: each
+        for each in instructions
+        if each.opcode == "async-update" and len(each.operands) > 1
+    }
+    starts = {each.name: each for each in instructions if each.name in given and not each.operands}
+    for each in instructions:
+        start = starts.get(each.operands[0]) if each.operands else None
+        if start and each is given[start.name]:
+            operands = each.operands[1:]
+            yield dataclasses.replace(start, name=each.name, shapes=each.shapes, operands=operands)
+        elif each.name not in starts:
+            yield each
+
+
+def _elements(name: str, types: dict[str, str], line: str, number: int) -> Iterator[Instruction]:
+    """Yields the instructions that take ``%loop#1`` out of a tuple, once."""
+    source, found, index = name.rpartition("#")
+    if not found or name in types:
+        return
+    yield from _elements(source, types, line, number)
+    text = types.get(source, "")
+    # Inside of the parentheses of a tuple's type.
+    elements = list(_items(text[1:-1])) if text.startswith("(") else []
+    if not index.isdigit() or int(index) >= len(elements):
+        raise _unread(f"an instruction that takes element {index} of {source!r}", line, number)
+    types[name] = elements[int(index)].strip()
+    result = shapes(types[name])
+    yield Instruction(name, "get-tuple-element", result, (source,), f"index={index}")
+
+
+def _instruction(line: str, number: int, frames: _Frames) -> tuple[Instruction, str]:
+    """Reads an instruction, and the text of its type."""
     found = _INSTRUCTION.match(line)
     if found is None:
         raise _unread("an instruction", line, number)
@@ -461,14 +512,13 @@ def _instruction(line: str, number: int, frames: _Frames) -> Instruction:
     operands: list[str] = []
     if not is_constant and "%" in inside:
         operands = _NAME.findall(inside)
+        if "#" in _NAME.sub("", inside):
+            raise _unread("an instruction", line, number)
     elif not is_constant:  # names, or the number of a parameter, may stand behind types
-        ends = [*_top_commas(inside), len(inside)]
-        starts = [0, *(comma + 1 for comma in ends)]
-        items = [inside[a:b] for a, b in zip(starts, ends, strict=False)]
-        operands = [item.split()[-1] for item in items if item.strip()]
+        operands = [item.split()[-1] for item in _items(inside) if item.strip()]
     if opcode[1] == "call-start":
         attributes = attributes.replace("to_apply=", "calls=", 1)
-    return Instruction(
+    read = Instruction(
         found[2],
         _IN_FULL.get(opcode[1], opcode[1]),
         shapes(line[place:end]),
@@ -479,6 +529,7 @@ def _instruction(line: str, number: int, frames: _Frames) -> Instruction:
         bool(found[1]),
         inside if is_constant else "",
     )
+    return read, line[place:end]
 
 
 def _origin(attributes: str, frames: _Frames) -> tuple[str, str]:

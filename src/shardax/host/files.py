@@ -14,6 +14,9 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         draft.replace(target)
+    except OSError as error:
+        error.filename = str(target)
+        raise
     finally:
         draft.unlink(missing_ok=True)
     return target

@@ -249,7 +249,7 @@ class Decoder(Module):
             refuse_input("Decoder", "tokens of shape (batch, time) or (time,)", tokens, "")
         turned = self._rotation(tokens, positions)
         x = _constrain(self.embed(tokens))
-        if isinstance(self.layers, Stack):
+        if callable(self.layers):  # a stack
             x = self.layers(x, positions=turned)
         else:
             for layer in self.layers:

@@ -3,6 +3,7 @@
 
 from shardax.named.array import NamedArray as NamedArray
 from shardax.named.functions import dot as dot
+from shardax.named.functions import einsum as einsum
 from shardax.named.functions import nmap as nmap
 from shardax.named.functions import scan as scan
 from shardax.named.functions import softmax as softmax

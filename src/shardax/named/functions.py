@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.object import Object
+from shardax._core.variable import Variable
 from shardax._transforms.control import scan as scans
 from shardax._transforms.errors import CarryError
 from shardax._transforms.lift.engine import wraps
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
-from shardax.named.elementwise import Operand, check_sizes, listing, place_of
+from shardax.named.elementwise import Operand, check_sizes, listing, named_sizes, place_of
 from shardax.named.lift import is_named, is_whole, run_lifted
 from shardax.nn.linear import cast_all, joined_sharding
 
@@ -74,6 +75,64 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
     )
     kept = (first.dims[place] for place in free[0]), (second.dims[place] for place in free[1])
     return NamedArray._make(data, (*joint, *kept[0], *kept[1]))
+
+
+def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
+    """Sums products of arrays over names, given as a text.
+
+    Args:
+        subscripts: The names of each array, separated by spaces, with commas between arrays, and
+            those of the result after ``->``. Names that the result lacks are summed over.
+        *arrays: As many arrays. Of a named one, names that are not mentioned stay, and go together
+            with those of other arrays; the dimensions of a plain one are named in order.
+        dtype: Dtype of the sums and of the result; None for that of the products.
+
+    Returns:
+        The result, stored as: the names that are not mentioned, then those after ``->``.
+
+    Raises:
+        NamedAxesError: If the text does not fit the arrays, or a name has two sizes.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> x, w = sx.named.ones({"batch": 2, "time": 3, "embed": 4}), jnp.ones((4, 5))
+        >>> sx.named.einsum("time embed, embed mlp -> mlp time", x, w).axes
+        {'batch': 2, 'mlp': 5, 'time': 3}
+    """
+    terms, arrow, last = subscripts.partition("->")
+    inputs, result = [term.split() for term in terms.split(",")], last.split()
+    operands: list[Operand] = []
+    for term, array in zip(inputs, arrays, strict=False):
+        if isinstance(array, Variable):
+            array = array.value
+        operand = Operand(array, tuple(term))
+        if isinstance(array, NamedArray):
+            operand = Operand(*array._parts())
+        elif not hasattr(array, "shape") or len(array.shape) != len(term):
+            operand = None
+        if operand is None or None in operand.dims or not {*term} <= {*operand.dims}:
+            raise NamedAxesError(
+                f"einsum({subscripts!r}) has the names {' '.join(term)!r} for {_kind(array)}. Give "
+                "a named array that has them and no positional dimension, or a plain one of that "
+                "rank."
+            )
+        operands.append(operand)
+    mentioned = [name for term in inputs for name in term]
+    twice = any(len({*names}) < len(names) for names in (*inputs, result))
+    if not arrow or twice or len(inputs) != len(arrays) or not {*result} <= {*mentioned}:
+        raise NamedAxesError(
+            f"einsum({subscripts!r}) does not fit {len(arrays)} arrays: give the names of each, "
+            "every name once, with commas between, and those of the result, which are some of "
+            "these: einsum('batch embed, embed mlp -> batch mlp', x, w)."
+        )
+    sizes = named_sizes(operands)
+    places = {name: place for place, name in enumerate(sizes)}
+    dims = (*(name for name in sizes if name not in mentioned), *result)
+    interleaved: list[Any] = []
+    for data, own in operands:
+        interleaved += [data, [places[name] for name in own]]
+    out = [places[name] for name in dims]
+    return NamedArray._make(jnp.einsum(*interleaved, out, preferred_element_type=dtype), dims)
 
 
 def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:

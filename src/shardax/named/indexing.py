@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indexing of named arrays by name and position, and their updates.
 
-``x[{"batch": 0, "time": slice(2)}]`` indexes by name; ``x[0]``, ``x[..., 1:]`` and ``x[mask]``
-index the positional dimensions, along all names. ``x.at[index].set(value)`` and its relatives
-return a new array; the value meets the part that the index takes by name. By name,
+``x[{"batch": 0, "time": slice(2)}]`` indexes by name; ``x[0]``, ``x[..., 1:]``, ``x[[0, 2]]`` and
+``x[mask]`` index the positional dimensions, along all names. ``x.at[index].set(value)`` and its
+relatives return a new array; the value meets the part that the index takes by name. By name,
 
 - an integer, or an array of one, takes one position, and the axis is gone;
 - a slice takes a part, and the axis stays;
@@ -32,6 +32,9 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax.named import base, elementwise
 from shardax.named.lift import run_lifted
+from shardax.nn.linear import explicit_sharding
+
+Change = Callable[[Any, Any, Any], Any]
 
 
 class ResolvedIndex(NamedTuple):
@@ -225,36 +228,43 @@ def _masked(name: Any, mask: Any, dims: base.Dims, size: int) -> elementwise.Ope
     return elementwise.Operand(jnp.asarray(np.flatnonzero(np.asarray(mask))), (name,))
 
 
+class _Index(NamedTuple):
+    """An index, and the names that it adds."""
+
+    entries: Any
+    added: base.Dims = ()
+    is_lifted: bool = False  # positional, with arrays: along all names, as JAX indexes
+
+
+def _take_apart(array: elementwise.Operand, index: Any) -> _Index:
+    if isinstance(index, Mapping):
+        added = tuple(name for name, entry in index.items() if entry is None)
+        if added:
+            base.check_dims((*added, *(name for name in array.dims if name is not None)))
+        return _Index({k: entry for k, entry in index.items() if entry is not None}, added)
+    given = index if isinstance(index, tuple) else (index,)
+    simple = (slice, int, np.integer, type(None), type(Ellipsis))
+    if all(isinstance(entry, simple) for entry in given):
+        return _Index(index)
+    values = (entry.value if isinstance(entry, ArrayLike) else entry for entry in given)
+    return _Index(tuple(np.asarray(e) if isinstance(e, list) else e for e in values), (), True)
+
+
 class Indexing(base.NamedStorage):
     """Indexing of named arrays."""
 
     __slots__ = ()
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, Mapping) and not all(
-            entry is None or entry is Ellipsis or isinstance(entry, (slice, int, np.integer))
-            for entry in (index if isinstance(index, tuple) else (index,))
-        ):
-            return run_lifted(self._make, lambda array, at: array[at], (self, index), {})
-        array = elementwise.Operand(*self._parts())
-        added: base.Dims = ()
-        if isinstance(index, Mapping):
-            added = tuple(name for name, entry in index.items() if entry is None)
-            if added:
-                base.check_dims((*added, *(name for name in array.dims if name is not None)))
-                index = {name: entry for name, entry in index.items() if entry is not None}
-        found = resolve_index(array, index)
-        data = base.transposed(array.data, found.permutation)[found.entries]
-        if added:
-            data = jax.lax.expand_dims(data, range(len(added)))
-        return self._make(data, (*added, *found.dims))
+        return Update(self, index)._part(lambda array, at: array[at])
 
     @property
     def at(self) -> At:
         """Updates of parts: ``x.at[index].set(value)`` returns a new array.
 
-        Besides ``set`` there are ``add``, ``subtract``, ``multiply``, ``divide``, ``power``,
-        ``min``, ``max``, ``apply`` and ``get``, with the options that ``jax.Array.at`` has.
+        Besides ``set`` there are ``add``, ``subtract``, ``multiply``, ``mul``, ``divide``,
+        ``power``, ``min``, ``max``, ``apply`` and ``get``, with the options that ``jax.Array.at``
+        has. The index is as for ``x[index]``.
         """
         return At(self)
 
@@ -271,7 +281,13 @@ class At:
 
 def _update(name: str) -> Callable[..., Any]:
     def method(self: Update, value: Any, **options: Any) -> Any:
-        return self._run(lambda part, given: getattr(part, name)(given, **options), value)
+        def change(array: Any, at: Any, given: Any) -> Any:
+            # Over Explicit mesh axes the result is laid out as the array is.
+            place = explicit_sharding(array)
+            kept = {} if place is None else {"out_sharding": place}
+            return getattr(array.at[at], name)(given, **{**kept, **options})
+
+        return self._run(change, value, options.get("mode"))
 
     method.__name__ = name
     return method
@@ -285,29 +301,61 @@ class Update:
     index: Any
 
     set, add, subtract = _update("set"), _update("add"), _update("subtract")
-    multiply, divide, power = _update("multiply"), _update("divide"), _update("power")
-    min, max = _update("min"), _update("max")
+    multiply, mul, divide = _update("multiply"), _update("multiply"), _update("divide")
+    power, min, max = _update("power"), _update("min"), _update("max")
 
     def apply(self, function: Callable[[Any], Any], **options: Any) -> Any:
         """Returns the array with a function applied to the part."""
-        return self._run(lambda part, _: part.apply(function, **options), 0)
+        change = lambda array, at, _: array.at[at].apply(function, **options)  # noqa: E731
+        return self._run(change, 0, options.get("mode"))
 
     def get(self, **options: Any) -> Any:
         """Returns the part, with JAX's options for positions out of range."""
-        reference, found, _ = self._reference()
-        return self.array._make(reference.get(**options), found.dims)
+        return self._part(lambda array, at: array.at[at].get(**options))
 
-    def _reference(self) -> tuple[Any, ResolvedIndex, elementwise.Operand]:
+    def _part(self, get: Callable[[Any, Any], Any]) -> Any:
         array = elementwise.Operand(*self.array._parts())
-        found = resolve_index(array, self.index)
-        return base.transposed(array.data, found.permutation).at[found.entries], found, array
+        index = _take_apart(array, self.index)
+        if index.is_lifted:
+            return run_lifted(self.array._make, get, (self.array, index.entries), {})
+        found = resolve_index(array, index.entries)
+        data = get(base.transposed(array.data, found.permutation), found.entries)
+        if index.added:
+            data = jax.lax.expand_dims(data, range(len(index.added)))
+        return self.array._make(data, (*index.added, *found.dims))
 
-    def _run(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
-        reference, found, array = self._reference()
-        part = jax.ShapeDtypeStruct(found.shape, array.data.dtype)
-        data = change(reference, _fitting(value, elementwise.Operand(part, found.dims)))
+    def _run(self, change: Change, value: Any, mode: Any = None) -> Any:
+        array = elementwise.Operand(*self.array._parts())
+        index = _take_apart(array, self.index)
+        if index.is_lifted:
+            return self._run_lifted(array, index.entries, change, value, mode)
+        found = resolve_index(array, index.entries)
+        dims, shape = (*index.added, *found.dims), (*(1 for _ in index.added), *found.shape)
+        part = elementwise.Operand(jax.ShapeDtypeStruct(shape, array.data.dtype), dims)
+        given = _fitting(value, part)
+        if index.added and np.ndim(given):
+            given = jax.lax.squeeze(given, range(len(index.added)))
+        data = change(base.transposed(array.data, found.permutation), found.entries, given)
         if found.permutation is not None:
             data = base.transposed(data, tuple(map(found.permutation.index, range(data.ndim))))
+        return self.array._make(data, array.dims)
+
+    def _run_lifted(
+        self, array: elementwise.Operand, index: Any, change: Change, value: Any, mode: Any
+    ) -> Any:
+        """Changes the elements at the positions that the index takes."""
+        # Names of the index that the array lacks are further positions, not further arrays. A
+        # position out of range stays so, for JAX to treat by the mode.
+        shape, places = array.data.shape, []
+        fills = jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.FILL_OR_DROP
+        taken = array
+        for place, size in enumerate(shape):
+            options = {"mode": "fill", "fill_value": size} if fills else {"mode": mode}
+            own = self.array._make(jax.lax.broadcasted_iota(np.int32, shape, place), array.dims)
+            part = Update(own, index)._part(lambda each, at, o=options: each.at[at].get(**o))
+            taken = elementwise.Operand(*part._parts())
+            places.append(taken.data)
+        data = change(array.data, tuple(places), _fitting(value, taken))
         return self.array._make(data, array.dims)
 
 

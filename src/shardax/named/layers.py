@@ -99,13 +99,12 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
     return x
 
 
-def beside(variable: Param[Any], x: NamedArray, dtype: Any) -> NamedArray:
+def beside(variable: Param[Any], axes: AxisSizes, x: NamedArray) -> NamedArray:
     """Returns a parameter, laid out and cast for elementwise use."""
-    names = variable.axes or ()
-    data = linear.align(
-        variable.value.astype(dtype), x.data, [x.dims.index(name) for name in names]
+    places = [x.dims.index(name) for name in axes.names]
+    return NamedArray._make(
+        linear.align(variable.value.astype(x.dtype), x.data, places), axes.names
     )
-    return NamedArray._make(data, names)
 
 
 class Linear(Module):
@@ -195,7 +194,7 @@ class Linear(Module):
         dims = (*batch.names, *inputs.names, *names.values())
         y = dot(NamedArray._make(data, x.dims), NamedArray._make(kernel, dims), inputs.names)
         y = y.rename({new: name for name, new in names.items() if new != name})
-        return y if self.bias is None else y + beside(self.bias, y, y.dtype)
+        return y if self.bias is None else y + beside(self.bias, batch + self.output_axes, y)
 
     def _out_names(self) -> dict[Any, Any]:
         """Returns the names of the output axes in the kernel."""
@@ -335,18 +334,7 @@ class _Normalization(Module):
             setattr(self, name, made)
         self.dtype = parameters.canonical_dtype(dtype)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Normalises an input.
-
-        Args:
-            x: Has the layer's axes, and any others.
-
-        Returns:
-            The same axes, in the compute dtype.
-
-        Raises:
-            LayerInputError: If an axis is missing or has another size.
-        """
+    def _normalised(self, x: NamedArray) -> NamedArray:
         x = check_input(f"{type(self).__name__}({self.axes})", x, self.axes)
         names = list(self.axes.names)
         wide = x.astype(linear.at_least_float32(x.dtype))
@@ -355,9 +343,9 @@ class _Normalization(Module):
         data, dims = ((wide * wide).mean(names) + self.epsilon)._parts()
         y = wide * NamedArray._make(jax.lax.rsqrt(data), dims)
         if self.scale is not None:
-            y = y * beside(self.scale, y, y.dtype)
+            y = y * beside(self.scale, self.axes, y)
         if self.bias is not None:
-            y = y + beside(self.bias, y, y.dtype)
+            y = y + beside(self.bias, self.axes, y)
         learnt = [None if each is None else each.value for each in (self.scale, self.bias)]
         return y.astype(linear.result_dtype(self.dtype, x.data, *learnt))
 
@@ -403,6 +391,20 @@ class RMSNorm(_Normalization):
     ) -> None:
         scale = scale_init if use_scale else None
         self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Normalises an input.
+
+        Args:
+            x: Has the layer's axes, and any others.
+
+        Returns:
+            The same axes, in the compute dtype.
+
+        Raises:
+            LayerInputError: If an axis is missing or has another size.
+        """
+        return self._normalised(x)
 
 
 class LayerNorm(_Normalization):
@@ -453,6 +455,20 @@ class LayerNorm(_Normalization):
     ) -> None:
         scale, bias = scale_init if use_scale else None, bias_init if use_bias else None
         self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale, bias=bias)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Normalises an input.
+
+        Args:
+            x: Has the layer's axes, and any others.
+
+        Returns:
+            The same axes, in the compute dtype.
+
+        Raises:
+            LayerInputError: If an axis is missing or has another size.
+        """
+        return self._normalised(x)
 
 
 class Attention(Module):

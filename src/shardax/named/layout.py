@@ -9,11 +9,12 @@ nothing has is an error, and so are two names of one array that want one mesh ax
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
+from shardax._core.graph.static import MAPPED_AXES
 from shardax._core.module import Module
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
@@ -21,7 +22,7 @@ from shardax.named.array import NamedArray
 from shardax.named.base import NamedAxesError, label
 from shardax.named.lift import is_whole
 from shardax.partition.constraints import constrain as constrain_array
-from shardax.partition.inventory import TreeInventory
+from shardax.partition.inventory import TreeInventory, with_mapped_axes
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard as shard_by_rules
 from shardax.partition.rules import Rules, strings
@@ -96,21 +97,22 @@ def constrain(
         _check_known(mapping, tree)
     rules = _rules(mapping)
 
-    def visit(leaf: Any) -> Any:
+    def visit(leaf: Any, mapped: Sequence[Any] = ()) -> Any:
         if isinstance(leaf, NamedArray):
             (data,), treedef = jax.tree.flatten(leaf)
-            names: Any = leaf.partition_axes
+            names = with_mapped_axes(mapped, leaf.partition_axes or (None,) * leaf.ndim)
             return treedef.unflatten([constrain_array(data, names, mesh, rules)])
         if isinstance(leaf, Object):
             for _, variable in iter_variables(leaf):
                 value, axes = variable.value, variable.axes
-                variable.value = (
-                    visit_tree(value) if axes is None else constrain_array(value, axes, mesh, rules)
-                )
+                if axes is None:
+                    variable.value = visit_tree(value, variable.metadata.get(MAPPED_AXES, ()))
+                else:
+                    variable.value = constrain_array(value, axes, mesh, rules)
         return leaf
 
-    def visit_tree(tree: Any) -> Any:
-        return jax.tree.map(visit, tree, is_leaf=is_whole)
+    def visit_tree(tree: Any, mapped: Sequence[Any] = ()) -> Any:
+        return jax.tree.map(lambda leaf: visit(leaf, mapped), tree, is_leaf=is_whole)
 
     return visit_tree(tree)
 

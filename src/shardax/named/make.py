@@ -9,7 +9,7 @@ same number at the same place whatever the order of the mapping.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from shardax._core.variable import Variable
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
+from shardax.named.lift import run_lifted
 
 
 def wrap(array: Any, *names: Any) -> NamedArray:
@@ -133,23 +134,40 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
 
     Args:
         sampler: Called as ``sampler(key, shape=shape, **options)``.
-        key: A random key, without axes.
-        axes: Sizes by name.
+        key: A random key, or a named array of keys, of which each draws.
+        axes: Sizes by name, other names than those of the keys.
         **options: For the sampler.
 
     Returns:
-        The numbers, stored in canonical order.
+        The numbers, with the axes of the keys besides, stored in canonical order.
+
+    Raises:
+        NamedAxesError: If arguments are swapped, or the keys have one of the axes.
 
     Example:
         >>> import jax, shardax as sx
         >>> sx.named.random(jax.random.gumbel, jax.random.key(0), {"vocab": 5}).axes
         {'vocab': 5}
     """
+    if isinstance(key, Mapping) or not callable(sampler):
+        found = f"the axes {dict(key)}" if isinstance(key, Mapping) else f"{sampler!r} first"
+        raise base.NamedAxesError(
+            f"A function that draws was given {found} in the place of a random key. The key comes "
+            "before the axes: named.normal(key, {'batch': 8}), named.random(sampler, key, {...})."
+        )
     given, _ = base.check_sizes_by_name(axes)
     names = base.sorted_names(given)
     shape = tuple(axes[name] for name in names)
-    key = key.unwrap() if isinstance(key, NamedArray) else key
-    return NamedArray(sampler(key, shape=shape, **options), names)
+    if not isinstance(key, NamedArray):
+        return NamedArray(sampler(key, shape=shape, **options), names)
+    twice = [name for name in names if name in key.axes]
+    if twice:
+        raise base.NamedAxesError(
+            f"The keys have the axis {twice[0]!r} already: {base.shown(key.dims, key.shape)}. Draw "
+            "along other axes only, as each key draws for itself; or take one key of them."
+        )
+    drawn = run_lifted(NamedArray._make, lambda k: sampler(k, shape=shape, **options), (key,), {})
+    return drawn.tag(*names).canonical()
 
 
 def normal(key: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
@@ -225,7 +243,7 @@ def random_split(key: Any, axes: base.Axes) -> NamedArray:
     at all positions, and so is the noise drawn from it.
 
     Args:
-        key: A random key.
+        key: A random key, or a named array of keys, each of which is split.
         axes: Sizes by name.
 
     Returns:
@@ -236,6 +254,8 @@ def random_split(key: Any, axes: base.Axes) -> NamedArray:
         >>> keys = sx.named.random_split(jax.random.key(0), {"batch": 3})
         >>> sx.named.nmap(lambda key: jax.random.normal(key, (2,)))(keys).dims
         (None, 'batch')
+        >>> sx.named.random_split(keys, {"head": 2}).axes
+        {'batch': 3, 'head': 2}
     """
     return random(lambda key, shape: jax.random.split(key, shape), key, axes)
 

@@ -16,7 +16,8 @@ difference of their positions alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.linear import Linear, as_array, explicit_entries
+from shardax.nn.linear import Linear, as_array, at_least_float32, explicit_entries
 from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
 
 
@@ -105,6 +106,11 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def softmax(scores: jax.Array) -> jax.Array:
+    """Returns the softmax over the last dimension, the weights of attention."""
+    return jax.nn.softmax(scores, axis=-1)
+
+
 def check_head_dim(layer: str, head_dim: int) -> None:
     """Raises if heads of this size cannot be split into halves."""
     if head_dim % 2:
@@ -157,6 +163,8 @@ class MultiHeadAttention(Module):
         k: ``Linear`` with a kernel of shape (features, num_kv_heads, head_dim).
         v: Likewise.
         out: ``Linear`` with a kernel of shape (num_heads, head_dim, features).
+        softmax: Function from scores of shape (..., heads, time, other time) to weights. With
+            another than the default the scores are computed as an array of their own.
 
     Raises:
         LayerConfigError: If sizes are not positive or do not divide.
@@ -206,6 +214,7 @@ class MultiHeadAttention(Module):
         self.head_dim = head_dim
         self.causal = bool(causal)
         self.rope_base = rope_base
+        self.softmax: Callable[[jax.Array], jax.Array] = softmax
 
     def __call__(
         self,
@@ -280,7 +289,24 @@ class MultiHeadAttention(Module):
         """
         query, key, value = qkv
         key, value = _meet_heads(query, key), _meet_heads(query, value)
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=self.causal)
+        if self.softmax is softmax:
+            return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=self.causal)
+        if key.shape[-2] < query.shape[-2]:
+            key, value = _repeat_heads(query, key), _repeat_heads(query, value)
+        scores = jnp.einsum(
+            "...tnh,...snh->...nts",
+            query,
+            key,
+            preferred_element_type=at_least_float32(query.dtype),
+        ) / math.sqrt(self.head_dim)
+        if self.causal:
+            earlier = jnp.tri(*scores.shape[-2:], dtype=bool)
+            earlier = jnp.expand_dims(earlier, tuple(range(scores.ndim - 2)))
+            mask = earlier if mask is None else mask & earlier
+        if mask is not None:  # what may not be read has the weight 0, as in jax.nn
+            scores = jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
+        weights = self.softmax(scores).astype(value.dtype)
+        return jnp.einsum("...nts,...snh->...tnh", weights, value)
 
     def _rotation(self, x: jax.Array, positions: Any) -> Rotation:
         if isinstance(positions, Rotation):
@@ -346,14 +372,19 @@ def _check_mask(mask: jax.Array, ndim: int) -> jax.Array:
 def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
     """Repeats kv heads where Explicit mesh axes split heads differently."""
     # A split of query heads that cuts through a group has no counterpart among the kv heads.
-    queries, keys = explicit_entries(query), explicit_entries(key)
-    if queries is None and keys is None:
+    if explicit_entries(query) is None and explicit_entries(key) is None:
         return key
-    wanted = tuple(jax.typeof(query).sharding.spec)
-    have = tuple(jax.typeof(key).sharding.spec)
-    if wanted[-2] == have[-2]:
-        return key
+    specs = [jax.typeof(array).sharding.spec for array in (query, key)]
+    return key if specs[0][-2] == specs[1][-2] else _repeat_heads(query, key)
+
+
+def _repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:
+    """Repeats kv heads for each query head, with its layout."""
     repeats = query.shape[-2] // key.shape[-2]
+    queries = explicit_entries(query)
+    if queries is None and explicit_entries(key) is None:
+        return jnp.repeat(key, repeats, axis=-2)
+    wanted, have = (tuple(jax.typeof(array).sharding.spec) for array in (query, key))
     mesh = jax.typeof(query if queries is not None else key).sharding.mesh
     whole = NamedSharding(mesh, PartitionSpec(*have[:-2], None, have[-1]))
     split = NamedSharding(mesh, PartitionSpec(*have[:-2], wanted[-2], have[-1]))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.errors import ShardaxError
-from shardax._core.init.lazy import Init, Initializer, check_rngs
+from shardax._core.init.lazy import Init, Initializer, announced, check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import Param
 from shardax._transforms.errors import LayerConfigError
@@ -49,9 +49,11 @@ def make_parameter(
     """Makes a lazy parameter with one axis name per dimension."""
     # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
     # they were.
-    source = None if initializer in (ones, zeros) else rngs
+    plain, box = announced(initializer)
+    source = None if plain in (ones, zeros) else rngs
     check_rngs(rngs)
-    return Param(Init(initializer, shape, dtype, rngs=source), axes=tuple(axes))
+    names = tuple(axes) if box is None else None  # the names of its box come before the layer's
+    return Param(Init(initializer, shape, dtype, rngs=source), axes=names)
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,7 +11,9 @@ from shardax.partition.boxes.boxes import with_logical_partitioning as with_logi
 from shardax.partition.boxes.boxes import with_partitioning as with_partitioning
 from shardax.partition.boxes.trees import VariableBox as VariableBox
 from shardax.partition.boxes.trees import add_axis as add_axis
+from shardax.partition.boxes.trees import is_axis_metadata as is_axis_metadata
 from shardax.partition.boxes.trees import is_box as is_box
+from shardax.partition.boxes.trees import map_axis_meta as map_axis_meta
 from shardax.partition.boxes.trees import remove_axis as remove_axis
 from shardax.partition.boxes.trees import replace_boxed as replace_boxed
 from shardax.partition.boxes.trees import to_boxes as to_boxes

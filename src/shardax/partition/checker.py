@@ -102,7 +102,7 @@ def diagnose(
     # the spec is checked alone.
     if names is not None and rules is not None:
         assignment = rules.assign(names)
-        yield from _unmapped(path, names, assignment, rules)
+        yield from _unmapped(path, names, assignment, rules, mesh)
         yield from _conflicts(path, assignment, rules)
 
     def dimension(position: int) -> str:
@@ -219,13 +219,33 @@ def _rules_of(name: Any, assignment: logical.AxisAssignment, rules: logical.Rule
 
 
 def _unmapped(
-    path: Path, names: logical.Names, assignment: logical.AxisAssignment, rules: logical.Rules
+    path: Path,
+    names: logical.Names,
+    assignment: logical.AxisAssignment,
+    rules: logical.Rules,
+    mesh: AnyMesh | None,
 ) -> Iterator[Diagnostic]:
     if assignment.unmapped and rules.on_unmapped == "error":
         text = logical.explain_unmapped(assignment, rules)
         yield _diagnostic(path, "error", "unmapped-name", text)
         return
+    axes = () if mesh is None else tuple(mesh.axis_names)
+    if mesh is not None and assignment.unmapped and rules == logical.identity_rules(axes):
+        text = (
+            f"nothing maps the axis names {', '.join(map(repr, assignment.unmapped))}: there are "
+            f"no rules, and the mesh has the axes ({mesh_text(mesh.shape)}). Their dimensions are "
+            "not split. Pass rules, rules=..., or put them in scope: with sx.axis_rules(rules): ..."
+        )
+        yield _diagnostic(path, "warning", "unmapped-name", text)
+        return
     for name in assignment.unmapped:
+        if name in axes:
+            text = (
+                f"the axis name {name!r} is an axis of the mesh, but no rule mentions it, so its "
+                f"dimension is not split. Add the rule ({name!r}, {name!r}), or ({name!r}, None)."
+            )
+            yield _diagnostic(path, "warning", "unmapped-name", text)
+            continue
         near = difflib.get_close_matches(name, rules.names, n=1, cutoff=NEAR)
         if near and near[0] not in names:
             text = (

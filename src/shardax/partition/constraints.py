@@ -30,8 +30,16 @@ from shardax._transforms.errors import MeshError, NoMeshError
 from shardax.partition import context
 from shardax.partition.checker import diagnose
 from shardax.partition.errors import ConstraintError, NoRulesError
-from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
-from shardax.partition.rules import Names, RulesLike, SpecEntry, check_names, mesh_axes_of
+from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh, scope_has_devices
+from shardax.partition.rules import (
+    UNCONSTRAINED,
+    Names,
+    RulesLike,
+    SpecEntry,
+    check_names,
+    mesh_axes_of,
+    strings,
+)
 
 _TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
 
@@ -54,10 +62,13 @@ def constrain(
             (left as it is), or a tuple of names for a merged dimension.
         mesh: The mesh; None for the one in scope, else the one that ``x`` is laid out over. Over
             Explicit axes, JAX wants the mesh of a compiled function in scope or under its inputs.
-        rules: Rules, pairs or a mapping; None for the current rules.
+        rules: Rules, pairs or a mapping; None for the current rules. Without any, names that are
+            axes of the mesh stand for themselves.
         on_no_mesh: What to do without a mesh, or without rules: ``"error"``, or ``"ignore"`` to
-            return ``x`` as it is. None: as the ``axis_rules`` in scope say, else ``"error"``. A
-            mesh without devices counts as none where nothing else says which devices are meant.
+            return ``x`` as it is; one on other devices than a ``mesh`` given here is placed on it,
+            whole along the dimensions that nothing maps. None: as the ``axis_rules`` in scope say,
+            else ``"error"``. A mesh without devices counts as none where nothing else says which
+            devices are meant.
 
     Returns:
         The array, with the same values. Inside ``jax.shard_map`` only the mesh axes that are not
@@ -101,7 +112,7 @@ def constrain(
             "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
             f"are laid out over one, or jax.ShapeDtypeStruct(..., sharding=...). {_TO_IGNORE}"
         )
-    chosen = context.resolve_rules(rules)
+    chosen = context.rules_over(where, rules)
     if where is None:
         if policy == "ignore":
             return array
@@ -110,13 +121,22 @@ def constrain(
             "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
             f"{_TO_IGNORE}"
         )
-    if rules is None and not chosen and chosen.assign(names).unmapped:
-        if policy == "ignore":
+    unmapped = context.names_without_rules(names, where, rules)
+    if unmapped:
+        mapped = len(unmapped) < len(list(strings(names)))
+        if policy == "ignore" and (mesh is None or not (mapped or _is_elsewhere(array, where))):
             return array
-        raise NoRulesError(
-            f"{_intro(array, names)} no rules were given and none are in scope. Put them in "
-            f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
-        )
+        if policy != "ignore":
+            raise NoRulesError(
+                f"{_intro(array, names)} no rules were given, none are in scope, and "
+                f"{unmapped[0]!r} is no axis of the mesh ({mesh_text(where.shape)}). Put rules in "
+                f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
+            )
+        # Over the mesh that was given, but in these dimensions as it is.
+        free = [
+            isinstance(n, (str, tuple)) and any(p in unmapped for p in strings((n,))) for n in names
+        ]
+        names = tuple(UNCONSTRAINED if f else n for f, n in zip(free, names, strict=True))
     manual = frozenset(_axes_of_type(where, AxisType.Manual))
     entries = tuple(_without(target, manual) for target in chosen.assign(names).entries)
     found = diagnose(tuple(array.shape), names, entries, where, rules=chosen)
@@ -192,6 +212,13 @@ def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
         return own is not None and own.size == mesh.size
     typed = set(mesh.axis_types) != {AxisType.Auto}
     return inside.size == mesh.size and (typed or scope_has_devices())
+
+
+def _is_elsewhere(array: jax.Array, mesh: AnyMesh) -> bool:
+    """Whether a concrete array is on other devices than a mesh."""
+    if isinstance(array, Tracer) or not isinstance(mesh, Mesh):
+        return False
+    return array.sharding.device_set != set(mesh.devices.flat)
 
 
 def _own_mesh(array: jax.Array) -> AnyMesh | None:

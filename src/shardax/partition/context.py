@@ -25,7 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardax.partition.errors import ConstraintError, RulesError
-from shardax.partition.rules import Rules, RulesLike
+from shardax.partition.mesh import AnyMesh
+from shardax.partition.rules import Rules, RulesLike, identity_rules
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,6 +64,23 @@ def resolve_rules(rules: RulesLike | None = None) -> Rules:
     if rules is None:
         return current_rules()
     return rules if isinstance(rules, Rules) else Rules(rules)
+
+
+def rules_over(mesh: AnyMesh | None, rules: RulesLike | None = None) -> Rules:
+    """``rules``, else the current rules, else the mesh axes' own names."""
+    chosen = resolve_rules(rules)
+    if rules is not None or chosen or mesh is None:
+        return chosen
+    return identity_rules(tuple(mesh.axis_names))
+
+
+def names_without_rules(
+    names: Iterable[Any], mesh: AnyMesh | None, rules: RulesLike | None = None
+) -> tuple[str, ...]:
+    """Names that nothing maps where no rules are given or in scope."""
+    if rules is not None or current_rules():
+        return ()
+    return rules_over(mesh).assign(names).unmapped
 
 
 def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:

@@ -30,7 +30,7 @@ from shardax._core.object import Object
 from shardax._transforms.errors import MeshError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
-from shardax.partition.context import axis_rules, resolve_rules
+from shardax.partition.context import axis_rules, resolve_rules, rules_over
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard
 from shardax.partition.rules import RulesLike
@@ -99,16 +99,15 @@ def initialise(
             "a mesh such as jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
             "get_sharding(jax.eval_shape(fn, ...), mesh)."
         )
-    chosen = resolve_rules(rules)
     automatic = _automatic(where)
     call = InitializerCall(fn, args, kwargs)
     inputs = [_over_automatic(array) for array in call.inputs]
-    with jax.set_mesh(automatic), axis_rules(chosen):
+    with jax.set_mesh(automatic), axis_rules(resolve_rules(rules)):
         functions: list[Any] = []
-        key = call.key(functions, automatic, chosen)
+        key = call.key(functions, automatic, rules_over(automatic, rules))
         program = None if key is None else _programs.pop(key, None)
         if program is None:
-            shardings = get_sharding(eval_shape(call.run, inputs), automatic, chosen)
+            shardings = get_sharding(eval_shape(call.run, inputs), automatic, rules)
             runner = CurrentCall(call)
             ends = [weakref.ref(each, lambda _: _programs.pop(key, None)) for each in functions]
             program = runner, jit(runner, out_shardings=shardings), ends
@@ -123,7 +122,7 @@ def initialise(
 
     def over_given(leaf: Any) -> Any:  # of the same devices: nothing is moved
         if is_object(leaf):
-            return shard(leaf, where, chosen)
+            return shard(leaf, where, rules)
         return jax.device_put(leaf, NamedSharding(where, leaf.sharding.spec))
 
     return jax.tree.map(over_given, result, is_leaf=is_object)

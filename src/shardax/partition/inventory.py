@@ -88,6 +88,7 @@ class LeafInfo(NamedTuple):
     box: AxisMetadata[Any] | None = None  # empty
     rules: Rules | None = None  # of its own, instead of the layout's
     mesh: AnyMesh | None = None  # of its own
+    added: frozenset[str] = frozenset()  # names that its own rules do not know, as of a stack
     axes_per_array: bool = False  # whether the axes are those of each of several arrays
     is_number: bool = False  # a box of a Python number, which has no dimensions
 
@@ -224,12 +225,14 @@ class TreeInventory:
                 axes = metadata.axes if own_axes is None else own_axes
             lead = metadata.entries.get(MAPPED_AXES)
             if lead is not None:
-                arrays = tuple(_with_mapped_axes(info, lead) for info in arrays)
+                own = [info.axes or (None,) * len(info.shape) for info in arrays]
+                pairs = zip(arrays, own, strict=True)
+                arrays = tuple(i._replace(axes=with_mapped_axes(lead, o)) for i, o in pairs)
                 axes = arrays[0].axes if len(arrays) == 1 else axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
             if BOX_ENTRY in metadata.entries:
-                mesh, rules = layout_of_variable(axes, metadata.entries)
-                leaf = leaf._replace(rules=rules, mesh=mesh, axes_per_array=True)
+                mesh, rules, added = layout_of_variable(axes, metadata.entries)
+                leaf = leaf._replace(rules=rules, mesh=mesh, added=added, axes_per_array=True)
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
@@ -310,11 +313,10 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
-def _with_mapped_axes(info: ArrayInfo, lead: Sequence[Any]) -> ArrayInfo:
-    """Names the dimensions in front of those whose names an array knows."""
-    own = info.axes or (None,) * len(info.shape)
-    named = [new if old is None else old for new, old in zip(lead, own, strict=False)]
-    return info._replace(axes=(*named, *own[len(named) :]))
+def with_mapped_axes(mapped: Sequence[Any], own: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns names with those of mapped dimensions, which stand in front."""
+    named = [new if old is None else old for new, old in zip(mapped, own, strict=False)]
+    return (*named, *own[len(named) :])
 
 
 class PathEnds(Generic[T]):

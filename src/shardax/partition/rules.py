@@ -470,6 +470,13 @@ def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def identity_rules(names: Names) -> Rules:
+    """Rules from each mesh axis to itself."""
+    axes = (axis for name in names for axis in mesh_axes_of(name))
+    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
+
+
 def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
     """Yields an error for each mesh axis unknown to the mesh."""
     for axis in mesh_axes_of(rule[1]):

@@ -23,10 +23,10 @@ from shardax._core.graph.flatten import build, flatten_roots
 from shardax._core.object import Object
 from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
 from shardax.partition.checker import spec_for
-from shardax.partition.context import resolve_rules
-from shardax.partition.errors import raise_on_errors
+from shardax.partition.context import names_without_rules, rules_over
+from shardax.partition.errors import NoRulesError, raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 from shardax.partition.rules import RulesLike
 from shardax.partition.tree_layout import (
     MemoryKinds,
@@ -186,6 +186,7 @@ def batch_sharding(
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
+        NoRulesError: If there are no rules, and a name that is no axis of the mesh.
         PartitionCheckError: If the names cannot be mapped to the mesh.
 
     Example:
@@ -195,8 +196,15 @@ def batch_sharding(
         P('data', None)
     """
     where, names = require_mesh(mesh, "batch_sharding"), tuple(axes)
+    unmapped = names_without_rules(names, where, rules)
+    if unmapped:
+        raise NoRulesError(
+            f"batch_sharding({names}): no rules were given, none are in scope, and {unmapped[0]!r} "
+            f"is no axis of the mesh ({mesh_text(where.shape)}). Pass rules=rules, or give None in "
+            "the place of a name."
+        )
     # The size is not known yet, and 0 is divisible by everything: only the names are checked.
-    spec, findings = spec_for(names, (0,) * len(names), where, resolve_rules(rules))
+    spec, findings = spec_for(names, (0,) * len(names), where, rules_over(where, rules))
     raise_on_errors(findings)
     return named_sharding(where, spec)
 

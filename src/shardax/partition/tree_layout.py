@@ -15,8 +15,9 @@ Boxes, and Variables made of boxes, may have rules and a mesh *of their own*. Th
 instead of those of the call, which are about other names. Their own mesh holds instead of the one
 in scope, but not instead of one given to the call, whose caller wants the tree there.
 
-A box with logical names where there are no rules is an error, and not replicated: nothing says
-where it goes. (A Module without rules is replicated: many programs lay out some or none.)
+Without rules, given or in scope, names that are axes of the mesh stand for themselves. Any other
+name is an error of a box, and a warning of a Variable, which is replicated: many programs lay out
+some or none.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from shardax._core.state.state import State
 from shardax._transforms.errors import NoMeshError
 from shardax._transforms.lift.prefix import FilterMapping, StateSharding
 from shardax.partition import rules as logical
-from shardax.partition.boxes.boxes import identity_rules
 from shardax.partition.checker import explicit_spec, spec_for
-from shardax.partition.context import current_rules
+from shardax.partition.context import resolve_rules, rules_over
 from shardax.partition.errors import (
     NEAR,
+    AxisNamesError,
     Diagnostic,
     NoRulesError,
     OverrideError,
@@ -54,7 +55,7 @@ from shardax.partition.inventory import (
     TreeInventory,
     reduced_states,
 )
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 
 OverridesLike = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """A mapping or pairs of filter and spec or rules; a ``StateSharding``; a ``State`` of specs."""
@@ -245,7 +246,8 @@ class TreeLayout:
         self.meshes = [(leaf.mesh if own else None) or self.mesh for leaf in leaves]
         if function is not None and (not leaves or None in self.meshes):
             self.mesh = require_mesh(mesh, function)
-        self.rules = current_rules() if rules is None else logical.Rules(rules)
+        self.rules = resolve_rules(rules)
+        self._given_rules = rules
         self._placed = placed
         self._names_alone = names_alone
         self._large_bytes, self._large_fraction = large_bytes, large_fraction
@@ -258,15 +260,14 @@ class TreeLayout:
         # For each leaf a spec of each of its arrays; of a box without any, one.
         self.specs, diagnostics = self._lay_out(leaves)
         reduced, of_states = reduced_states(leaves, diagnostics)
-        if reduced:
-            changed = [reduced.get(i, leaf) for i, leaf in enumerate(leaves)]
-            self.specs, diagnostics = self._lay_out(changed)
-        self.diagnostics: list[Diagnostic] = [
-            *diagnostics,
-            *of_states,
-            *self._without_rules(rules_for),
-            *of_overrides,
-        ]
+        changed = {**self._of_other_ranks(leaves), **reduced}
+        if changed:
+            laid_out = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
+            self.specs, diagnostics = self._lay_out(laid_out)
+        no_rules = list(self._without_rules(rules_for))
+        said = {diagnostic.path for diagnostic in no_rules}
+        diagnostics = [d for d in diagnostics if d.code != "unmapped-name" or d.path not in said]
+        self.diagnostics: list[Diagnostic] = [*diagnostics, *of_states, *no_rules, *of_overrides]
 
     def _lay_out(
         self, leaves: Sequence[LeafInfo]
@@ -281,8 +282,10 @@ class TreeLayout:
         for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True):
             own = leaf.rules
             if self._names_alone and leaf.axes is not None:
-                own = identity_rules(tuple(leaf.axes))
-            rules = self.rules if own is None else own
+                own = logical.identity_rules(tuple(leaf.axes))
+            rules = self._rules_over(mesh) if own is None else own
+            if own is not None and leaf.added:
+                rules = self._with_added(own, leaf.added, mesh)
             if override.rules is not None:
                 rules = rules.override(override.rules)
             if override.spec is None:
@@ -314,6 +317,43 @@ class TreeLayout:
                 )
         diagnostics += self._unused_rules(by_rules)
         return specs, diagnostics
+
+    def _of_other_ranks(self, leaves: Sequence[LeafInfo]) -> dict[int, LeafInfo]:
+        """Boxes whose arrays have more dimensions than names, by position."""
+        # Dimensions after the last name are not split, as in a PartitionSpec. The one spec of a box
+        # around several arrays has the rank of the least, and alone may be of any.
+        found: dict[int, LeafInfo] = {}
+        for i, leaf in enumerate(leaves):
+            ranks = {len(info.shape) for info in leaf.arrays}
+            if leaf.box is None or leaf.axes is None or ranks <= {len(leaf.axes)}:
+                continue
+            several = len(leaf.arrays) > 1
+            if several and self._names_alone:
+                found[i] = leaf._replace(arrays=())
+                continue
+            try:
+                names = logical.check_names(leaf.axes)
+            except AxisNamesError:
+                continue
+            while several and len(names) > min(ranks) and names[-1] is None:
+                names = names[:-1]
+            if len(names) <= min(ranks):
+                found[i] = leaf._replace(axes=PartitionSpec(*names))
+        return found
+
+    def _rules_over(self, mesh: AnyMesh | None) -> logical.Rules:
+        """The rules of leaves without their own."""
+        # Specs by rules alone (``over_mesh=False``) know the axes of the mesh in scope.
+        return rules_over(resolve_mesh() if mesh is None else mesh, self._given_rules)
+
+    def _with_added(
+        self, own: logical.Rules, added: frozenset[str], mesh: AnyMesh | None
+    ) -> logical.Rules:
+        """A leaf's own rules, and others for names added since."""
+        known = [rule for rule in self.rules.pairs if rule[0] in added]
+        known += [(name, name) for name in added if mesh is not None and name in mesh.shape]
+        kept = [rule for rule in own.pairs if rule[0] not in added]
+        return own.replace(pairs=[*kept, *known])
 
     def _unused_rules(
         self, by_rules: Sequence[tuple[logical.Rules, logical.Names]]
@@ -347,12 +387,12 @@ class TreeLayout:
                 and leaf.rules is None
                 and override.spec is None
                 and override.rules is None
-                and any(isinstance(name, (str, tuple)) for name in leaf.axes or ())
+                and not _names_in(leaf.axes).issubset(self._rules_over(mesh).names)
             ):
                 text = (
                     f"{format_path(leaf.path)}: has the logical names {leaf.axes}, and there are "
-                    "no rules to map them to mesh axes. Pass them, rules=rules, or put them in "
-                    "scope: with sx.axis_rules(rules): ..."
+                    f"no rules to map them to mesh axes ({mesh_text(mesh.shape)}). Pass them, "
+                    "rules=rules, or put them in scope: with sx.axis_rules(rules): ..."
                 )
                 yield Diagnostic("error", leaf.path, "no-rules", text)
 
@@ -362,7 +402,8 @@ class TreeLayout:
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
                 raise NoRulesError(str(diagnostic))
-        raise_on_errors([*self.diagnostics, *more])
+        if found := [*self.diagnostics, *more]:
+            raise_on_errors(found)
         return self
 
     def shardings(self) -> list[list[NamedSharding]]:
@@ -380,6 +421,12 @@ class TreeLayout:
         """The tree with entries, such as specs, in place of leaves."""
         pairs = zip(self.inventory.leaves, each, strict=True)
         return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
+
+
+def _names_in(axes: Any) -> set[str]:
+    """Names among entries that may be malformed."""
+    parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
+    return {part for part in parts if isinstance(part, str)}
 
 
 def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:

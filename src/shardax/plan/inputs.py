@@ -98,7 +98,7 @@ class Placed:
 
 
 def unbound(step: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Returns what was compiled, or is to be, with the arguments that are bound to it."""
+    """Returns the function under partials and methods, with what they bind."""
     if isinstance(step, functools.partial):
         function, args, keywords = unbound(step.func)
         return function, (*args, *step.args), {**keywords, **step.keywords}
@@ -189,7 +189,7 @@ class Inputs:
         return self._positional(self.abstract())
 
     def abstract(self, mesh: AnyMesh | None = None, rules: Rules | None = None) -> dict[str, Any]:
-        """Returns the arguments by name, as shapes; what is no array as it is."""
+        """Returns the arguments by name, with shapes in place of arrays."""
         return jax.tree.map(
             lambda given, shape: given if shape is None else shape,
             self.tree,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports on layouts, and plans: ranked reports on the layouts of one step.
+"""Reports on layouts, and plans, which rank those of one step.
 
 A *layout* is rules and the sizes of mesh axes. Its *outcome* is ``"fits"``, ``"does not fit"`` (by
 the compiler's verdict or by its memory), ``"rejected"`` (before any compile, with the reason), or

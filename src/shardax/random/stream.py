@@ -298,7 +298,7 @@ def draw(
         options["shape"] = _shape(name, options["shape"])
     stream = current(name)
     operands = operands or {}
-    place = _placement(name, device, sharding)
+    place = placement(f"shardax.random.{name}", device, sharding)
     specs = tuple((name, array.shape, array.dtype) for name, array in operands.items())
     chosen = tuple(options.items())
     with stream.drawing() as (impl, words, folds):
@@ -360,13 +360,15 @@ def _program(
     return lazy.program_into(place, sample, given, lazy.cuts_freely(sample, given, impl))
 
 
-def _placement(name: str, device: Any, sharding: Any) -> Sharding | None:
+def placement(
+    function: str, device: Any, sharding: Any, refused: type[ShardaxError] = DrawError
+) -> Sharding | None:
     """Sharding for a new array, or None for the default device."""
-    given = f"shardax.random.{name} was given"
+    given = f"{function} was given"
     if device is None and sharding is None:
         return None
     if device is not None and sharding is not None:
-        raise DrawError(
+        raise refused(
             f"{given} device={device!r} and sharding={sharding!r}; a sharding names its devices, "
             f"so give one of them."
         )
@@ -376,13 +378,13 @@ def _placement(name: str, device: Any, sharding: Any) -> Sharding | None:
     if isinstance(place, PartitionSpec):
         mesh = resolve_mesh()
         if mesh is None:
-            raise DrawError(
+            raise refused(
                 f"{given} sharding={place}, which needs a mesh, and none is in scope. Put one "
                 f"there with jax.set_mesh(mesh), or give a NamedSharding(mesh, {place})."
             )
         return NamedSharding(mesh, place)
     if device is None:
-        raise DrawError(
+        raise refused(
             f"{given} sharding={sharding!r} of type {type(sharding).__name__}. Give a Sharding, or "
             f"a PartitionSpec over the mesh in scope; for a device there is device=."
         )

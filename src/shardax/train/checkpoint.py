@@ -134,9 +134,8 @@ def restore_verified(
     cast: bool = False,
 ) -> Any:
     """Reads a checkpoint whose files have been checked; returns its ``extra``."""
-    contents = contents_of(tree)
+    contents, positions = contents_of(tree), description["positions"]
     stored = stored_arrays(description)
-    positions = description["positions"]
     check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
     shardings = None
     if mesh is None and not any(value is not None for value in where.values()):

@@ -47,6 +47,11 @@ _DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
 
 def as_path(path: Any) -> Any:
     """Returns an absolute path, also of ``gs://`` and the like."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise errors.CheckpointValueError(
+            f"path is a {type(path).__name__}, not a path: save(tree, path), restore(tree, path), "
+            "Checkpoints(directory)."
+        )
     if "://" in str(path):
         from etils import epath  # comes with orbax
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenVariable
-from shardax._core.graph.handlers import DICT, PLAIN, handler_of
+from shardax._core.graph.handlers import DICT, PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
@@ -91,12 +91,12 @@ def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
         positions[format_path(path)] = tree
         return None
     handler = handler_of(tree)
-    if handler in PLAIN:
+    if handler in PLAIN or (handler.stores_items and has_parts(tree)):
         pairs = [
             (key, _without_positions(item, (*path, key), positions))
             for key, item in handler.children(tree)
         ]
-        return dict(pairs) if handler is DICT else tuple(item for _, item in pairs)
+        return tuple(item for _, item in pairs) if handler in PLAIN[:-1] else dict(pairs)
     raise errors.CheckpointValueError(
         f"Cannot save or restore {tree!r} at {format_path(path)}, of type {type(tree).__name__}. "
         "A tree is made of Modules, Variables, dicts of JSON values, objects with state() and "

@@ -95,9 +95,9 @@ class TrainBatches:
         process_index: int = 0,
         process_count: int = 1,
     ) -> None:
-        self._rows = _local_rows(batch_size, seq_len, process_index, process_count)
-        if not 0 <= seed < 1 << 64:
-            raise WindowError(f"The seed must be in [0, 2**64), got {seed}.")
+        self._rows = _local_rows(part, batch_size, seq_len, process_index, process_count)
+        if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:
+            raise WindowError(f"The seed must be in [0, 2**64), got {seed!r}.")
         self.part = part
         self.batch_size = batch_size
         self.seq_len = seq_len
@@ -268,7 +268,7 @@ class EvalBatches:
         process_index: int = 0,
         process_count: int = 1,
     ) -> None:
-        self._rows = _local_rows(batch_size, seq_len, process_index, process_count)
+        self._rows = _local_rows(part, batch_size, seq_len, process_index, process_count)
         if max_batches is not None and max_batches < 1:
             raise WindowError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
         self.batch_size = batch_size
@@ -322,12 +322,17 @@ class EvalBatches:
         )
 
 
-def _local_rows(batch_size: int, seq_len: int, process_index: int, process_count: int) -> range:
-    if batch_size < 1 or seq_len < 1:
+def _local_rows(
+    part: Any, batch_size: int, seq_len: int, process_index: int, process_count: int
+) -> range:
+    if not isinstance(part, TextPart):
         raise WindowError(
-            f"batch_size and seq_len must be 1 or more, got batch_size={batch_size} and "
-            f"seq_len={seq_len}."
+            f"part is a {type(part).__name__}, but windows are of a TextPart: text.whole, or one "
+            "of training, held_out = text.split(0.1)."
         )
+    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
     if not 0 <= process_index < process_count:
         raise WindowError(
             f"process_index must be in [0, process_count), got process_index={process_index} and "

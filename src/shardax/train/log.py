@@ -97,9 +97,10 @@ class JsonlLog:
         try:
             while line:
                 line = line[self._file.write(line) :]
-        except OSError:
+        except OSError as error:
             # A full disk may have taken half a line, which would spoil the next one.
             self._file.truncate(before)
+            error.filename = str(self.path)
             raise
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ exact to rounding however many values there are (the update is that of Chan, Gol
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import MetricState
+from shardax.partition.errors import did_you_mean
 from shardax.train.errors import MetricError
 
 
@@ -77,6 +79,7 @@ class Welford(Metric):
     def update(self, **kwargs: Any) -> None:
         """Takes in values (any shape, real) and, if given, their ``weights``."""
         values = self._take(self.argname, kwargs).astype(jnp.float32)
+        _refuse_unknown(self, kwargs, {self.argname, "weights"})
         weights = _weights(kwargs.get("weights"), values.shape)
         values = jnp.where(weights == 0, 0, values)
         weight = weights.sum()
@@ -169,6 +172,7 @@ class Accuracy(Average):
     def update(self, **kwargs: Any) -> None:
         """Takes in ``logits`` and ``labels`` and, if given, their ``weights``."""
         logits, labels = self._take("logits", kwargs), self._take("labels", kwargs)
+        _refuse_unknown(self, kwargs, {"logits", "labels", "weights"})
         if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
             raise MetricError(
                 f"Accuracy of logits of shape {logits.shape} needs integer labels of shape "
@@ -180,7 +184,9 @@ class Accuracy(Average):
 
 
 class MultiMetric(Metric):
-    """Several metrics by name, updated with the same keywords.
+    """Several metrics by name, updated together.
+
+    Each is given those keywords that it takes; one that none of them takes is an error.
 
     Args:
         **metrics: The metrics; each is also an attribute.
@@ -205,9 +211,14 @@ class MultiMetric(Metric):
             setattr(self, name, metric)
 
     def update(self, **kwargs: Any) -> None:
-        """Updates every metric with the same keywords."""
-        for name in self.names:
-            getattr(self, name).update(**kwargs)
+        """Updates every metric with those of the keywords that it takes."""
+        _refuse_unknown(self, kwargs, _known_keywords(self))
+        for metric in self._metrics():
+            known = _known_keywords(metric)
+            metric.update(**{n: v for n, v in kwargs.items() if known is None or n in known})
+
+    def _metrics(self) -> list[Metric]:
+        return [getattr(self, name) for name in self.names]
 
     def compute(self) -> Any:
         """Returns a dict of what each metric computes."""
@@ -222,6 +233,30 @@ class MultiMetric(Metric):
             )
         for name in self.names:
             getattr(self, name).merge(getattr(other, name))
+
+
+def _known_keywords(metric: Any) -> set[str] | None:
+    """Returns the keywords that a metric's ``update`` takes; None for any."""
+    owner = next(kind for kind in type(metric).__mro__ if "update" in vars(kind))
+    if owner is Welford:
+        return {metric.argname, "weights"}
+    if owner is Accuracy:
+        return {"logits", "labels", "weights"}
+    if owner is not MultiMetric:
+        return None
+    known = [_known_keywords(each) for each in metric._metrics()]
+    return None if None in known else set[str]().union(*(each for each in known if each))
+
+
+def _refuse_unknown(metric: Metric, given: Mapping[str, Any], known: set[str] | None) -> None:
+    """Raises MetricError for a keyword that is not known."""
+    # A misspelt ``weights`` would otherwise silently count everything.
+    for name in given:
+        if known is not None and name not in known:
+            raise MetricError(
+                f"{type(metric).__name__}.update takes no {name}=..., but "
+                f"{', '.join(f'{each}=...' for each in sorted(known))}.{did_you_mean(name, known)}"
+            )
 
 
 def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:

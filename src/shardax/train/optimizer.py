@@ -26,6 +26,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import Origin, State, flatten_mapping
 from shardax._core.variable import OptState, Param, Variable
+from shardax._transforms.errors import ArgumentError
 from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
@@ -61,6 +62,7 @@ class Optimizer(Module):
             ``optimizer.opt_state[0]["mu"]["layers"][0]["kernel"]``.
 
     Raises:
+        ArgumentError: If ``tx`` is no transformation, or ``model`` is one.
         OptimizerStateError: If no Variable matches ``wrt``.
 
     Example:
@@ -85,6 +87,12 @@ class Optimizer(Module):
     """
 
     def __init__(self, model: Any, tx: Any, wrt: Any = Param) -> None:
+        if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+            hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
+            raise ArgumentError(
+                f"tx is a {type(tx).__name__}, which has no init and update{hint}. Give the model, "
+                "then the transformation: Optimizer(model, optax.adam(1e-3))."
+            )
         self.model = model
         self._transformation = optimizer_state.Transformation(tx)
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
@@ -108,22 +116,30 @@ class Optimizer(Module):
         """The transformation."""
         return self._transformation.value
 
-    def update(self, grads: Any, **extra: Any) -> None:
+    def update(self, grads: Any, *others: Any, **extra: Any) -> None:
         """Applies one update to the model's parameters, in place.
 
         Args:
             grads: Gradients by path, as ``sx.grad(..., wrt=...)`` gives them: a ``State`` or nested
                 mapping with the shapes of the parameters.
+            *others: Nothing; the optimizer has its model already.
             **extra: What the transformation takes besides (``value=loss`` for
                 ``optax.contrib.reduce_on_plateau``, say); as in optax, a transformation that does
                 not take them ignores them.
 
         Raises:
+            ArgumentError: If a model is given.
             GradientMismatchError: If gradients are missing, unexpected or of another shape; nothing
                 is changed.
             OptimizerStateError: If the model changed since the optimizer was made, or the
                 transformation changes the form of its state.
         """
+        if others or isinstance(grads, Module):
+            kinds = ", ".join(type(each).__name__ for each in (grads, *others))
+            raise ArgumentError(
+                f"Optimizer.update takes the gradients alone, but was given {kinds}. The optimizer "
+                "has its model: optimizer.update(grads), after Optimizer(model, tx)."
+            )
         chosen = self._chosen()
         params = self._state_of([variable.value for _, variable in chosen])
         aligned = _align(grads, params)

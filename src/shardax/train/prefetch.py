@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardax._core.state.split_merge import iter_variables
 from shardax.partition.checker import spec_for
-from shardax.partition.context import resolve_rules
+from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.train.errors import PrefetchError, TrainerError
 
@@ -89,7 +89,7 @@ def batch_shardings(
         assert mesh is not None
         names = BATCH_AXES[: len(shape)]
         # What the rules leave to the compiler is not split: these arrays come from the host.
-        return spec_for(names, shape[: len(names)], mesh, resolve_rules(rules))[0]
+        return spec_for(names, shape[: len(names)], mesh, rules_over(mesh, rules))[0]
 
     problems: list[str] = []
     shardings = []
@@ -155,8 +155,8 @@ class Prefetch:
     """
 
     def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
-        if depth < 1:
-            raise PrefetchError(f"Prefetch needs depth >= 1, got {depth}.")
+        if not isinstance(depth, int) or depth < 1:
+            raise PrefetchError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
         self._source = batches
         self._iterator = iter(batches)
         self._sharding = sharding

@@ -27,13 +27,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardax._core.containers import Dict, List
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
+from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_modules
 from shardax.train.errors import TrainerError
 from shardax.train.optimizer_state import Transformation
 
 LOCK = ".lock"
+_CONTAINERS = (list, tuple, Mapping)
 _LONGEST = 200  # characters of a value; longer ones are cut and get a digest
 _DEEPEST = 40
 # What numbers their functions hold is theirs to change.
@@ -80,9 +83,10 @@ class RunFolder:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
             return  # a file system without these locks
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+        with contextlib.suppress(OSError):  # a full disk
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
 
     def check(self) -> None:
         """Raises if the folder that is held was removed, moved or replaced."""
@@ -110,9 +114,19 @@ def settings_of(model: Any, optimizer: Any) -> dict[str, str]:
         for name, value in vars(module).items():
             if isinstance(value, Transformation):
                 name, value = "tx", value.value
-            if not has_objects(value) and not isinstance(value, (jax.Array, np.ndarray)):
-                found.update(_texts(value, f"{format_path((*path, name))}", ()))
+            for place, static in _static_values(value, format_path((*path, name))):
+                found.update(_texts(static, place, ()))
     return found
+
+
+def _static_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields an attribute's values that are neither objects nor arrays."""
+    if isinstance(value, (List, Dict)) or (has_objects(value) and not isinstance(value, Object)):
+        items = value.items() if isinstance(value, (Dict, Mapping)) else enumerate(value)
+        for step, item in items if isinstance(value, (List, Dict, *_CONTAINERS)) else ():
+            yield from _static_values(item, f"{path}[{step!r}]")
+    elif not isinstance(value, (Object, jax.Array, np.ndarray)):
+        yield path, value
 
 
 def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
@@ -170,7 +184,8 @@ def _parts(value: Any) -> tuple[str | None, Iterable[tuple[str, Any]]]:
         return type(value).__name__, [(".wrapped", wrapped)]
     if hasattr(value, "__qualname__"):
         return _name_of(value), ()
-    attributes = getattr(value, "__dict__", {})
+    # Not what is private: it may be hashes and caches, which no other process has.
+    attributes = {k: v for k, v in getattr(value, "__dict__", {}).items() if k[:1] != "_"}
     return _name_of(type(value)), [(f".{key}", attributes[key]) for key in sorted(attributes)]
 
 

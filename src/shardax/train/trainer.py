@@ -42,8 +42,10 @@ from shardax.train import prefetch
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
+from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
 from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
+from shardax.train.optimizer import Optimizer
 from shardax.train.run_folder import RunFolder, differences, settings_of
 
 Loss = Callable[[Any, Any], Any]
@@ -289,6 +291,15 @@ class Trainer:
         overrides: OverridesLike | None = None,
         memory_kind: MemoryKinds | None = None,
     ) -> None:
+        given: Any
+        for name, given, fits, wanted in (
+            ("optimizer", optimizer, isinstance(optimizer, Optimizer), "Optimizer(model, tx)"),
+            ("loss", loss, callable(loss), "a function: loss(model, batch)"),
+            ("settings", settings, isinstance(settings, TrainerSettings), "TrainerSettings(...)"),
+        ):
+            if not fits:
+                found = type(given).__name__
+                raise TrainerError(f"{name} is a {found}, but a Trainer needs {wanted}.")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
@@ -306,10 +317,10 @@ class Trainer:
                 "jax.make_mesh((2, 4), ('data', 'model'))."
             )
         self._where: dict[str, Any] = {"overrides": overrides, "memory_kind": memory_kind}
-        given = [name for name, value in self._where.items() if value is not None]
-        if found is None and given:
+        asked = [name for name, value in self._where.items() if value is not None]
+        if found is None and asked:
             raise TrainerError(
-                f"A Trainer was given {' and '.join(given)}, but no mesh to lay arrays out over. "
+                f"A Trainer was given {' and '.join(asked)}, but no mesh to lay arrays out over. "
                 "Pass one, mesh=jax.make_mesh((2, 4), ('data', 'model')), or none of these."
             )
         self.mesh = found
@@ -374,6 +385,8 @@ class Trainer:
                 trained with other settings, or the batches cannot be resumed or cannot be divided
                 over the mesh.
             CheckpointDamagedError: As for ``run``.
+            CheckpointMismatchError: If the checkpoint does not fit model and optimizer.
+            DataPositionError: If the batches are of other data, seed or sizes.
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
             ModuleNotFoundError: If orbax-checkpoint is missing.
         """
@@ -383,7 +396,11 @@ class Trainer:
         steps = self._open_checkpoints().all_steps()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
         if resume:
-            self._find_start(fallback=fallback, override=override, sizes_only=True)
+            start = self._find_start(fallback=fallback, override=override, sizes_only=True)
+            if start.description is not None and isinstance(self.batches, prefetch.Positioned):
+                position = self.batches.state()
+                self.batches.restore(start.description["extra"]["data"])
+                self.batches.restore(position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
             raise TrainerError(
@@ -474,6 +491,8 @@ class Trainer:
             with display(max(start.step, 0), self.settings.steps) as shown, StopRequest() as stop:
                 for note in start.take(checkpoints):
                     shown.note(note)
+                if start.description is None and self.log_path.exists():
+                    shown.note("There is no checkpoint to go on from: starting again at step 0.")
                 self._place(start)
                 with (
                     JsonlLog(self.log_path, resume_step=start.step) as log,
@@ -507,6 +526,9 @@ class Trainer:
                     + f"{more}\nPut them back, or go on with the new ones: override=True (on the "
                     "command line --override)."
                 )
+            contents, positions = contents_of(self._trained), description["positions"]
+            stored = stored_arrays(description)
+            check_fit(stored, contents, positions, str(path), partial=False, cast=False)
             return _Start(step, path, description, damaged)
         if damaged:
             raise CheckpointDamagedError(

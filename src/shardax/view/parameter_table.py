@@ -24,7 +24,7 @@ from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import columns, format_axes
 from shardax._core.variable import Variable
 from shardax.partition.checker import spec_for
-from shardax.partition.context import resolve_rules
+from shardax.partition.context import rules_over
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract
@@ -227,7 +227,8 @@ def table(
         .up     Linear         8          32 B           128   22.2%
         .down   Linear         0           0 B           128   22.2%
     """
-    found, known_rules = resolve_mesh(mesh), resolve_rules(rules)
+    found = resolve_mesh(mesh)
+    known_rules = rules_over(found, rules)
     laid_out = abstract(tree, found, known_rules)
     rows: list[tuple[Path, ParameterRow]] = []
     meshes = [] if found is None else [found]

@@ -28,6 +28,7 @@ import contextlib
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -38,9 +39,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import MissingRngsError, SeedError
-from shardax._core.frames import exclusive, is_eager
-from shardax._core.graph.static import Static
+from shardax._core.errors import MissingRngsError, SeedError, VariableValueError
+from shardax._core.frames import is_eager, realising
+from shardax._core.graph.static import Metadata, Static
 
 # --- key sources ----------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ def initializer_program(
 
     def initialise(given: Any) -> jax.Array:
         key = None if impl is None else jax.random.wrap_key_data(given, impl=impl)
-        return initializer.value(key, shape, dtype)
+        return _array_of(initializer.value(key, shape, dtype), initializer.value)
 
     if impl is None:  # one that needs a key fails here, where it is known whose it is
         jax.eval_shape(initialise, None)
@@ -342,6 +343,40 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 Initializer = Callable[..., Any]
 
 
+_ANNOUNCED = "_shardax_announced"
+
+
+def announce(wrapper: Initializer, plain: Initializer, metadata: Metadata) -> None:
+    """Marks an initializer that puts the value of another into a box."""
+    # With a reference to whom it is about: functools.wraps copies attributes to other functions.
+    setattr(wrapper, _ANNOUNCED, (weakref.ref(wrapper), plain, metadata))
+
+
+def announced(initializer: Initializer) -> tuple[Initializer, Metadata | None]:
+    """The initializer of the bare value, and the box's metadata."""
+    if isinstance(initializer, functools.partial):
+        plain, metadata = announced(initializer.func)
+        if metadata is None:
+            return initializer, None
+        return functools.partial(plain, *initializer.args, **initializer.keywords), metadata
+    found = getattr(initializer, _ANNOUNCED, None)
+    if found is None or found[0]() is not initializer:
+        return initializer, None
+    return announced(found[1])[0], found[2]
+
+
+def _array_of(value: Any, initializer: Initializer) -> Any:
+    """What an initializer returned, or raises if it is no array."""
+    if hasattr(value, "shape") or isinstance(value, (bool, int, float, complex)):
+        return value
+    raise VariableValueError(
+        f"The initializer {initializer!r} returned {type(value).__name__} and not an array. The "
+        "names of a box become axes if Init or a layer is given the function that "
+        "with_partitioning(init, names) returned, not another around it. Or return the array, "
+        "sx.unbox(box), and give the names: axes=, or kernel_axes= of a layer."
+    )
+
+
 class LazyValue:
     """Base of lazy values."""
 
@@ -417,7 +452,8 @@ class Init(Recipe):
     """A lazy value made by an initializer such as those of ``jax.nn.initializers``.
 
     Args:
-        initializer: Called as ``initializer(key, shape, dtype)``.
+        initializer: Called as ``initializer(key, shape, dtype)``. The names that
+            ``partition.with_partitioning`` gave it become the axes of the Variable.
         shape: Shape of the array.
         dtype: Its dtype; made canonical (float64 becomes float32 unless x64 is enabled).
         stream: Name of the random stream to draw the key from, or a stream itself
@@ -437,7 +473,7 @@ class Init(Recipe):
         ((2, 3), False)
     """
 
-    __slots__ = ("initializer", "source")
+    __slots__ = ("initializer", "metadata", "source")
 
     def __init__(
         self,
@@ -448,7 +484,7 @@ class Init(Recipe):
         *,
         rngs: Any = None,
     ) -> None:
-        self.initializer = initializer
+        self.initializer, self.metadata = announced(initializer)
         self.shape = tuple(int(size) for size in shape)
         self.dtype = jax.dtypes.canonicalize_dtype(dtype)
         if not isinstance(stream, str):
@@ -488,7 +524,7 @@ class Init(Recipe):
             raise
 
     def _explain(self, error: TypeError) -> None:
-        if self.source is None:
+        if self.source is None and not isinstance(error, VariableValueError):
             raise MissingRngsError(
                 f"The initializer {self.initializer!r} for a value of shape {self.shape} needs a "
                 f"random key, but Init was given "
@@ -549,7 +585,7 @@ def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterat
 
 def realise_all(variables: Sequence[Any]) -> None:
     """Materialises the lazy values of several Variables in one go."""
-    with exclusive:
+    with realising:
         lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
         if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
             arrays = compute_all([v._value for v in lazy], [None] * len(lazy))

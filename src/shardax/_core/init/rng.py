@@ -33,7 +33,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import RepeatedKeyError, ReservedNameError, SeedError, UnknownStreamError
-from shardax._core.frames import exclusive, is_eager, local, owner_here, resolve
+from shardax._core.frames import in_one_step, is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module
@@ -175,7 +175,7 @@ class RngStream(Module):
 
     def _take(self) -> Any:
         """Returns the count and advances it, in one step for all threads."""
-        with exclusive:
+        with in_one_step():
             count = resolve(self.count, local.frame)._value
             note_draw(self.name, self._base(), count)
             # NumPy stays NumPy, so that building a model runs no JAX operation

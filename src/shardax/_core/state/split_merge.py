@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def _flat(tree: Any, caller: str) -> flatten.Flat:
-    """Flattens the argument of a public function; that of a single object is remembered."""
+    """Flattens the argument of a public function."""
     if isinstance(tree, Object):
         return flatten.flatten(tree)
     flatten.check_tree(tree, caller)

@@ -402,7 +402,7 @@ def scan(
     """
     has_carry = _check_axes(in_axes, out_axes)
     length = mapped.as_count(length, "length")
-    name = mapped.mapped_name(metadata, "scan")
+    mapped.mapped_name(metadata, "scan")
 
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
@@ -412,7 +412,7 @@ def scan(
             call = engine.LiftedCall(
                 "scan", [function], given.args, given.kwargs, captured=captured
             )
-            loop = _Scan(call, given, out_axes, has_carry, name)
+            loop = _Scan(call, given, out_axes, has_carry, metadata)
             return loop.run(length, reverse, unroll)
 
         return engine.retry_captured(attempt)
@@ -470,7 +470,7 @@ class _Scan(LoopBody):
         given: prefix.AssignedPrefixes,
         out_axes: Any,
         has_carry: bool,
-        partition_name: Any,
+        metadata: Mapping[str, Any] | None,
     ) -> None:
         self.out_axes = out_axes
         args, kwargs, prefixes, named = given
@@ -495,9 +495,9 @@ class _Scan(LoopBody):
         }
         self.sliced_plain = {i: axis for i, axis in enumerate(plain) if prefix.is_axis(axis)}
         self.arrays = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
-        self.partition_name = partition_name
-        self.graphdef = mapped.element_graphdef(assignment, self.streams, partition_name)
-        self.mapped.boxes = mapped.MappedBoxes(assignment, partition_name)
+        self.partition_name = mapped.mapped_name(metadata, "scan")
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.partition_name)
+        self.mapped.boxes = mapped.MappedBoxes(assignment, metadata)
         call.enter = self.mapped.boxes.enter
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []

@@ -37,7 +37,7 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError
-from shardax._core.frames import exclusive, local, note_write, several
+from shardax._core.frames import exclusive, local, note_writes, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import Static
@@ -370,6 +370,9 @@ class Jit(PickledByName, Wrapper):
         self._static_types = self.options.static_types
         self._ticks = self.memory.ticks
 
+    def __reduce__(self) -> Any:  # without what it remembers of calls; where it has no name
+        return Jit, (self.__wrapped__, self.options)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self._simple or kwargs or local.frame is not None:
             return self._call_by_template(args, kwargs)
@@ -473,9 +476,10 @@ class Jit(PickledByName, Wrapper):
                 pairs = [*zip(targets, effects.written, strict=True)]
                 with exclusive:
                     unchanged = all(v._value is read[position] for v, position in pairs)
-                    for variable, value in zip(targets, written, strict=True) if unchanged else ():
-                        note_write(variable, check=False)
-                        variable._value = value
+                    if unchanged:
+                        for variable, value in zip(targets, written, strict=True):
+                            variable._value = value
+                        note_writes(targets)
                 return result if unchanged else self._again(args, kwargs)
             for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
                 variable._value = value

@@ -40,7 +40,7 @@ import numpy as np
 from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ConcurrentWriteError, TraceLeakError
-from shardax._core.frames import exclusive, several
+from shardax._core.frames import several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
@@ -219,7 +219,7 @@ def record_effects(
 
 
 def continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
-    """Returns a walk that knows the copies, and looks into new objects alone."""
+    """Returns a walk over new objects that knows the copies."""
     walk = graphs.GraphWalk()
     walk.objects = list(copies)
     walk.definitions = [None] * len(copies)
@@ -289,7 +289,7 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     """Applies, outside the transform, what the function did; returns its result."""
     if not several:
         return _apply(graph, outputs)
-    with exclusive:
+    with frames.in_one_step():
         check_unchanged(graph, outputs.effects)
         return _apply(graph, outputs)
 
@@ -740,7 +740,7 @@ class SingleRunCall(LiftedCall):
         """Stores what was written and returns the result, with objects in place."""
         outputs = self._outputs(leaving)
         check_no_leak(self.graph, outputs)
-        with exclusive:
+        with frames.in_one_step():
             check_unchanged(self.graph, outputs.effects)
             self._write_captured(leaving[3])
             return apply_effects(self.graph, outputs)

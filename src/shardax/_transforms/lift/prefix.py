@@ -430,6 +430,8 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
                 raise PrefixError(f"{name} for the {kind}{at}: {error}") from error
 
         return by_filter
+    if isinstance(root, Variable) and not _is_entry(prefix) and _fits_value(prefix, root):
+        return lambda path, variable: prefix
     if isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
 
@@ -451,6 +453,23 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
     return lambda path, variable: prefix
 
 
+def _fits_value(prefix: Any, variable: Variable[Any]) -> bool:
+    """Whether a prefix fits a Variable's value, such as named arrays."""
+    if isinstance(prefix, (Object, State)):
+        return False
+    structure = jax.tree.structure(prefix, is_leaf=_is_none)
+    try:
+        structure.flatten_up_to(variable._here()._value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether entries are equal, also pytrees of them."""
+    return first is second or jax.tree.flatten(first) == jax.tree.flatten(second)
+
+
 def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
     """Returns (path, entry) by ``id`` of Variable, one each."""
     found: dict[int, tuple[Path, Any]] = {}
@@ -458,7 +477,7 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
         if not isinstance(leaf, Variable):
             continue
         first = found.setdefault(id(leaf), (path, entry))
-        if first[1] is not entry and first[1] != entry:
+        if not _is_same(first[1], entry):
             raise InconsistentAliasingError(
                 f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
                 f"{format_path(first[0])}: {first[1]}\n  {format_path(path)}: {entry}\n"
@@ -476,11 +495,15 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
     for variable, entry in zip(variables, entries, strict=True):
         if entry is None or variable._parent is not None or variable.is_abstract:
             continue
-        sharding = _in_scope(entry)
-        leaves = [leaf for leaf in jax.tree.leaves(variable._value) if not _is_at(leaf, sharding)]
-        for leaf in leaves:  # raises before anything is moved
-            getattr(sharding, "sharding", sharding).shard_shape(tuple(leaf.shape))
-        if leaves:
+        sharding = jax.tree.map(_in_scope, entry)  # one, or of the form of the value
+        places = jax.tree.broadcast(sharding, variable._value, is_leaf=_is_none)
+        pairs = zip(
+            jax.tree.leaves(variable._value), jax.tree.leaves(places, is_leaf=_is_none), strict=True
+        )
+        pairs = [(leaf, to) for leaf, to in pairs if to is not None and not _is_at(leaf, to)]
+        for leaf, to in pairs:  # raises before anything is moved
+            getattr(to, "sharding", to).shard_shape(tuple(leaf.shape))
+        if pairs:
             moved.append((variable, variable._value, sharding))
     lazy = [row for row in moved if isinstance(row[1], LazyValue)]
     live = [row for row in moved if not isinstance(row[1], LazyValue)]
@@ -490,6 +513,10 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
         with exclusive:
             if variable._value is value:  # else another thread has written it
                 variable._value = new
+
+
+def _is_none(entry: Any) -> bool:
+    return entry is None
 
 
 def _in_scope(entry: Any) -> Any:

@@ -23,6 +23,7 @@ given one stays the caller's.
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -407,13 +408,16 @@ def _specs(leaf: Any) -> Sequence[Any]:
 
 def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
     """Returns the name that ``metadata`` gives the mapped dimension."""
-    others = [key for key in metadata or {} if key != PARTITION_NAME]
-    if others:
+    given = {} if metadata is None else metadata
+    if not isinstance(given, Mapping) or (
+        PARTITION_NAME not in given and difflib.get_close_matches(PARTITION_NAME, map(str, given))
+    ):
         raise errors.PrefixError(
-            f"metadata of sx.{name} has {others}; its one entry is the name of the mapped "
-            f"dimension: metadata={{sx.partition.PARTITION_NAME: 'layers'}}."
+            f"metadata of sx.{name} is {metadata!r}; it is a mapping that has the name of the "
+            f"mapped dimension, metadata={{sx.partition.PARTITION_NAME: 'layers'}}, and may have "
+            f"further entries, which add_axis and remove_axis of boxes are given."
         )
-    return (metadata or {}).get(PARTITION_NAME)
+    return given.get(PARTITION_NAME)
 
 
 def element_graphdef(
@@ -473,9 +477,12 @@ def name_new_dimensions(
 class MappedBoxes:
     """The boxes of one mapped call."""
 
-    def __init__(self, assignment: prefix.EntryAssignment, partition_name: Any) -> None:
+    def __init__(
+        self, assignment: prefix.EntryAssignment, metadata: Mapping[str, Any] | None
+    ) -> None:
         self.assignment = assignment
-        self.partition_name = partition_name
+        self.params = metadata or {}
+        self.partition_name = self.params.get(PARTITION_NAME)
         self._names: dict[type, Any] = {}
 
     def enter(
@@ -497,17 +504,25 @@ class MappedBoxes:
     def _without(self, box: Any, axis: int) -> Any:
         name = self.partition_name
         names = getattr(box, "names", None)
+        rank = getattr(getattr(box, "value", None), "ndim", -1) + 1
+        if isinstance(names, tuple) and len(names) < rank:  # the last dimensions have no names
+            axis %= rank
+            if axis >= len(names):
+                return box
         if isinstance(names, tuple) and -len(names) <= axis < len(names):
             if name is None or names[axis] is None:
                 name = names[axis]
             self._names.setdefault(type(box), name)
-        return box.remove_axis(axis, {PARTITION_NAME: name})
+        return box.remove_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _with(self, box: Any, axis: int) -> Any:
         name = self.partition_name
         if name is None:
             name = self._names.get(type(box))
-        return box.add_axis(axis, {PARTITION_NAME: name})
+        rank = getattr(getattr(box, "value", None), "ndim", 0)
+        if isinstance(names := getattr(box, "names", None), tuple) and len(names) < rank:
+            axis %= rank + 1
+        return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _map(
         self, tree: Any, where: Path, axes: Mapping[Path, Any], change: Callable[[Any, int], Any]

@@ -104,11 +104,11 @@ def vmap(
                 "of the two: in_axes='auto' with batch=."
             )
     prefix.check_axes_only(out_axes, "out_axes")
-    name = mapped.mapped_name(metadata, "vmap")
+    mapped.mapped_name(metadata, "vmap")
 
     @wraps(function)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
-        call = _VmapCall(function, in_axes, out_axes, axis_size, name, args, kwargs)
+        call = _VmapCall(function, in_axes, out_axes, axis_size, metadata, args, kwargs)
         return call.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
     return vmapped
@@ -123,7 +123,7 @@ class _VmapCall(mapped.MappedCall):
         in_axes: Any,
         out_axes: Any,
         axis_size: int | None,
-        partition_name: Any,
+        metadata: Mapping[str, Any] | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
@@ -142,12 +142,12 @@ class _VmapCall(mapped.MappedCall):
         super().__init__(
             assignment, (out_axes, "out_axes", None), entries, lambda p: axes[p] is not None
         )
-        self.partition_name = partition_name
+        self.partition_name = mapped.mapped_name(metadata, "vmap")
         self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.rows = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
         self.size = mapped.common_size(self.rows, axis_size, "vmap")
-        self.graphdef = mapped.element_graphdef(assignment, self.streams, partition_name)
-        self.boxes = mapped.MappedBoxes(assignment, partition_name)
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.partition_name)
+        self.boxes = mapped.MappedBoxes(assignment, metadata)
         call.enter = self.boxes.enter
 
     def run(self, options: dict[str, Any]) -> Any:

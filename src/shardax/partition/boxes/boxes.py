@@ -17,7 +17,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import jax
@@ -28,26 +29,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
-from shardax._core.graph.static import PARTITION_NAME, Static, check_axes
+from shardax._core.graph.static import PARTITION_NAME, Metadata, Static, check_axes
+from shardax._core.init.lazy import announce
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
-from shardax.partition.context import OnNoMesh, axis_rules, current_rules
+from shardax.partition.context import OnNoMesh, axis_rules, names_without_rules, rules_over
 from shardax.partition.errors import ConstraintError, NoRulesError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of
+from shardax.partition.rules import Names, Rules, RulesLike, check_names, identity_rules, strings
 
 T = TypeVar("T")
 P = ParamSpec("P")
-B = TypeVar("B", bound="AxisMetadata[Any]")
+B = TypeVar("B", bound="Partitioned[Any]")
 
 
 class AxisMetadata(abc.ABC, Generic[T]):
     """Base of boxes: a value, and the names of its dimensions.
 
-    A subclass has an attribute ``value``; its other attributes are static and must be hashable. A
-    frozen dataclass is the usual form. Subclasses become pytree nodes as they are defined; write
+    A subclass has an attribute ``value``, or else its first annotated one is the value; its other
+    attributes are static and must be hashable. A frozen dataclass is the usual form. Its ``unbox``
+    may leave out ``apply_constraint``. Subclasses become pytree nodes as they are defined; write
     ``class Box(AxisMetadata, register=False)`` for one that is registered with JAX in another way.
     Boxes of one class are equal when their static attributes are, and their values bit for bit;
     comparing and hashing never fails.
@@ -69,6 +72,11 @@ class AxisMetadata(abc.ABC, Generic[T]):
     """
 
     value: T
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "value" and _attribute_names(self):
+            return getattr(self, _value_field(self))
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
 
     def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -142,7 +150,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return self.replace_boxed(self.value)
 
     def __getstate__(self) -> Any:
-        return {**self.__dict__, "value": packed(self.value)}
+        return {**self.__dict__, _value_field(self): packed(self.value)}
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -176,36 +184,46 @@ class AxisMetadata(abc.ABC, Generic[T]):
 class BoxAttributes(Static):
     """Static attributes of a box, compared by type and value."""
 
-    __slots__ = ()
+    __slots__ = ("field",)
+    field: str  # the attribute that is the value
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={item!r}" for name, item in self.value)
 
 
+def _attribute_names(box: Any) -> list[str]:
+    fields = dataclasses.fields(box) if dataclasses.is_dataclass(box) else ()
+    return [field.name for field in fields] or list(vars(box))
+
+
+def _value_field(box: Any) -> str:
+    names = _attribute_names(box)
+    return "value" if "value" in names else names[0]
+
+
 def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
-    if dataclasses.is_dataclass(box):
-        names: Iterable[str] = (field.name for field in dataclasses.fields(box))
-    else:
-        names = vars(box)
-    return tuple((name, getattr(box, name)) for name in names if name != "value")
+    value = _value_field(box)
+    return tuple((name, getattr(box, name)) for name in _attribute_names(box) if name != value)
 
 
 def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
     items = _attribute_items(box)
     try:
-        return BoxAttributes(items)
+        attributes = BoxAttributes(items)
     except TypeError as error:
         raise BoxError(
             f"{type(box).__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
             "Compiled programs are found by them. Use tuples instead of lists, frozen dataclasses "
             "instead of dicts, and keep arrays in the box's value."
         ) from error
+    attributes.field = _value_field(box)
+    return attributes
 
 
 def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
     """A box made without its constructor, around any object."""
     box = object.__new__(cls)
-    object.__setattr__(box, "value", value)
+    object.__setattr__(box, attributes.field, value)
     for name, item in attributes.value:
         object.__setattr__(box, name, item)
     return box
@@ -216,10 +234,10 @@ handlers.register(AxisMetadata, dataclasses.replace(handlers.NODE, name="box", w
 
 
 def _register(cls: type[Any]) -> None:
-    key = jax.tree_util.GetAttrKey("value")
+    key = jax.tree_util.GetAttrKey
     jax.tree_util.register_pytree_with_keys(
         cls,
-        lambda box: (((key, box.value),), _attributes_of(box)),
+        lambda box: (((key(_value_field(box)), box.value),), _attributes_of(box)),
         lambda attributes, children: _rebuilt(cls, attributes, *children),
         lambda box: ((box.value,), _attributes_of(box)),
     )
@@ -258,8 +276,36 @@ class _ArrayText:
         return repr(self.leaf)
 
 
+def unboxed(box: AxisMetadata[Any], apply_constraint: bool) -> Any:
+    """The value of a box; ``unbox`` may take no argument."""
+    return box.unbox(apply_constraint) if _takes_one(type(box).unbox) else box.unbox()
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_one(method: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(method).bind(None, True)
+    except TypeError:
+        return False
+    return True
+
+
+def fitted(names: Names, rank: int) -> Names:
+    """Names with one entry per dimension, by None at the end."""
+    while len(names) > rank and names[-1] is None:
+        names = names[:-1]
+    return (*names, *(None,) * (rank - len(names)))
+
+
+def _reaching(box: Any, names: Names, count: int) -> Names:
+    """Names padded to a count, of a box with fewer than dimensions."""
+    rank = getattr(box.value, "ndim", 0)
+    return fitted(names, count) if len(names) < count <= rank else names
+
+
 def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
     """The names with one inserted; negative positions count from the new end."""
+    names = _reaching(box, names, index)
     rank = len(names) + 1
     if not -rank <= index < rank:
         raise BoxError(
@@ -272,6 +318,7 @@ def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[A
 
 def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
     """The names with one removed: the inverse of ``inserted``."""
+    names = _reaching(box, names, index + 1)
     rank = len(names)
     if not -rank <= index < rank:
         raise BoxError(
@@ -339,12 +386,17 @@ class Partitioned(AxisMetadata[T]):
         mesh = resolve_mesh(self.mesh) if apply_constraint and self.names is not None else None
         if mesh is None:
             return self.value
-        names, rules = self._names_and_rules("unbox", ", or call unbox(apply_constraint=False)")
+        names, rules = self._names_and_rules(
+            mesh, "unbox", ", or call unbox(apply_constraint=False)"
+        )
 
         def laid_out(leaf: Any) -> Any:
+            if not hasattr(leaf, "shape"):
+                return leaf
+            own = fitted(names, len(leaf.shape))
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                return leaf.update(sharding=_sharding(names, leaf.shape, mesh, rules))
-            return constrain(leaf, names, self.mesh, rules) if hasattr(leaf, "shape") else leaf
+                return leaf.update(sharding=_sharding(own, leaf.shape, mesh, rules))
+            return constrain(leaf, own, self.mesh, rules)
 
         return jax.tree.map(laid_out, self.value)
 
@@ -364,7 +416,11 @@ class Partitioned(AxisMetadata[T]):
             BoxError: If there is no such place.
         """
         name = self._name_of_axis("add", index, params)
-        return self if self.names is None else self._named(inserted(self, self.names, index, name))
+        return (
+            self
+            if self.names is None
+            else self.replace(names=inserted(self, self.names, index, name))
+        )
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         """Returns the box with the name of a dimension removed.
@@ -378,7 +434,11 @@ class Partitioned(AxisMetadata[T]):
             BoxError: If there is no such dimension, or it has another name.
         """
         name = self._name_of_axis("remove", index, params)
-        return self if self.names is None else self._named(without(self, self.names, index, name))
+        return (
+            self
+            if self.names is None
+            else self.replace(names=without(self, self.names, index, name))
+        )
 
     def get_partition_spec(self) -> PartitionSpec:
         """Returns the names as a ``PartitionSpec``, a logical one for logical names.
@@ -404,23 +464,65 @@ class Partitioned(AxisMetadata[T]):
             raise BoxError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
         if self.names is None:
             return NamedSharding(where, PartitionSpec())
-        names, rules = self._names_and_rules("make a sharding of", "")
+        names, rules = self._names_and_rules(where, "make a sharding of", "")
         shape = getattr(self.value, "shape", (0,) * len(names))
-        return _sharding(names, shape, where, rules)
+        spec = _sharding(fitted(names, len(shape)), shape, where, rules).spec
+        return NamedSharding(where, PartitionSpec(*spec[: len(names)]))
 
-    def _names_and_rules(self, what: str, way_out: str) -> tuple[Names, Rules]:
+    def replace(self, **changes: Any) -> Self:
+        """Returns a box like this one with some attributes changed.
+
+        Args:
+            **changes: Attributes, such as ``names=``.
+
+        Example:
+            >>> Partitioned(1.0, ()).replace(value=jnp.ones(2), names=("data",))
+            Partitioned(float32[2], names=('data',))
+        """
+        return dataclasses.replace(self, **changes)
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """Returns the metadata of a Variable of Flax NNX.
+
+        Returns:
+            ``value``, ``out_sharding`` (the names) and ``mesh``; of a ``LogicallyPartitioned``
+            also ``sharding_rules``.
+
+        Example:
+            >>> Partitioned(None, ("data", None)).to_nnx_metadata()
+            {'value': None, 'mesh': None, 'out_sharding': ('data', None)}
+        """
+        return {"value": self.value, "mesh": self.mesh, "out_sharding": self.names}
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+        """Returns the box for the metadata of a Variable of Flax NNX.
+
+        Args:
+            metadata: As ``to_nnx_metadata`` returns it. The names may also stand under
+                ``sharding_names`` or ``sharding``; other entries are left out.
+
+        Example:
+            >>> Partitioned.from_nnx_metadata({"value": 1, "out_sharding": (), "tag": "slow"})
+            Partitioned(1, names=())
+        """
+        options = ("out_sharding", "sharding_names", "sharding")
+        names = next((metadata[each] for each in options if each in metadata), None)
+        known = {"mesh": metadata.get("mesh"), "rules": metadata.get("sharding_rules")}
+        fields = [field.name for field in dataclasses.fields(cls)]
+        more = {name: item for name, item in known.items() if name in fields}
+        return cls(cast("Any", metadata.get("value")), names, **more)
+
+    def _names_and_rules(self, mesh: AnyMesh, what: str, way_out: str) -> tuple[Names, Rules]:
         names, own = self.layout()
-        rules = current_rules() if own is None else own
-        if rules or not rules.assign(names).unmapped:
+        rules = rules_over(mesh) if own is None else own
+        if own or not names_without_rules(names, mesh):
             return names, rules
         raise NoRulesError(
             f"Cannot {what} {self!r} over a mesh: its names are logical, and it has no rules, nor "
             "are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the box "
             f"rules=rules{way_out}."
         )
-
-    def _named(self, names: tuple[Any, ...]) -> Self:
-        return dataclasses.replace(self, names=names)
 
     def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, Any]) -> Any:
         if PARTITION_NAME in params:
@@ -472,6 +574,11 @@ class LogicallyPartitioned(Partitioned[T]):
         """Returns the names and the baked rules."""
         return self.names, self.rules
 
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """Returns the metadata of a Flax NNX Variable, with rules."""
+        rules = None if self.rules is None else self.rules.pairs
+        return {**super().to_nnx_metadata(), "sharding_rules": rules}
+
 
 def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules) -> NamedSharding:
     spec, diagnostics = spec_for(names, shape, mesh, rules)
@@ -485,20 +592,15 @@ BOX_ENTRY = "box"
 
 def layout_of_variable(
     axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
-) -> tuple[AnyMesh | None, Rules | None]:
-    """Mesh and rules of a Variable made of a box."""
+) -> tuple[AnyMesh | None, Rules | None, frozenset[str]]:
+    """Mesh, rules and added names of a Variable made of a box."""
     box: Any = entries.get(BOX_ENTRY)
-    if axes is None or not isinstance(box, AxisMetadata) or not hasattr(box, "names"):
-        return None, None
-    box = dataclasses.replace(cast("Any", box), names=axes)
-    return box.mesh, box.layout()[1]
-
-
-@functools.lru_cache(maxsize=1024)
-def identity_rules(names: Names) -> Rules:
-    """Rules from each mesh axis to itself."""
-    axes = (axis for name in names for axis in mesh_axes_of(name))
-    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
+    if axes is None or not isinstance(box, Partitioned):
+        return None, None, frozenset()
+    own = box.names or ()
+    added = frozenset(strings(axes)).difference(strings(own)) if len(axes) > len(own) else set()
+    box = dataclasses.replace(box, names=axes)
+    return box.mesh, box.layout()[1], frozenset(added)
 
 
 def with_partitioning(
@@ -564,6 +666,8 @@ def _boxed(init_fn: Callable[P, Any], empty: B) -> Callable[P, B]:
     def boxed(*args: P.args, **kwargs: P.kwargs) -> B:
         return empty.replace_boxed(init_fn(*args, **kwargs))
 
+    if empty.names is not None:
+        announce(boxed, init_fn, Metadata(empty.names, {BOX_ENTRY: empty}))
     return boxed
 
 

@@ -60,10 +60,12 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
     ) -> None:
         object.__setattr__(self, "variable_type", variable_type)
         object.__setattr__(self, "entries", entries)
-        super().__init__(value, names, *boxes.layout_of_variable(names, entries.entries))
+        super().__init__(value, names, *boxes.layout_of_variable(names, entries.entries)[:2])
 
-    def _named(self, names: tuple[Any, ...]) -> Self:
-        return type(self)(self.value, names, self.variable_type, self.entries)
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with value, names, type or entries changed."""
+        own = {name: getattr(self, name) for name in ("value", "names", "variable_type", "entries")}
+        return type(self)(**{**own, **changes})
 
 
 def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
@@ -103,7 +105,11 @@ def to_boxes(tree: Any) -> Any:
             original = leaf.metadata.get(boxes.BOX_ENTRY)
             alone = box.variable_type is Param and len(leaf.metadata) == 1
             if alone and isinstance(original, boxes.Partitioned):
-                return dataclasses.replace(original, value=box.value, names=box.names)
+                own = original.names or ()
+                same = box.names == boxes.fitted(own, len(box.names or ()))
+                return original.replace(
+                    value=box.value, names=original.names if same else box.names
+                )
             return box
         if isinstance(leaf, Object):
             raise BoxError(
@@ -141,22 +147,21 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
     def to_variable(leaf: Any) -> Any:
         if not isinstance(leaf, boxes.AxisMetadata):
             return leaf
-        inner = jax.tree.leaves(leaf.value, is_leaf=_is_metadata)
-        if not isinstance(leaf, boxes.Partitioned) or any(map(_is_metadata, inner)):
+        inner = jax.tree.leaves(leaf.value, is_leaf=is_axis_metadata)
+        if not isinstance(leaf, boxes.Partitioned) or any(map(is_axis_metadata, inner)):
             raise BoxError(
                 f"{leaf!r}: has no names, or holds another box, so it is no Variable. Make one of "
                 "its value: sx.Param(unbox(box), axes=...)."
             )
         if isinstance(leaf, VariableBox):
             return _variable_of(leaf)
-        metadata = Metadata(leaf.names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
+        names = leaf.names
+        if names is not None and hasattr(leaf.value, "ndim"):
+            names = boxes.fitted(names, leaf.value.ndim)
+        metadata = Metadata(names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
         return _new_variable(variable_type, leaf.value, metadata)
 
     return jax.tree.map(to_variable, tree, is_leaf=_is_node)
-
-
-def _is_metadata(value: Any) -> bool:
-    return isinstance(value, boxes.AxisMetadata)
 
 
 def _is_node(value: Any) -> bool:
@@ -196,6 +201,51 @@ def is_box(value: Any) -> bool:
     return isinstance(value, (boxes.AxisMetadata, Variable))
 
 
+def is_axis_metadata(value: Any) -> bool:
+    """Whether a value is a box.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        True for an ``AxisMetadata``; a Variable is none (``is_box`` counts both).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> is_axis_metadata(sx.Partitioned(1.0, ())), is_axis_metadata(sx.Param(jnp.ones(2)))
+        (True, False)
+    """
+    return isinstance(value, boxes.AxisMetadata)
+
+
+def map_axis_meta(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Calls a function on every box of a tree.
+
+    Args:
+        function: Takes a box; a Variable is given as a ``VariableBox``. Of boxes in a box it gets
+            the outermost.
+        tree: A boxed tree. Modules and States stay as they are.
+
+    Returns:
+        The tree with the results in place of the boxes; a ``VariableBox`` becomes a new Variable.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> tree = {"w": sx.Partitioned(jnp.ones(2), ("model",)), "step": 3}
+        >>> map_axis_meta(lambda box: box.replace(names=(None,)), tree)
+        {'step': 3, 'w': Partitioned(float32[2], names=(None,))}
+    """
+
+    def mapped(path: Path, leaf: Any) -> Any:
+        if not is_box(leaf):
+            return leaf
+        box = _box_of(leaf) if isinstance(leaf, Variable) else leaf
+        result = _located(path, lambda: function(box))
+        return _variable_of(result) if isinstance(result, VariableBox) else result
+
+    return _map(mapped, tree)
+
+
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     """Takes the values out of all boxes of a tree.
 
@@ -227,7 +277,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
         if not isinstance(leaf, boxes.AxisMetadata):
             return leaf
         known = in_scope or getattr(leaf, "mesh", None) is not None
-        value = _located(path, lambda: leaf.unbox(apply_constraint and known))
+        value = _located(path, lambda: boxes.unboxed(leaf, apply_constraint and known))
         return _map(unboxed, value, path)
 
     return _map(unboxed, tree)

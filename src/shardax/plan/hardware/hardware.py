@@ -70,7 +70,10 @@ _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "operations a second by dtype, such as {bf16 = 197e12}",
         lambda value: bool(value) and _figures(value),
     ),
-    "copy_bandwidth": ('bytes a second by kind, such as {"all-reduce" = 1e9}', _figures),
+    "copy_bandwidth": (
+        'bytes a second by kind of collective, such as {"all-reduce" = 1e9}',
+        _figures,
+    ),
     **dict.fromkeys(("compiler", "sources"), ("a table", lambda value: isinstance(value, Mapping))),
     "shapes": ('texts such as ["2x2", "4x4"]', functools.partial(_all, str)),
     "pod": ("sizes such as [16, 16]", functools.partial(_all, int)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans as text: columns of figures in tables as wide as the screen, with notes below.
+"""Plans as text: tables as wide as the screen, with notes below.
 
 A column's *label* says what its figures are worth: ``exact`` (from shapes and shardings alone),
 ``compiler`` (reported by the target's own compiler), ``counted`` (from its program), ``estimate``

@@ -429,15 +429,18 @@ class JaxprWalk:
     def _scan(
         self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
     ) -> list[TracedArray]:
-        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-        first = consts + carried
+        body = _inner(eqn.params["jaxpr"])
+        # Versions of JAX name the numbers of constants and of carried values differently; what the
+        # loop takes and gives one element at a time has a dimension more than in its body.
+        first = _same_rank(eqn.invars, body.invars)
+        carried = _same_rank(eqn.outvars, body.outvars)
+        consts = first - carried
         for value in operands[first:]:
             self.classes.loop_over(value.dims[0])
         inner = [TracedArray(v.dims[1:], v.given) for v in operands[first:]]
         flags = [True] * carried + wanted[carried:]
         times = runs * int(eqn.params["length"])
         inputs = [*operands[:consts], *(TracedArray(v.dims, False) for v in operands[consts:first])]
-        body = eqn.params["jaxpr"].jaxpr
         made = self.program(body, [*inputs, *inner], flags, times)
         for before, after in zip(operands[consts:first], made, strict=False):
             self.classes.join_same_sizes(before.dims, after.dims)
@@ -453,7 +456,7 @@ class JaxprWalk:
         before, consts = params["cond_nconsts"], params["body_nconsts"]
         state = [TracedArray(v.dims, False) for v in operands[before + consts :]]
         made = self.program(
-            params["body_jaxpr"].jaxpr,
+            _inner(params["body_jaxpr"]),
             [*operands[before : before + consts], *state],
             [True] * len(state),
             runs,
@@ -467,7 +470,7 @@ class JaxprWalk:
         self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
     ) -> list[TracedArray]:
         results = [
-            self.program(branch.jaxpr, operands[1:], wanted, runs)
+            self.program(_inner(branch), operands[1:], wanted, runs)
             for branch in eqn.params["branches"]
         ]
         for other in results[1:]:
@@ -486,8 +489,7 @@ class JaxprWalk:
             self.notes["operations of custom kernels are not counted"] = None
             return results
         for parameter in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            found = eqn.params.get(parameter)
-            inner = getattr(found, "jaxpr", found)
+            inner = _inner(eqn.params.get(parameter))
             if not hasattr(inner, "eqns"):
                 continue
             if len(inner.invars) == len(operands) and len(inner.outvars) == len(results):
@@ -496,6 +498,20 @@ class JaxprWalk:
                 inner, [self._new(v) for v in inner.invars], [True] * len(inner.outvars), runs
             )
         return results
+
+
+def _inner(jaxpr: Any) -> Any:
+    """A jaxpr that may be closed over constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """Counts the values in front that a loop does not take apart."""
+    ranks = [
+        len(getattr(one.aval, "shape", ())) == len(getattr(other.aval, "shape", ()))
+        for one, other in zip(outer, inner, strict=True)
+    ]
+    return ranks.index(False) if False in ranks else len(ranks)
 
 
 def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrappers around selected layers, which take their places.
+
+Layers of a ``nn.Stack`` are edited all at once: what is saved of them, and their adapters, have a
+leading dimension of layers.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.init.lazy import Init, Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._core.state.split_merge import clone
+from shardax._core.variable import Param, Variable
+from shardax._select.places import SelectionError
+from shardax._select.selection import Selection, select
+from shardax._transforms.grad.grad import is_differentiable
+from shardax._transforms.grad.vjp import jvp
+from shardax._transforms.wrappers import ModuleWrapper
+from shardax.nn.einsum import Einsum, Equation
+from shardax.nn.linear import Linear, align, as_array, at_least_float32, cast_all, einsum
+from shardax.nn.parameters import as_size, lecun_normal, zeros
+
+
+class LayerWrapper(ModuleWrapper):
+    """Base of wrappers around a layer or a function."""
+
+    def __init__(self, layer: Callable[..., Any]) -> None:
+        Module.__init__(self)
+        self.body = layer
+
+
+def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> Any:
+    """Replace what is selected, by a function of path and value."""
+    wrappers: list[Any] = []
+    for path, value in _checked(edit, selection).get_by_path().items():
+        if not callable(value) or isinstance(value, (type, Variable)):
+            raise SelectionError(
+                f"{edit} wraps what a model calls, and {format_path(path)} is {value!r}. Select "
+                f"layers or functions: sx.select(model).at_instances_of(sx.nn.Linear)."
+            )
+        wrappers.append(wrap(path, value))
+    return selection.set_all(wrappers)
+
+
+def _checked(edit: str, selection: Any) -> Selection:
+    if isinstance(selection, Selection):
+        return selection
+    raise SelectionError(
+        f"{edit} takes a selection, and not a {type(selection).__name__}: "
+        f"sx.surgery.{edit}(sx.select(model).at_instances_of(sx.nn.Linear), ...)."
+    )
+
+
+# --- saved activations ---
+
+
+class SavedActivation(LayerWrapper):
+    """A layer that saves its result; made by ``save_activations``.
+
+    Args:
+        layer: A Module, or a function.
+
+    Attributes:
+        body: The layer.
+        activation: ``Intermediate`` with the tuple of results, one for each call; there is none
+            before the first.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.surgery.SavedActivation(jnp.sin)
+        >>> y = layer(jnp.ones(2))
+        >>> layer.activation.value[0] is y
+        True
+    """
+
+    _own = frozenset({"body", "activation"})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer and saves what it returns."""
+        result = self.body(*args, **kwargs)
+        self.sow("activation", result)
+        return result
+
+
+def save_activations(selection: Selection) -> Any:
+    """Makes selected layers save what they return.
+
+    Args:
+        selection: Layers, or functions that a model calls, such as the softmax of attention.
+
+    Returns:
+        The model with a ``SavedActivation`` around each; weights are shared. After a call,
+        ``sx.pop(model, sx.Intermediate)`` returns the activations by path and removes them: each
+        a tuple with the result of every call since.
+
+    Raises:
+        SelectionError: If something selected is not called.
+        EmptySelectionError: If nothing is selected.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> watched = sx.surgery.save_activations(sx.select(model).at(lambda mlp: mlp.up))
+        >>> x = jnp.ones((1, 2))
+        >>> _ = watched(x)
+        >>> (up,) = sx.pop(watched, sx.Intermediate)["up"]["activation"]
+        >>> bool((up == model.up(x)).all())
+        True
+    """
+    return _wrapped("save_activations", selection, lambda _, layer: SavedActivation(layer))
+
+
+# --- low-rank adapters ---
+
+
+class LoRA(LayerWrapper):
+    """A linear layer plus a low-rank term; made by ``lora``.
+
+    The term is ``scale * (x @ a @ b)``: the kernel's dimensions are split into those that are
+    summed over, which ``a`` has, and those that are made, which ``b`` has. LoRA is from Hu et al.,
+    arXiv:2106.09685.
+
+    Args:
+        layer: A ``Linear`` or ``Einsum``, also one of a stack.
+        rank: Size of the dimension between ``a`` and ``b``.
+        scale: Factor of the term.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        body: The layer.
+        a: ``Param`` with the tag ``"lora"``: drawn with variance 1 / fan-in.
+        b: ``Param`` with the tag ``"lora"``: zeros.
+        scale: Factor of the term.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.surgery.LoRA(sx.nn.Linear(8, (4, 2), rngs=sx.Rngs(0)), 3, rngs=sx.Rngs(1))
+        >>> layer.a.shape, layer.b.shape, layer(jnp.ones((5, 8))).shape
+        ((8, 3), (3, 4, 2), (5, 4, 2))
+    """
+
+    _own = frozenset({"body", "a", "b", "scale"})
+
+    def __init__(
+        self, layer: Linear | Einsum, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None
+    ) -> None:
+        super().__init__(layer)
+        rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
+        kernel, terms = layer.kernel, _Terms.of(layer)
+        lead = kernel.ndim - len(terms.whole.kernel)  # dimensions of stacks
+        sizes = dict(zip(terms.whole.kernel, kernel.shape[lead:], strict=True))
+        names = dict(zip(terms.whole.kernel, (kernel.axes or ())[lead:], strict=False))
+
+        def make(letters: str, initializer: Initializer) -> Param[Any]:
+            shape = (*kernel.shape[:lead], *(sizes.get(letter, rank) for letter in letters))
+            axes = (*(kernel.axes or (None,) * lead)[:lead], *map(names.get, letters))
+            init = Init(initializer, shape, kernel.dtype, rngs=rngs)
+            return Param(init, axes=axes, tag="lora")
+
+        summed, made, batch = (
+            tuple(lead + place for place in places) for places in terms.first.kernel_dimensions()
+        )
+        self.a = make(terms.first.kernel, lecun_normal(summed, made, (*range(lead), *batch)))
+        self.b = make(terms.second.kernel, zeros)
+        self.scale = float(scale)
+
+    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+        """Maps an input as the layer does, and adds the term."""
+        y, terms, x = self.body(x, out_sharding=out_sharding), _Terms.of(self.body), as_array(x)
+        extra = x.ndim - len(terms.whole.input)
+        x, a, b = cast_all(self.body.dtype, x, self.a.value, self.b.value)
+        middle = einsum(terms.first.spelled_out(extra), x, a)
+        term = einsum(terms.second.spelled_out(extra), middle, b, out_sharding)
+        return y + (self.scale * term).astype(y.dtype)
+
+    def merged(self) -> Any:
+        """Returns the layer with the term added to its kernel."""
+        kernel, terms = self.body.kernel, _Terms.of(self.body)
+        parts = (terms.first.kernel, terms.second.kernel, terms.whole.kernel)
+        lead = _unused("".join(parts))[: kernel.ndim - len(terms.whole.kernel)]
+        inner, outer, whole = (lead + letters for letters in parts)
+        dtype = at_least_float32(kernel.dtype)
+        a, b = self.a.value.astype(dtype), self.b.value.astype(dtype)
+        term = align(einsum(f"{inner},{outer}->{whole}", a, b), kernel.value)
+        total = (kernel.value.astype(dtype) + self.scale * term).astype(kernel.dtype)
+        return select(self.body).at(lambda layer: layer.kernel).set(kernel.replace(total))
+
+
+class _Terms(NamedTuple):
+    """Equations of a linear layer and of its low-rank term."""
+
+    whole: Equation
+    first: Equation  # with ``a``
+    second: Equation  # with ``b``
+    sizes: tuple[int, ...]  # of the kernel of one layer, where they are known
+
+    @classmethod
+    def of(cls, layer: Linear | Einsum) -> Self:
+        sizes: tuple[int, ...] = ()
+        if isinstance(layer, Einsum):
+            whole = layer.equation
+        else:
+            inputs, outputs = map(_as_tuple, (layer.in_features, layer.out_features))
+            sizes = (*inputs, *outputs)
+            letters, count = string.ascii_letters[: len(sizes)], len(inputs)
+            whole = Equation(letters[:count], letters, letters[count:], ellipsis=True)
+        summed, made, batch = (
+            "".join(whole.kernel[place] for place in places) for places in whole.kernel_dimensions()
+        )
+        rank = _unused(whole.input + whole.kernel)[0]
+        middle = "".join(letter for letter in whole.input if letter not in summed) + rank
+        first = Equation(whole.input, batch + summed + rank, middle, whole.ellipsis)
+        second = Equation(middle, batch + rank + made, whole.output, whole.ellipsis)
+        return cls(whole, first, second, sizes)
+
+
+def _as_tuple(sizes: Any) -> tuple[int, ...]:
+    return tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
+
+
+def _unused(letters: str) -> str:
+    return "".join(letter for letter in string.ascii_letters if letter not in letters)
+
+
+def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None) -> Any:
+    """Adds low-rank adapters to linear layers.
+
+    Args:
+        selection: What holds the layers: each ``Linear`` and ``Einsum`` in it is adapted, with
+            kernels of any rank, and those of a ``Stack``, with an adapter for each of its layers.
+        rank: Rank of the adapters.
+        scale: Factor of what they add.
+        rngs: Random streams; ``params`` is used. None: ``Rngs(0)``.
+
+    Returns:
+        The model with a ``LoRA`` around each layer; weights are shared. The adapters have the tag
+        ``"lora"``, which is a filter: ``sx.grad(loss, wrt="lora")``. They have the axis names of
+        their kernels; ``sx.shard`` lays them out.
+
+    Raises:
+        SelectionError: If a layer has an adapter already.
+        EmptySelectionError: If there is no such layer.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> model = sx.nn.MLP(8, 16, rngs=sx.Rngs(0))
+        >>> adapted = sx.surgery.lora(sx.select(model).at(lambda mlp: (mlp.up, mlp.down)), rank=2)
+        >>> sorted(path[0] for path in sx.state(adapted, "lora").flat())
+        ['down', 'down', 'up', 'up']
+        >>> x = jnp.ones((1, 8))
+        >>> bool((adapted(x) == model(x)).all())
+        True
+    """
+    linears = _checked("lora", selection).at_instances_of((Linear, Einsum))
+    adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
+    streams = rngs or Rngs(0)
+
+    def adapt(path: Path, layer: Any) -> LoRA:
+        if id(layer) in adapted:
+            raise SelectionError(
+                f"{format_path(path[:-1])} has an adapter already. Merge it first, "
+                f"sx.surgery.merge_lora(model), or leave the layer out: selection.where(...)."
+            )
+        expected = _Terms.of(layer).sizes
+        if expected and layer.kernel.shape[-len(expected) :] != expected:
+            raise SelectionError(
+                f"{format_path(path)} has a kernel of shape {layer.kernel.shape}, which does not "
+                f"end with {expected}: its layers were mapped over another axis than the first. "
+                f"Map them with out_axes=0, or adapt a layer before it is mapped."
+            )
+        return LoRA(layer, rank, scale, rngs=streams)
+
+    return _wrapped("lora", linears, adapt)
+
+
+def merge_lora(model: Any) -> Any:
+    """Adds every low-rank adapter to its kernel.
+
+    Args:
+        model: A model with adapters.
+
+    Returns:
+        The model of the original structure, with new kernels where there were adapters.
+
+    Raises:
+        EmptySelectionError: If there are none.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> model = sx.nn.MLP(8, 16, rngs=sx.Rngs(0))
+        >>> adapted = sx.surgery.lora(sx.select(model), rank=2)
+        >>> sx.graphdef(sx.surgery.merge_lora(adapted)) == sx.graphdef(model)
+        True
+    """
+    return select(model).at_instances_of(LoRA).apply(lambda adapter: adapter.merged())
+
+
+# --- linear approximations ---
+
+
+class Linearised(LayerWrapper):
+    """The linear approximation of a layer around an input; made by ``linearise``.
+
+    That is ``f(point) + f'(point) (x - point)``; further arguments are given to the layer as they
+    are.
+
+    Args:
+        layer: A Module, or a function.
+        point: The input to approximate around, an array or a pytree of arrays.
+
+    Attributes:
+        body: The layer.
+        point: ``Variable`` with the input.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> square = sx.surgery.Linearised(jnp.square, jnp.float32(3))
+        >>> float(square(jnp.float32(5)))  # 9 + 6 * (5 - 3)
+        21.0
+    """
+
+    _own = frozenset({"body", "point"})
+
+    def __init__(self, layer: Callable[..., Any], point: Any) -> None:
+        super().__init__(layer)
+        self.point = Variable(point)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Approximates the layer at an input; the point is broadcast."""
+        point = jax.tree.map(lambda old, new: jnp.broadcast_to(old, new.shape), self.point.value, x)
+        moved = jax.tree.map(jnp.subtract, x, point)
+        result, change = jvp(lambda x: self.body(x, *args, **kwargs), (point,), (moved,))
+        return jax.tree.map(jnp.add, result, change)
+
+
+class _Recorder(LayerWrapper):
+    """A layer that saves its first argument."""
+
+    _own = frozenset({"body", "inputs"})
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sow("inputs", x)
+        return self.body(x, *args, **kwargs)
+
+
+def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
+    """Replaces selected layers by linear approximations around the inputs of one call.
+
+    So a later call on other inputs keeps, for example, the scales of the norms, and effects of
+    changes add up.
+
+    Args:
+        selection: Layers, or functions that a model calls, each called once.
+        *args: Arguments of the call of the whole model, which is run on a copy.
+        **kwargs: Likewise.
+
+    Returns:
+        The model with a ``Linearised`` around each; weights are shared.
+
+    Raises:
+        SelectionError: If something selected is not called, or more than once, or if its first
+            argument is not of floats.
+        EmptySelectionError: If nothing is selected.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> model = sx.nn.Sequential(jnp.square, sx.nn.Linear(2, 1, rngs=sx.Rngs(0)))
+        >>> squares = sx.select(model).at(lambda model: model.layers[0])
+        >>> linear = sx.surgery.linearise(squares, jnp.array([1.0, 2.0]))
+        >>> linear.layers[0](jnp.array([3.0, 2.0])).tolist()  # 2 * 3 - 1, 4 * 2 - 4
+        [5.0, 4.0]
+    """
+    recording = clone(_wrapped("linearise", selection, lambda _, layer: _Recorder(layer)))
+    recording(*args, **kwargs)
+    recorders = select(recording).at_instances_of(_Recorder).get_by_path()
+
+    def replace(path: Path, layer: Any) -> Linearised:
+        seen = recorders[path].__dict__.get("inputs")
+        inputs = () if seen is None else seen.value
+        if len(inputs) != 1 or not all(map(is_differentiable, jax.tree.leaves(inputs))):
+            found = f"was called {len(inputs)} times" if len(inputs) != 1 else "takes integers"
+            raise SelectionError(
+                f"{format_path(path)} cannot be linearised: it {found}, and there is one "
+                f"approximation around one input of floats. Leave it out of the selection."
+            )
+        return Linearised(layer, inputs[0])
+
+    return _wrapped("linearise", selection, replace)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named arrays in Variables and frozen values outside of Modules are laid out as others are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax import named
+from shardax.errors import InconsistentAliasingError, PrefixError
+
+RULES = sx.Rules({"a": "data", "b": "model"})
+
+
+class Holder(sx.Module):
+    def __init__(self) -> None:
+        self.w = whole()
+        self.deep = deep()
+
+
+def whole() -> sx.Param[Any]:
+    return sx.Param(named.ones({"b": 8, "a": 4}))
+
+
+def deep() -> sx.Param[Any]:
+    return sx.Param({"x": [named.ones({"b": 8}), jnp.ones(3)]})
+
+
+TREES: dict[str, Callable[[], Any]] = {
+    "variable": whole,
+    "value of several": deep,
+    "nested": lambda: {"p": [whole(), (deep(), {"q": named.ones({"a": 4})})]},
+    "frozen": lambda: {"f": whole().freeze(), "g": [deep().freeze()]},
+    "unbound": lambda: sx.unbind(Holder(), freeze=True),
+    "state": lambda: sx.state(Holder()),
+    "module": Holder,
+}
+SPECS = {(4, 8): P("data", "model"), (8,): P("model"), (4,): P("data"), (3,): P()}
+
+
+def assert_laid_out(tree: Any) -> None:
+    arrays = jax.tree.leaves(tree)
+    assert [array.sharding.spec for array in arrays] == [SPECS[array.shape] for array in arrays]
+
+
+@pytest.mark.parametrize("make", TREES.values(), ids=list(TREES))
+def test_shardings_are_entries_of_initialise_and_jit(make: Any, auto_mesh: Mesh) -> None:
+    tree = make()
+    places = sx.shardings(tree, auto_mesh, RULES)
+    assert_laid_out(sx.initialise(lambda: make(), mesh=auto_mesh, rules=RULES))
+    assert_laid_out(sx.jit(lambda: make(), out_shardings=places)())
+    taken = sx.jit(lambda tree: tree, in_shardings=(places,), out_shardings=places)(tree)
+    assert_laid_out(taken)
+    abstract = sx.abstract(tree, auto_mesh, RULES)
+    assert sx.jit(lambda tree: None, in_shardings=(places,)).lower(abstract) is not None
+    assert_laid_out(sx.shard(make(), auto_mesh, RULES))
+
+
+def test_one_variable_given_twice_needs_one_entry(auto_mesh: Mesh) -> None:
+    w = whole()
+    place, other = (sx.shardings(w, auto_mesh, rules) for rules in (RULES, {"a": "model"}))
+    again = sx.shardings(w, auto_mesh, RULES)
+    sx.jit(lambda first, second: None, in_shardings=(place, again))(w, w)
+    with pytest.raises(InconsistentAliasingError, match=r"\.first: .*\n  \.second: "):
+        sx.jit(lambda first, second: None, in_shardings=(place, other))(w, w)
+
+
+def test_an_entry_of_other_names_or_another_structure_is_refused(auto_mesh: Mesh) -> None:
+    wrong = sx.shardings(named.ones({"c": 3}), auto_mesh, {})
+    with pytest.raises(PrefixError, match=r"in_shardings for the argument at \.w, a Param"):
+        sx.jit(lambda w: None, in_shardings=(wrong,))(whole())
+    with pytest.raises(PrefixError, match=r"in_shardings has no entry for the Param at \.w"):
+        sx.jit(lambda w: None, in_shardings=({"y": wrong},))(deep())

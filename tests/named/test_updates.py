@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``x.at[index]`` takes what ``x[index]`` takes, and changes just that part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import shardax as sx
+from shardax import named
+from shardax.errors import NamedAxesError
+
+NUMBERS = np.arange(24.0, dtype=np.float32).reshape(2, 4, 3)
+X = named.wrap(jnp.asarray(NUMBERS), "n", None, None)  # what has no name has the shape (4, 3)
+MASK = np.array([True, False, True, False])
+INDICES: dict[str, Any] = {
+    "array": jnp.array([1, 2]),
+    "numpy": np.array([-1, 0]),
+    "list": [2, 0],
+    "mask": jnp.asarray(MASK),
+    "list of booleans": MASK.tolist(),
+    "two arrays": (jnp.array([1, 2]), jnp.array([0, 2])),
+    "array and slice": (slice(1, 3), [0, 2]),
+    "array of two dimensions": jnp.array([[0, 1], [2, 3]]),
+    "ellipsis": (..., jnp.array([0, 2])),
+    "new dimension": (None, jnp.array([3])),
+    "scalar array": jnp.array(2),
+    "Variable": sx.Variable(jnp.array([1, 3])),
+}
+
+
+def plain(index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    values = (part.value if isinstance(part, sx.Variable) else part for part in parts)
+    return tuple(np.asarray(part) if isinstance(part, list) else part for part in values)
+
+
+def unwrapped(x: Any) -> np.ndarray:
+    return np.moveaxis(np.asarray(x.unwrap("n")), -1, 0)
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=list(INDICES))
+def test_positional_indices_change_the_part_along_all_names(index: Any) -> None:
+    expected = np.stack([jnp.asarray(row)[plain(index)] for row in NUMBERS])
+    assert np.array_equal(unwrapped(X[index]), expected)
+    assert np.array_equal(unwrapped(X.at[index].get()), expected)
+    for name, value in [("set", -1.0), ("add", 5.0), ("mul", 3.0), ("multiply", 3.0), ("min", 4.0)]:
+        method = "multiply" if name == "mul" else name
+        rows = [getattr(jnp.asarray(row).at[plain(index)], method)(value) for row in NUMBERS]
+        changed = getattr(X.at[index], name)(value)
+        assert changed.dims == X.dims and np.array_equal(unwrapped(changed), np.stack(rows))
+    applied = [jnp.asarray(row).at[plain(index)].apply(jnp.negative) for row in NUMBERS]
+    assert np.array_equal(unwrapped(X.at[index].apply(jnp.negative)), np.stack(applied))
+
+
+def test_values_meet_the_part_by_name_and_by_position() -> None:
+    rows = jnp.array([3, 1])
+    per_name = named.wrap(jnp.array([10.0, 20.0]), "n")
+    changed = X.at[rows].set(per_name)
+    assert np.array_equal(changed.data[:, rows], np.full((2, 2, 3), [[[10.0]], [[20.0]]]))
+    block = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    changed = X.at[rows].set(block)
+    assert np.array_equal(changed.data[:, rows], np.stack([block, block]))
+    part = X[rows]
+    assert np.array_equal(X.at[rows].set(part).data, NUMBERS)
+    with pytest.raises(NamedAxesError, match="does not fit into a part"):
+        X.at[rows].set(named.ones({"other": 2}))
+
+
+def test_positions_with_names_that_the_array_lacks_are_further_positions() -> None:
+    picks = named.wrap(jnp.array([0, 3, 3]), "pick")
+    assert X[picks, [0, 1]].axes == {"n": 2, "pick": 3}
+    changed = X.at[picks, [0]].add(1.0)
+    expected = NUMBERS.copy()
+    expected[:, 0, 0] += 1
+    expected[:, 3, 0] += 2
+    assert changed.axes == X.axes and np.array_equal(changed.data, expected)
+
+
+def test_traced_positions_and_derivatives_of_updates() -> None:
+    def update(x: Any, rows: Any, value: Any) -> Any:
+        return x.at[rows].set(value)
+
+    for rows in (jnp.array([1, 2]), jnp.array(3)):
+        eager, compiled = update(X, rows, 7.0), jax.jit(update)(X, rows, 7.0)
+        assert np.array_equal(eager.data, compiled.order_as(*X.dims).data)
+    by_name = jax.jit(lambda x, at: x.at[{"n": at}].set(0.0))(X, jnp.array(1))
+    assert not by_name[{"n": 1}].data.any() and by_name[{"n": 0}].data.any()
+    gradient = jax.grad(lambda v: X.at[jnp.array([1])].add(v).sum().sum("n").data)(1.0)
+    assert float(gradient) == 6.0
+
+
+def test_positions_out_of_range_follow_the_mode() -> None:
+    far = jnp.array([1, 9])
+    modes: list[Any] = [{}, {"mode": "drop"}, {"mode": "clip"}]
+    for options in modes:
+        rows = [jnp.asarray(row).at[far].set(-1.0, **options) for row in NUMBERS]
+        assert np.array_equal(X.at[far].set(-1.0, **options).data, np.stack(rows))
+    assert float(X.at[far].get(mode="fill", fill_value=5.0)[1].sum().sum("n").data) == 30.0
+
+
+def test_updates_keep_the_layout_over_any_mesh(mesh: Mesh) -> None:
+    x = named.wrap(jnp.arange(32.0).reshape(8, 4), None, "b")
+    placed = sx.shard(x, mesh, {"b": "model"})
+    with jax.set_mesh(mesh):
+        for index in (jnp.array([1, 2]), {"b": jnp.array([1, 2])}, {"b": 1}, slice(2)):
+            changed = jax.jit(lambda x, at=index: x.at[at].add(1.0))(placed)
+            assert changed.sharding.is_equivalent_to(placed.sharding, 2)
+            assert np.array_equal(changed.data, x.at[index].add(1.0).data)
+
+
+def test_new_axes_are_of_the_value_and_not_of_the_array() -> None:
+    x = named.wrap(jnp.asarray(NUMBERS[0]), "a", "b")
+    index = {"new": None, "a": 1}
+    assert x.at[index].get().axes == x[index].axes == {"new": 1, "b": 3}
+    value = named.wrap(jnp.array([[1.0, 2.0, 3.0]]), "new", "b")
+    changed = x.at[index].set(value)
+    assert changed.dims == x.dims and changed[{"a": 1}].data.tolist() == [1.0, 2.0, 3.0]
+    assert x.at[index].add(1.0)[{"a": 1}].data.tolist() == (NUMBERS[0][1] + 1).tolist()
+    with pytest.raises(NamedAxesError, match="None in an index"):
+        x.at[None].set(0.0)
+
+
+# --- keys and contractions ------------------------------------------------------------------------
+
+
+def test_keys_that_are_split_are_split_again_and_draw_each_for_itself() -> None:
+    key = jax.random.key(0)
+    keys = named.random_split(key, {"batch": 3})
+    again = named.random_split(keys, {"head": 2, "a": 4})
+    assert again.axes == {"a": 4, "batch": 3, "head": 2}
+    words = np.asarray(jax.random.key_data(again.unwrap("batch", "head", "a"))).reshape(24, -1)
+    assert len({tuple(row) for row in words.tolist()}) == 24
+    noise = named.normal(keys, {"embed": 5})
+    each = [jax.random.normal(one, (5,)) for one in keys.unwrap("batch")]
+    assert np.array_equal(noise.unwrap("batch", "embed"), np.stack(each))
+    for call in (named.random_split, named.normal, named.uniform):
+        with pytest.raises(NamedAxesError, match="keys have the axis 'batch' already"):
+            call(keys, {"batch": 2})
+
+
+@pytest.mark.parametrize("draw", [named.normal, named.uniform, named.random_split])
+def test_swapped_arguments_of_a_draw_say_so(draw: Any) -> None:
+    with pytest.raises(NamedAxesError, match=r"The key comes before the axes: named\.normal\(key"):
+        draw({"a": 2}, jax.random.key(0))
+    swapped: Any = jax.random.key(0)
+    with pytest.raises(NamedAxesError, match=r"named\.random"):
+        named.random(swapped, jax.random.normal, {"a": 2})
+
+
+def test_einsum_sums_over_the_names_that_the_result_lacks() -> None:
+    x = named.wrap(jnp.asarray(NUMBERS), "batch", "time", "embed")
+    w, v = np.ones((3, 5), np.float32), named.arange({"mlp": 5}, dtype=np.float32)
+    found = named.einsum("time embed, embed mlp, mlp -> time", x, w, v)
+    expected = np.einsum("bte,em,m->bt", NUMBERS, w, np.arange(5.0))
+    assert found.dims == ("batch", "time") and np.allclose(found.data, expected)
+    traced = jax.jit(lambda x, w: named.einsum("embed time, embed mlp -> mlp time", x, w))(x, w)
+    assert traced.axes == {"batch": 2, "mlp": 5, "time": 4}
+    weight = sx.Param(w, axes=("embed", "mlp"))
+    assert named.einsum("embed, embed mlp -> mlp", x, weight).axes == traced.axes
+    total = named.einsum("batch time embed ->", x.astype("bfloat16"), dtype=jnp.float32)
+    assert (total.dtype, total.axes, total.item()) == (jnp.float32, {}, NUMBERS.sum())
+
+
+@pytest.mark.parametrize(
+    "subscripts",
+    [
+        "batch embed, embed mlp",
+        "embed, embed mlp -> other",
+        "embed -> embed",
+        "embed embed, mlp ->",
+    ],
+)
+def test_a_text_that_does_not_fit_is_refused(subscripts: str) -> None:
+    x = named.ones({"batch": 2, "embed": 3})
+    with pytest.raises(NamedAxesError, match="einsum"):
+        named.einsum(subscripts, x, np.ones((3, 5)))
+    with pytest.raises(NamedAxesError, match="The sizes of the axis 'embed' differ"):
+        named.einsum("embed, embed mlp -> mlp", x, np.ones((4, 5)))
+    with pytest.raises(NamedAxesError, match=r"for float(64|32)"):
+        named.einsum("embed, embed -> ", x, np.ones((3, 5)))

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that ``with_partitioning`` gives an initializer are the axes of the Variable."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax import named, nn
+from shardax.errors import MetadataError, VariableValueError
+from shardax.partition import to_boxes, with_logical_partitioning, with_partitioning
+
+NORMAL = jax.nn.initializers.lecun_normal()
+RULES = sx.Rules({"embed": None, "mlp": "model", "layers": "data"})
+OF_MESH = functools.partial(with_partitioning, names=(None, "model"))
+LOGICAL = functools.partial(with_logical_partitioning, names=("embed", "mlp"))
+
+
+def linear(boxed: Any = None) -> nn.Linear:
+    options: dict[str, Any] = {} if boxed is None else {"kernel_init": boxed(NORMAL)}
+    return nn.Linear(16, 32, rngs=sx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize("boxed", [OF_MESH, LOGICAL])
+def test_a_layer_is_laid_out_by_the_names_of_its_initializer(boxed: Any, mesh: Mesh) -> None:
+    model, plain = linear(boxed), linear()
+    assert model.kernel.is_lazy and model.kernel.axes == boxed.keywords["names"]
+    rules = (
+        RULES if boxed is LOGICAL else {"out": None}
+    )  # which a name of a mesh axis does not need
+    errors = [each for each in sx.check(model, mesh, rules) if each.severity == "error"]
+    assert errors == [] and sx.shardings(model, mesh, rules).kernel.spec == P(None, "model")
+    sx.shard(model, mesh, rules)
+    assert model.kernel.sharding == NamedSharding(mesh, P(None, "model"))
+    assert jnp.array_equal(model.kernel.value, plain.kernel.value)
+    assert model(jnp.ones((2, 16))).shape == (2, 32)
+
+
+@pytest.mark.parametrize("boxed", [OF_MESH, LOGICAL])
+def test_optimizer_state_clones_gradients_and_jit_have_the_names(boxed: Any, mesh: Mesh) -> None:
+    model = linear(boxed)
+    optimizer = sx.train.Optimizer(model, optax.adam(1e-3))
+    places = sx.shardings(optimizer, mesh, RULES)
+    assert places["opt_state"][0]["mu"]["kernel"].spec == P(None, "model")
+    sx.shard((model, optimizer), mesh, RULES)
+    loss = sx.jit(lambda model: jnp.sum(model(jnp.ones((2, 16))) ** 2))
+    with jax.set_mesh(mesh):
+        optimizer.update(sx.grad(loss)(model))
+    assert sx.clone(model).kernel.axes == boxed.keywords["names"]
+    assert optimizer.opt_state[0]["nu"]["kernel"].sharding.spec == P(None, "model")
+    graphdef, state = sx.split(model)
+    assert sx.shardings(state, mesh, RULES).kernel.spec == P(None, "model")
+    assert sx.merge(graphdef, state).kernel.axes == boxed.keywords["names"]
+
+
+MODELS: dict[str, Callable[[Any, sx.Rngs], Any]] = {
+    "Param": lambda init, rngs: {"w": sx.Param(sx.Init(init, (8, 16), rngs=rngs))},
+    "Embed": lambda init, rngs: nn.Embed(8, 16, embedding_init=init, rngs=rngs),
+    "Einsum": lambda init, rngs: nn.Einsum("ij,jk->ik", (8, 16), kernel_init=init, rngs=rngs),
+    "named.Linear": lambda init, rngs: named.Linear(
+        {"a": 8}, {"b": 16}, kernel_init=init, use_bias=False, rngs=rngs
+    ),
+    "named.Embed": lambda init, rngs: named.Embed(
+        {"a": 8}, {"b": 16}, embedding_init=init, rngs=rngs
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
+def test_every_layer_takes_such_an_initializer(make: Any, mesh: Mesh) -> None:
+    model = make(with_partitioning(NORMAL, ("data", "model")), sx.Rngs(0))
+    [spec] = jax.tree.leaves(sx.partition_specs(model), is_leaf=lambda x: isinstance(x, P))
+    assert spec == P("data", "model") and sx.check(model, mesh) == []
+    [array] = jax.tree.leaves(sx.state(sx.shard(model, mesh)))
+    assert array.sharding == NamedSharding(mesh, P("data", "model"))
+
+
+def test_named_layers_compute_with_parameters_of_other_names(mesh: Mesh) -> None:
+    options: dict[str, Any] = {
+        "scale_init": with_partitioning(jax.nn.initializers.ones, ("model",))
+    }
+    norm: Any = named.LayerNorm({"a": 8}, **options)
+    layer: Any = named.Linear(
+        {"a": 8},
+        {"b": 4},
+        bias_init=with_partitioning(jax.nn.initializers.ones, (None,)),
+        rngs=sx.Rngs(0),
+    )
+    assert norm.scale.axes == ("model",) and layer.bias.axes == (None,)
+    assert sx.shard(norm, mesh).scale.sharding.spec == P("model")
+    x = named.arange({"a": 8}) + named.zeros({"t": 3})
+    assert layer(norm(x)).axes == {"t": 3, "b": 4}
+
+
+def test_a_stack_adds_its_own_name_which_rules_map(auto_mesh: Mesh) -> None:
+    rngs = sx.Rngs(0)
+    init = with_partitioning(NORMAL, (None, "model"))
+    stack = nn.Stack(lambda: nn.Linear(16, 16, kernel_init=init, rngs=rngs), 4, axis_name="layers")
+    assert sx.shardings(stack, auto_mesh).stacked.kernel.spec == P(None, None, "model")
+    assert sx.shardings(stack, auto_mesh, RULES).stacked.kernel.spec == P("data", None, "model")
+    assert sx.shard(stack, auto_mesh, RULES)(jnp.ones((2, 16))).shape == (2, 16)
+
+
+def test_names_shorter_than_the_shape_leave_the_rest_whole(mesh: Mesh) -> None:
+    weight = sx.Param(sx.Init(with_partitioning(NORMAL, ("data",)), (8, 16), rngs=sx.Rngs(0)))
+    assert weight.axes == ("data", None)
+    assert sx.shard(weight, mesh).sharding.spec == P("data", None)
+    with pytest.raises(MetadataError, match="3 axis names"):
+        sx.Param(sx.Init(with_partitioning(NORMAL, ("data", None, None)), (8, 16)))
+
+
+def test_names_pass_through_partial_and_the_mesh_and_rules_of_the_box_hold(auto_mesh: Mesh) -> None:
+    init = with_logical_partitioning(NORMAL, ("embed", "mlp"), auto_mesh, {"embed": "data"})
+    weight = sx.Param(sx.Init(functools.partial(init, dtype="float32"), (8, 16)))
+    assert weight.axes == ("embed", "mlp")
+    assert sx.shardings(weight) == NamedSharding(auto_mesh, P("data", None))
+    twice = with_partitioning(with_partitioning(NORMAL, ("data", None)), (None, "model"))
+    assert sx.Param(sx.Init(twice, (8, 16))).axes == (None, "model")
+    unknown = with_partitioning(NORMAL, None)
+    assert nn.Linear(4, 4, kernel_init=unknown, rngs=sx.Rngs(0)).kernel.axes == ("in", "out")
+
+
+def test_a_variable_of_such_an_initializer_is_the_box_again() -> None:
+    init = with_partitioning(jax.nn.initializers.ones, ("data", None))
+    weight = sx.Param(sx.Init(init, (2, 3)))
+    weight.value  # noqa: B018
+    assert to_boxes(weight) == sx.Partitioned(jnp.ones((2, 3)), ("data", None))
+
+
+def test_constants_still_draw_nothing() -> None:
+    zeros = with_partitioning(jax.nn.initializers.zeros, ("model",))
+    pairs: Any = ((sx.Rngs(0), {}), (sx.Rngs(0), {"bias_init": zeros}))
+    models = [
+        nn.Sequential(nn.Linear(4, 4, rngs=rngs, **options), nn.Linear(4, 4, rngs=rngs))
+        for rngs, options in pairs
+    ]
+    first, second = (jax.tree.leaves(sx.state(model)) for model in models)
+    assert all(jnp.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_two_names_and_boxes_that_nobody_announced_are_refused() -> None:
+    init = with_partitioning(NORMAL, ("data", None))
+    with pytest.raises(MetadataError, match="give the names once"):
+        sx.Param(sx.Init(init, (8, 16)), axes=("a", "b"))
+
+    weight = sx.Param(jnp.ones((8, 16)))
+    with pytest.raises(MetadataError, match="give the names once, to a new Param"):
+        weight.value = sx.Init(init, (8, 16))
+    with pytest.raises(MetadataError, match="give the names once"):
+        weight.replace(sx.Init(init, (8, 16)))
+
+    @functools.wraps(init)
+    def doubled(*args: Any) -> Any:
+        return jax.tree.map(lambda x: 2 * x, init(*args))
+
+    for rngs, hidden in ((sx.Rngs(0), doubled), (sx.Rngs(0), lambda *args: init(*args))):
+        layer = nn.Linear(8, 16, kernel_init=hidden, rngs=rngs)
+        with pytest.raises(VariableValueError, match=r"returned Partitioned.*kernel_axes="):
+            layer(jnp.ones((2, 8)))

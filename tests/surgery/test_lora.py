@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters: nothing at first, trained alone, merged to the same function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from tests.surgery.decoders import TOKENS, close, decoder, in_every_layout, run
+
+import shardax as sx
+from shardax import errors
+from shardax.surgery import LoRA, lora, merge_lora
+
+
+def moved(adapted: Any) -> Any:
+    """Draws all adapters anew, so that they do something."""
+    for number, (_, variable) in enumerate(sx.iter_variables(adapted, "lora")):
+        drawn = jax.random.normal(jax.random.key(number), variable.shape, variable.dtype)
+        variable[...] = 0.3 * drawn
+    return adapted
+
+
+@in_every_layout
+def test_adapters_of_a_decoder_begin_with_its_results_and_merge_into_its_structure(
+    scanned: bool, tied: bool, remat: Any
+) -> None:
+    model = decoder(scanned, tied, remat)
+    adapted = lora(sx.select(model), rank=3)
+    assert (run(adapted) == run(model)).all()
+    moved(adapted)
+    assert jnp.abs(run(adapted) - run(model)).max() > 0.1
+    merged = merge_lora(adapted)
+    assert sx.graphdef(merged) == sx.graphdef(model)
+    close(run(merged), run(adapted))
+    close(sx.jit(run)(merged), sx.jit(run)(adapted))
+
+
+def test_a_stack_is_adapted_as_its_layers_are() -> None:
+    layers, stacked = (lora(sx.select(decoder(scanned)), rank=2) for scanned in (False, True))
+    for path, variable in sx.iter_variables(moved(stacked), "lora"):
+        for i in range(2) if path[:2] == ("layers", "stacked") else ():
+            alone = sx.select(layers).at_keypaths(("layers", i, *path[2:])).get()
+            alone[...] = variable[i]
+    layers.head.a[...], layers.head.b[...] = stacked.head.a[...], stacked.head.b[...]
+    close(run(layers), run(stacked))
+    close(run(merge_lora(layers)), run(merge_lora(stacked)))
+
+
+KERNELS = [
+    (lambda: sx.nn.Linear(4, 3, rngs=sx.Rngs(0)), (4,), [(4, 2), (2, 3)]),
+    (lambda: sx.nn.Linear(4, (3, 5), rngs=sx.Rngs(0)), (4,), [(4, 2), (2, 3, 5)]),
+    (lambda: sx.nn.Linear((4, 3), 5, rngs=sx.Rngs(0)), (4, 3), [(4, 3, 2), (2, 5)]),
+    (
+        lambda: sx.nn.Einsum("...te,ehd->...thd", (4, 3, 5), rngs=sx.Rngs(0)),
+        (6, 4),
+        [(4, 2), (2, 3, 5)],
+    ),
+    (  # many kernels: one for each group
+        lambda: sx.nn.Einsum("gte,geh->gth", (3, 4, 5), rngs=sx.Rngs(0)),
+        (3, 6, 4),
+        [(3, 4, 2), (3, 2, 5)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "shape", "shapes"), KERNELS)
+def test_kernels_of_any_rank_get_a_term_of_the_rank_asked_for(
+    make: Any, shape: tuple[int, ...], shapes: list[tuple[int, ...]]
+) -> None:
+    layer = make()
+    adapted = moved(lora(sx.select(layer), 2, scale=0.5))
+    assert [adapted.a.shape, adapted.b.shape] == shapes
+    merged = merge_lora(adapted)
+    batch = () if isinstance(layer, sx.nn.Einsum) and not layer.equation.ellipsis else (7,)
+    x = jax.random.normal(jax.random.key(5), (*batch, *shape))
+    close(adapted(x), merged(x))
+
+    # By hand: the kernel as matrices, with a and b between them.
+    kernels = shapes[0][0] if len(shapes[0]) == len(shapes[1]) == 3 and not batch else 1
+    change = (merged.kernel[...] - layer.kernel[...]).reshape(kernels, -1)
+    a, b = adapted.a[...].reshape(kernels, -1, 2), adapted.b[...].reshape(kernels, 2, -1)
+    close(change, 0.5 * (a @ b).reshape(kernels, -1))
+    assert [jnp.linalg.matrix_rank(matrix) for matrix in a @ b] == [2] * kernels
+
+
+def test_only_the_adapters_of_chosen_layers_are_trained() -> None:
+    model = decoder(scanned=True)
+    before = sx.state(model).flat()
+    chosen = sx.select(model).at_instances_of(sx.nn.MultiHeadAttention).at(lambda a: (a.q, a.v))
+    adapted = lora(chosen, rank=2)
+    optimizer = sx.train.Optimizer(adapted, optax.adam(0.1), wrt="lora")
+
+    @sx.jit
+    def step(adapted: Any, optimizer: Any) -> jax.Array:
+        loss = lambda model: (model(TOKENS) ** 2).mean()  # noqa: E731
+        value, grads = sx.value_and_grad(loss, wrt="lora")(adapted)
+        optimizer.update(grads)
+        return value
+
+    losses = [float(step(adapted, optimizer)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert {path[-2:] for path in sx.state(adapted, "lora").flat()} == {
+        ("q", "a"), ("q", "b"), ("v", "a"), ("v", "b"),
+    }  # fmt: skip
+    for path, value in sx.state(model).flat().items():
+        assert (value == before[path]).all()
+
+
+def test_adapters_have_the_axis_names_of_their_kernels_and_are_laid_out_by_them() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    model = sx.shard(decoder(scanned=True), mesh, sx.models.DECODER_RULES)
+    adapted = lora(sx.select(model).at_instances_of(sx.nn.MultiHeadAttention), rank=2)
+    q = adapted.layers.stacked.attn.q
+    assert (q.a.axes, q.b.axes) == (
+        ("layers", "embed", None),
+        ("layers", None, "heads", "head_dim"),
+    )
+    sx.shard(adapted, mesh, sx.models.DECODER_RULES)
+    assert q.b.sharding.spec == PartitionSpec(None, None, "model", None)
+    sx.shard(moved(adapted), mesh, sx.models.DECODER_RULES)
+    with jax.set_mesh(mesh):
+        close(sx.jit(run)(merge_lora(adapted)), sx.jit(run)(adapted))
+
+
+def test_dtypes_stay_those_of_the_layer() -> None:
+    layer = sx.nn.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=sx.Rngs(0))
+    adapted = moved(lora(sx.select(layer), 2))
+    merged = merge_lora(adapted)
+    assert {adapted.a.dtype, adapted.b.dtype, merged.kernel.dtype} == {jnp.dtype("bfloat16")}
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    assert adapted(x).dtype == layer(x).dtype
+
+
+def test_a_tied_layer_has_one_adapter() -> None:
+    linear = sx.nn.Linear(3, 3, rngs=sx.Rngs(0))
+    model = sx.nn.Sequential(linear, jnp.tanh, linear)
+    adapted = moved(lora(sx.select(model), 1))
+    assert adapted.layers[0] is adapted.layers[2]
+    merged = merge_lora(adapted)
+    assert merged.layers[0] is merged.layers[2]
+    close(merged(jnp.ones(3)), adapted(jnp.ones(3)))
+
+
+def test_an_ensemble_mapped_over_the_first_axis_is_adapted_member_by_member() -> None:
+    make = sx.vmap(lambda key: sx.nn.Linear(4, 3, rngs=sx.Rngs(params=key)))
+    ensemble = make(jax.random.split(jax.random.key(0), 5))
+    adapted = moved(lora(sx.select(ensemble), 2))
+    call = sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
+    close(call(adapted, jnp.ones(4)), call(merge_lora(adapted), jnp.ones(4)))
+    last = sx.vmap(lambda key: sx.nn.Linear(4, 3, rngs=sx.Rngs(params=key)), out_axes=-1)
+    mapped = sx.nn.Sequential(last(jax.random.split(jax.random.key(0), 5)))
+    with pytest.raises(errors.SelectionError, match=r"\.layers\[0\].*out_axes=0"):
+        lora(sx.select(mapped), 2)
+
+
+def test_what_has_an_adapter_already_or_no_linear_layer_is_refused() -> None:
+    mlp = sx.nn.MLP(4, 6, rngs=sx.Rngs(0))
+    adapted = lora(sx.select(mlp).at(lambda mlp: mlp.up), 2)
+    with pytest.raises(errors.SelectionError, match=r"\.up has an adapter already"):
+        lora(sx.select(adapted), 2)
+    twice = lora(sx.select(adapted).at(lambda mlp: mlp.down), 2)
+    assert sx.select(twice).at_instances_of(LoRA).count() == 2
+    with pytest.raises(errors.EmptySelectionError):
+        lora(sx.select(sx.nn.RMSNorm(4)), 2)
+    with pytest.raises(errors.LayerConfigError, match="rank"):
+        lora(sx.select(mlp), 0)

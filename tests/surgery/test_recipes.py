@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of recipes holds for decoders in every layout, and its numbers are right."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.surgery.decoders import TOKENS, close, decoder, run
+
+import shardax as sx
+from shardax import named
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+ON_THE_PAGE = "scan_layers=True, tied_head=True"
+
+
+@pytest.mark.parametrize(("scanned", "tied"), [(False, False), (False, True), (True, False)])
+def test_the_page_holds_in_the_other_layouts(scanned: bool, tied: bool) -> None:
+    text = PAGE.read_text()
+    assert text.count(ON_THE_PAGE) == 1
+    text = text.replace(ON_THE_PAGE, f"scan_layers={scanned}, tied_head={tied}")
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    test = doctest.DocTestParser().get_doctest(text, {}, PAGE.name, str(PAGE), 0)
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=flags).run(test, out=said.append)
+    assert result.failed == 0, "".join(said)
+
+
+def test_heads_ablated_by_name_are_those_whose_values_are_zero() -> None:
+    for scanned in (False, True):
+        attention = sx.select(decoder(scanned)).at_instances_of(sx.nn.MultiHeadAttention)
+        outputs = attention.at(lambda attention: attention.out.kernel)
+
+        def ablated(kernel: Any, heads: jax.Array) -> Any:
+            array = named.wrap(kernel.value, *kernel.axes).at[{"heads": heads}].set(0)
+            return kernel.replace(array.unwrap(*kernel.axes))
+
+        for heads in (jnp.array(1), jnp.array([0, 3])):
+            found = run(outputs.apply(lambda kernel: ablated(kernel, heads)))  # noqa: B023
+            close(found, _without_heads(heads))
+
+
+def _without_heads(heads: jax.Array) -> jax.Array:
+    """The decoder's logits by hand, with the results of some heads set to zero."""
+    model = decoder()
+    turned = model._rotation(TOKENS, None)
+    x = model.embed(TOKENS)
+    for layer in model.layers:
+        qkv = layer.attn.project(layer.attn_norm(x), positions=turned)
+        values = layer.attn.attend(qkv).at[:, :, heads].set(0)
+        x = x + jnp.einsum("bthd,hde->bte", values, layer.attn.out.kernel[...])
+        x = x + layer.mlp(layer.mlp_norm(x))
+    return model.head(model.final_norm(x))

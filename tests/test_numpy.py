@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardax.numpy`` creates arrays with the default dtype and device, outside of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.errors import DeviceError, DtypeError
+
+FLOATS: dict[str, Callable[..., jax.Array]] = {
+    "zeros": lambda **more: sx.numpy.zeros((2, 3), **more),
+    "ones": lambda **more: sx.numpy.ones((2, 3), **more),
+    "empty": lambda **more: sx.numpy.empty((2, 3), **more),
+    "full": lambda **more: sx.numpy.full((2, 3), 0.5, **more),
+    "eye": lambda **more: sx.numpy.eye(2, 3, 1, **more),
+    "identity": lambda **more: sx.numpy.identity(3, **more),
+    "arange": lambda **more: sx.numpy.arange(1.0, 3.0, 0.5, **more),
+    "linspace": lambda **more: sx.numpy.linspace(0, 1, 5, **more),
+    "array": lambda **more: sx.numpy.array([[1.0, 2], [3, 4]], **more),
+    "asarray": lambda **more: sx.numpy.asarray(0.5, **more),
+    "nothing": lambda **more: sx.numpy.array([], **more),
+}
+EXPECTED = {
+    "zeros": np.zeros((2, 3)),
+    "ones": np.ones((2, 3)),
+    "empty": np.zeros((2, 3)),
+    "full": np.full((2, 3), 0.5),
+    "eye": np.eye(2, 3, 1),
+    "identity": np.eye(3),
+    "arange": np.arange(1.0, 3.0, 0.5),
+    "linspace": np.linspace(0, 1, 5),
+    "array": np.array([[1.0, 2], [3, 4]]),
+    "asarray": np.array(0.5),
+    "nothing": np.array([]),
+}
+each_of_floats = pytest.mark.parametrize("name", list(FLOATS))
+
+
+@pytest.fixture
+def process_defaults() -> Iterator[None]:
+    sx.configure(dtype="float16", create_on="cpu:7")
+    yield
+    sx.configure(dtype="default", create_on="default")
+
+
+@each_of_floats
+def test_floats_have_the_numbers_of_numpy_and_the_dtype_and_device_in_scope(name: str) -> None:
+    plain = FLOATS[name]()
+    assert plain.dtype == jnp.float32 and np.array_equal(plain, EXPECTED[name])
+    with sx.default_dtype("bfloat16"), sx.default_device("cpu:3"):
+        found = FLOATS[name]()
+    assert found.dtype == jnp.bfloat16 and found.devices() == {jax.devices()[3]}
+    assert np.array_equal(found.astype(np.float32), EXPECTED[name])
+
+
+@each_of_floats
+@pytest.mark.usefixtures("process_defaults")
+def test_arguments_come_before_blocks_and_blocks_before_the_process(name: str) -> None:
+    assert FLOATS[name]().dtype == jnp.float16 and FLOATS[name]().devices() == {jax.devices()[7]}
+    with sx.default_dtype("bfloat16"), sx.default_device("cpu:3"):
+        given = FLOATS[name](dtype="float32", device="cpu:1")
+        assert FLOATS[name]().devices() == {jax.devices()[3]}
+    assert given.dtype == jnp.float32 and given.devices() == {jax.devices()[1]}
+    assert sx.numpy.random.normal(2).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: sx.numpy.arange(3), "int32"),
+        (lambda: sx.numpy.full(2, 7), "int32"),
+        (lambda: sx.numpy.full(2, True), "bool"),
+        (lambda: sx.numpy.array([1, 2]), "int32"),
+        (lambda: sx.numpy.array([True]), "bool"),
+        (lambda: sx.numpy.array([1j]), "complex64"),
+        (lambda: sx.numpy.array(np.ones(2, np.float32)), "float32"),
+        (lambda: sx.numpy.asarray(jnp.ones(2, "float16")), "float16"),
+        (lambda: sx.numpy.linspace(jnp.zeros(2, "float16"), 1, 3), "float16"),
+    ],
+)
+def test_what_is_no_python_float_keeps_its_dtype(make: Any, dtype: str) -> None:
+    with sx.default_dtype("bfloat16"):
+        assert make().dtype.name == dtype
+
+
+def test_arrays_are_created_in_their_shards(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh):
+        rows = sx.numpy.zeros((8, 2), sharding=P("data"))
+    assert rows.sharding == NamedSharding(mesh, P("data"))
+    place = NamedSharding(mesh, P("model"))
+    assert sx.numpy.array(np.ones(8), device=place).sharding == place
+    kept = jax.device_put(jnp.ones(8), place)
+    assert sx.numpy.asarray(kept) is kept
+
+
+def test_inside_programs_the_dtype_is_given_or_that_of_the_value() -> None:
+    for call in (lambda: sx.numpy.zeros(3), lambda: sx.numpy.array([0.5])):
+        with pytest.raises(DtypeError, match=r"inside a program.*dtype=\.\.\."):
+            jax.jit(call)()
+    with sx.default_dtype("bfloat16"):
+        run = sx.jit(lambda x: sx.numpy.zeros(3, "float32") + sx.numpy.array(x))
+        assert run(jnp.ones(3)).dtype == jnp.float32
+
+
+def test_dtypes_and_places_that_cannot_be_are_refused() -> None:
+    with pytest.raises(DtypeError, match="64 bits"):
+        sx.numpy.zeros(3, "float64")
+    with pytest.raises(DeviceError, match="no device 'moon'"):
+        sx.numpy.ones(3, device="moon")
+    with pytest.raises(DeviceError, match=r"shardax\.numpy\.full was given device='cpu' and"):
+        sx.numpy.full(3, 1.0, device="cpu", sharding=P())
+    with pytest.raises(DeviceError, match="needs a mesh"):
+        sx.numpy.eye(3, sharding=P("data"))
