@@ -52,11 +52,13 @@ def estimate(name: str) -> Any:
     "name", ["tensor_parallel", "data_parallel", "fully_sharded", "decoder", "sharded_scan"]
 )
 def test_the_estimate_is_what_the_compiler_of_h100_sends(name: str) -> None:
-    (path,) = GOLDEN.glob(f"jax-cuda12-plugin-*/h100/{name}.hlo.gz")
-    real = read_program(gzip.decompress(path.read_bytes()).decode(), CASES[name].mesh)
     found = estimate(name)
-    assert found.wire_bytes() == real.wire_bytes()
-    assert found.matmul_flops == real.matmul_flops
+    versions = [*GOLDEN.glob(f"jax-cuda12-plugin-*/h100/{name}.hlo.gz")]
+    assert versions
+    for path in versions:
+        real = read_program(gzip.decompress(path.read_bytes()).decode(), CASES[name].mesh)
+        assert found.wire_bytes() == real.wire_bytes()
+        assert found.matmul_flops == real.matmul_flops
 
 
 def test_fully_sharded_weights_are_gathered_and_their_gradients_scattered() -> None:

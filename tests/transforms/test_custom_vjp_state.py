@@ -286,7 +286,11 @@ def test_a_rule_that_does_not_fit_is_told_why(
         ),
         (lambda: _defined(lambda m: m.factor)(Sine()), DifferentiationError, r"returned a Param"),
         (lambda: _defined(lambda x: "a")(1.0), OutputError, r"sx\.custom_vjp returned 'a'"),
-        (lambda: _defined(lambda x: x)(), TypeError, r"missing a required argument: 'x'"),
+        (
+            lambda: _defined(lambda x: x)(),
+            TypeError,
+            r"missing 1 required positional argument: 'x'",
+        ),
     ],
 )
 def test_what_a_call_refuses(call: Any, error: type[Exception], message: str) -> None:

@@ -222,7 +222,7 @@ def test_axes_and_sizes_that_do_not_fit_name_the_array(run: Any, message: str) -
         ({"out_axes": (0, True)}, r"out_axes gives True"),
         ({"in_axes": (sx.Carry, 0)}, r"in_axes gives Carry \(sx\.Carry is for sx\.scan\)"),
         ({"in_axes": sx.StateSharding({...: 0})}, r"in_axes .* a StateSharding; use StateAxes"),
-        ({"metadata": {"name": "layers"}}, r"metadata of sx\.vmap has \['name'\]"),
+        ({"metadata": "layers"}, r"metadata of sx\.vmap is 'layers'; it is a mapping"),
     ],
 )
 def test_options_are_checked_before_anything_is_called(options: Any, message: str) -> None:

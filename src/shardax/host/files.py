@@ -15,7 +15,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         draft.replace(target)
     except OSError as error:
-        error.filename = str(target)
+        if error.errno is not None:  # else its text would be gone
+            error.filename = str(target)
         raise
     finally:
         draft.unlink(missing_ok=True)

@@ -114,11 +114,24 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     if depth:
         return found
     first = _first_keys.setdefault(function, found)
-    if first == found and first not in _rebound:
+    if first not in _rebound and _same_numbers(first, found):
         return first
     if _rebound.setdefault(first, weakref.ref(function))() is not function:
         first = _first_keys[function] = _identity(function)
     return first
+
+
+def _same_numbers(first: Any, second: Any) -> bool:
+    """Whether keys differ at most in the types of equal numbers."""
+    # Functions of optax make floats of their settings when they are first called.
+    if first == second:
+        return True
+    if not (isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second)):
+        return False
+    if first[0] in (int, float) and second[0] in (int, float):
+        numbers = [float.fromhex(n) if kind is float else n for kind, n in (first, second)]
+        return numbers[0] == numbers[1]
+    return all(map(_same_numbers, first, second))
 
 
 def _identity(value: Any) -> Hashable:

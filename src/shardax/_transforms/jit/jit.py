@@ -521,7 +521,7 @@ class Jit(PickledByName, Wrapper):
             return self._again(args, kwargs, key)
 
     def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
-        """Makes a call that lost a race once more, while the calls of other threads wait."""
+        """Repeats a call that lost a race while other threads wait."""
         with calling:
             for _ in range(_MOST_RACES):  # against threads that write without a call
                 try:
