@@ -188,3 +188,26 @@ def test_a_value_looked_at_long_ago_may_be_replaced() -> None:
     _in_threads(lambda _: variables[1].update(1.0))
     _ = variables[1].value
     variables[1].value = 2.0
+
+
+class _Counting(sx.Module):
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.linear = sx.nn.Linear(2, 2, rngs=rngs)
+        self.calls = sx.Variable(jnp.int32(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("transform", [sx.jit, sx.remat, lambda f: f], ids=["jit", "remat", "none"])
+def test_layers_of_a_stack_are_written_as_before_once_threads_have_been_used(
+    transform: Any,
+) -> None:
+    rngs = sx.Rngs(0)
+    stack = sx.nn.Stack(lambda: _Counting(rngs), 3)
+    _in_threads(lambda _: stack.stacked.calls.value)
+    call = transform(lambda layer, x: layer(x))
+    for index in (0, 1, 1):
+        call(stack[index], jnp.ones((1, 2)))
+    assert stack.stacked.calls.value.tolist() == [1, 2, 0]

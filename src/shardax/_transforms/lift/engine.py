@@ -294,12 +294,31 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
         return _apply(graph, outputs)
 
 
+def _is_other(variable: Any, read: Any) -> bool:
+    """Whether a Variable holds another value than the one that was read."""
+    if variable._parent is None:
+        return variable._value is not read
+    # A view cuts its part out of the stack at every read, so only what it holds can be compared.
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(read) if isinstance(leaf, jax.Array)):
+        return False  # donated: the part was cut out for this call alone
+    return _bits(variable._value) != _bits(read)
+
+
+def _bits(value: Any) -> list[bytes]:
+    leaves = jax.tree.leaves(value)
+    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    arrays = [
+        jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)
+    ]
+    return [np.asarray(array).tobytes() for array in arrays]
+
+
 def check_unchanged(graph: InputGraph, effects: Effects) -> None:
     """Raises if another thread has written or changed what would be overwritten."""
     read = graph.read
     if read is None or not several or frames.local.frame is not None:
         return
-    lost = [p for p in effects.written if graph.leaves[p]._value is not read[p]]
+    lost = [p for p in effects.written if _is_other(graph.leaves[p], read[p])]
     where = [graph.flat.leaf_paths[position] for position in lost]
     if effects.updates and graph.flat.epoch != epoch.current:
         now = InputGraph(graph.roots).flat.graphdef
