@@ -7,6 +7,7 @@ new processes (``test_new_process.py``).
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -302,6 +303,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def pretend(*plugins: str, gpu: bool = True) -> None:
         monkeypatch.setattr(configure_module, "installed_plugins", lambda: set(plugins))
         monkeypatch.setattr(configure_module, "nvidia_gpu_is_visible", lambda: gpu)
+        find = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
+        )
 
     return pretend
 
