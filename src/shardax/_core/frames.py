@@ -164,13 +164,12 @@ def note_writes(targets: Iterable[Any]) -> None:
             target._stamp = make(Stamp, (stamp.variable, thread))
 
 
-def note_write(target: Any, check: bool) -> None:
-    """Stamps a Variable that is written; under the lock ``exclusive``."""
+def check_unwritten(target: Any) -> None:
+    """Raises if another thread has written since this one read; under ``exclusive``."""
     stamp, thread = target._stamp, threading.get_ident()
     read = local.reads.get(id(target))
     if (
-        check
-        and not (read is None or stamp is None or stamp is read or stamp.thread == thread)
+        not (read is None or stamp is None or stamp is read or stamp.thread == thread)
         and stamp.variable is read.variable
     ):
         raise ConcurrentWriteError(
@@ -178,6 +177,12 @@ def note_write(target: Any, check: bool) -> None:
             f"and that would be lost; nothing was written. Hold one lock around reading and "
             f"writing, with lock: v[...] = v + 1; or update it in one step, v += 1."
         )
+
+
+def note_write(target: Any) -> None:
+    """Stamps a Variable after it was written; under the lock ``exclusive``."""
+    # A reader takes the stamp before the value: with the new stamp it has the new value.
+    stamp, thread = target._stamp, threading.get_ident()
     target._stamp = made = Stamp(object() if stamp is None else stamp.variable, thread)
     local.reads[id(target)] = made
 

@@ -35,6 +35,7 @@ from shardax._core.frames import (
     Stamp,
     check_trace,
     check_unlocked,
+    check_unwritten,
     exclusive,
     in_one_step,
     local,
@@ -196,9 +197,11 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             target._value = value
             return
         with exclusive:
-            note_write(target, check)
+            if check:
+                check_unwritten(target)
             with realising:
                 target._value = value
+            note_write(target)
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value

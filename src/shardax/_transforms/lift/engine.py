@@ -291,7 +291,11 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
         return _apply(graph, outputs)
     with frames.in_one_step():
         check_unchanged(graph, outputs.effects)
-        return _apply(graph, outputs)
+        result = _apply(graph, outputs)
+        if graph.read is not None and frames.local.frame is None:
+            for position in outputs.effects.written:
+                frames.note_write(graph.leaves[position])
+        return result
 
 
 def _is_other(variable: Any, read: Any) -> bool:
@@ -331,8 +335,6 @@ def check_unchanged(graph: InputGraph, effects: Effects) -> None:
             "which calls wait for each other; hold one threading.Lock around calls; or give each "
             "thread its own model (sx.clone)."
         )
-    for position in effects.written:
-        frames.note_write(graph.leaves[position], check=False)
 
 
 def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
