@@ -310,7 +310,7 @@ def _is_other(variable: Any, read: Any) -> bool:
 
 def _bits(value: Any) -> list[bytes]:
     leaves = jax.tree.leaves(value)
-    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     arrays = [
         jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)
     ]
