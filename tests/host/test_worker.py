@@ -406,7 +406,7 @@ def test_what_it_prints_goes_to_its_log_which_it_can_read_again(tmp_path, capfd)
     log = tmp_path / "worker.log"
     with Worker(log=log) as worker:
         worker.submit(os.write, 2, b"of the call\n").result()
-        assert worker.submit(os.pread, 2, 100, 0).result() == log.read_bytes()
+        assert worker.submit(os.pread, 2, 100_000, 0).result() == log.read_bytes()
     assert log.read_text().endswith("of the call\n")
     assert capfd.readouterr() == ("", "")
 
