@@ -72,7 +72,9 @@ def test_in_ci_a_test_that_skips_for_a_missing_package_fails(
 ) -> None:
     program = tmp_path / "test_skipping.py"
     program.write_text(SKIPPING.format(whole=whole), encoding="utf-8")
-    environment = {k: v for k, v in os.environ.items() if k != "EVERY_PACKAGE" and "PYTEST" not in k}
+    environment = {
+        k: v for k, v in os.environ.items() if k != "EVERY_PACKAGE" and "PYTEST" not in k
+    }
     environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", os.devnull, program],
