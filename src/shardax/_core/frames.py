@@ -25,6 +25,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
+import jax
+
 from shardax._core import _jax
 from shardax._core.errors import (
     ArrayExpectedError,
@@ -81,8 +83,16 @@ class Frame:
         """Returns this frame's stand-in for a Variable of the parent."""
         # A copy reads the value as of now; transforms with a stricter rule override this.
         copy = outer._copy_into(self)
-        self.captured.append(CapturedVariable(outer, copy, copy._value))
+        value = copy._value
+        copy._value = own(value)
+        self.captured.append(CapturedVariable(outer, copy, value))
         return copy
+
+
+def own(value: Any) -> Any:
+    """Returns the value for a copy: its dicts, lists and other nodes are not the original's."""
+    # What a function changes in them in place is then seen as a write to the copy.
+    return value if isinstance(value, jax.Array) else jax.tree.map(lambda leaf: leaf, value)
 
 
 class PlainTrace(Frame):
