@@ -9,8 +9,8 @@ local list; append to ``self.layers``.
 
 Plain arrays are *boxed*: held in a hidden Variable (``ArrayAttribute``), so that they can be
 lifted, written and saved like any other data, and unboxed when read. A pytree node that can be
-changed in place, such as a dataclass that is not frozen, is kept beside its boxed children
-(``ChangeableNode``).
+changed in place, such as a dataclass that is not frozen, is kept beside its children if some of
+them are boxed (``ChangeableNode``).
 """
 
 from __future__ import annotations
@@ -69,9 +69,11 @@ def box(value: Any, where: str) -> Any:
     handler = handlers.handler_of(value)
     if handler.stores_items and (has_parts or isinstance(value, tuple)):
         _check_key(value, where, handler.config)
-        if handler.volatile:
-            return ChangeableNode.of(value, where)
-        return handlers.map_children(lambda item: box(item, where), value)
+        stored = handlers.map_children(lambda item: box(item, where), value)
+        is_copied = handler.volatile and any(
+            is_boxed(child) for _, child in handler.children(stored)
+        )
+        return ChangeableNode.of(value, where) if is_copied else stored
     if has_parts:
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
