@@ -330,6 +330,11 @@ def test_an_array_assigned_in_place_is_the_models(
         held.b = jnp.zeros(3)
         assert reach(model.held) is held and held.b.tolist() == [0.0, 0.0, 0.0]
     reach(model.held).b = jnp.zeros(3)
+    assert float(sx.jit(lambda: change(model, 1))()) == 3.0  # through a closure
+    assert reach(model.held).b.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(sx.errors.ForeignMutationError, match=r"held.*was not passed in"):
+        sx.vmap(lambda x: (change(model, 1), x)[1])(jnp.ones(2))
+    reach(model.held).b = jnp.zeros(3)
     for copied in (sx.clone(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         reach(copied.held).b = jnp.ones(3)
         assert float(change(copied, 1)) == 6.0

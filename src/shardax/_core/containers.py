@@ -37,7 +37,7 @@ import jax
 import numpy as np
 
 from shardax._core.errors import StaticAttributeError, VariableValueError
-from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.frames import Frame, check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers
 from shardax._core.graph.flatten import DictDef, ListDef, register_graph
@@ -226,6 +226,17 @@ class ChangeableNode:
 
     def read(self) -> Any:
         """Returns the node that the user sees, with the present values."""
+        frame = local.frame
+        if frame is not None and any(resolve(box, frame) is not box for box in _boxes_in(self)):
+            known = frame.nodes.get(id(self))
+            if known is None:
+                own = ChangeableNode(self._kind, self.children(), self._where)
+                known = frame.nodes[id(self)] = (self, own)
+            return known[1]._read_here()
+        return self._read_here()
+
+    def _read_here(self) -> Any:
+        """Returns the node for the frame that it belongs to."""
         values = [unbox(child) for _, child in self.children()]
         if self._node is None or any(
             new is not old for new, old in zip(values, self._shown, strict=True)
@@ -262,6 +273,16 @@ class ChangeableNode:
 
     def __reduce__(self) -> Any:
         return ChangeableNode, (self.config(), self._stored, self._where)
+
+
+def _boxes_in(stored: Any) -> Iterator[Any]:
+    """Yields the array attributes in the immutable parts of a stored value."""
+    if isinstance(stored, ArrayAttribute):
+        yield stored
+    elif (handler := handlers.handler_of(stored)).stores_items:
+        known = stored._stored if isinstance(stored, ChangeableNode) else handler.children(stored)
+        for _, child in known:
+            yield from _boxes_in(child)
 
 
 def class_of(stored: Any) -> type:

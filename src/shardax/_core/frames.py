@@ -53,7 +53,7 @@ class CapturedVariable(NamedTuple):
 class Frame:
     """One run of a user's function inside a lifted transform."""
 
-    __slots__ = ("captured", "closed", "copies", "name", "parent", "trace")
+    __slots__ = ("captured", "closed", "copies", "name", "nodes", "parent", "trace")
     carries_captured = True  # whether values written to captured Variables are handed back
 
     def __init__(self, name: str) -> None:
@@ -63,6 +63,8 @@ class Frame:
         # id(original) to (original, copy); holding the original keeps its id from being reused.
         self.copies: dict[int, tuple[Any, Any]] = {}
         self.captured: list[CapturedVariable] = []
+        # Likewise for pytree nodes that can be changed in place (_core.containers).
+        self.nodes: dict[int, tuple[Any, Any]] = {}
         self.closed = False  # the run is over; a Variable owned by a closed frame has leaked
 
     def __enter__(self) -> Self:
@@ -73,11 +75,16 @@ class Frame:
         local.frame = self.parent
         self.closed = True
         # A Variable that leaked from the trace must not keep the caller's model alive.
-        self.copies = {}
+        self.copies, self.nodes = {}, {}
         reason = str(getattr(error, "__cause__", None))
         if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
             text = reason.removeprefix("Argument '").partition("' of type")[0]
             raise ArrayExpectedError(text) from error
+
+    def take_in(self) -> None:
+        """Stores what the function put into nodes that it was not given."""
+        for _, node in self.nodes.values():
+            node.children()
 
     def capture(self, outer: Any) -> Any:
         """Returns this frame's stand-in for a Variable of the parent."""

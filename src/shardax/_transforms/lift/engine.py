@@ -561,6 +561,7 @@ class LiftedCall:
             kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
             args, kwargs = self.enter(args, kwargs)
             result = roots[which](*args, **kwargs)
+            frame.take_in()
             if isinstance(frame, SealedFrame):
                 frame.check_unwritten()
             args, kwargs = self.arguments.restore(kept, kept_named, given)
