@@ -97,6 +97,12 @@ def refused_argument(held: Any) -> str | None:
     )
 
 
+def asks_from_c() -> bool:
+    """Whether JAX looks for ``__jax_array__`` from C++."""
+    # Which takes every error for a no; from Python 3.13 all but AttributeError are printed.
+    return sys._getframe(2).f_code.co_name == "bind"
+
+
 @functools.cache
 def eager() -> Any:
     """Returns the token of eager execution: no transform is tracing."""
