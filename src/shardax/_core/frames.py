@@ -165,6 +165,10 @@ def note_read(target: Any) -> None:
     if stamp is None:
         with realising:
             stamp = target._stamp = target._stamp or Stamp(object(), 0)
+    _remember(target, stamp)
+
+
+def _remember(target: Any, stamp: Stamp) -> None:
     reads, key = local.reads, id(target)
     reads.pop(key, None)
     reads[key] = stamp
@@ -201,7 +205,7 @@ def note_write(target: Any) -> None:
     # A reader takes the stamp before the value: with the new stamp it has the new value.
     stamp, thread = target._stamp, threading.get_ident()
     target._stamp = made = Stamp(object() if stamp is None else stamp.variable, thread)
-    local.reads[id(target)] = made
+    _remember(target, made)
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:
