@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -37,6 +38,13 @@ def test_the_installed_version_is_that_of_the_project() -> None:
 def test_the_command_is_installed() -> None:
     (command,) = entry_points(group="console_scripts", name="shardax")
     assert command.value == "shardax.cli:main"
+
+
+def test_a_model_is_trained_without_any_package_of_an_extra() -> None:
+    """The packages of the extras are refused here; `.ci/wheel` runs this without them."""
+    program = ROOT / "tests" / "house" / "without_extras.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert re.fullmatch(rf"loss .* on jax {version('jax')}\n", done.stdout), done.stderr
 
 
 SKIPPING = """
