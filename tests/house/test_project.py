@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shardax._core import _jax
 from tests.house.sources import PACKAGE, ROOT
 
 
@@ -33,6 +34,17 @@ def test_the_installed_version_is_that_of_the_project() -> None:
     """Otherwise the environment is stale: the stamps in ``.venv`` did not follow pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert version("shardax") == project["version"]
+
+
+def test_the_page_on_installing_says_what_the_project_says() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest, newest = (".".join(map(str, each)) for each in (_jax.OLDEST, _jax.NEWEST))
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) == set(project["optional-dependencies"])
+    assert f"jax>={oldest}" in project["dependencies"] and f"JAX older than {oldest}" in page
+    assert f"JAX {oldest} to {newest}" in page and f"JAX newer than {newest}" in page
+    assert project["requires-python"] == ">=3.11" and "Python older than 3.11" in page
 
 
 def test_the_command_is_installed() -> None:
