@@ -8,7 +8,8 @@
 #   make help    the rest
 #
 # Each command installs what it needs into .venv, the first time and whenever pyproject.toml has
-# changed. PYTHON=python3.12 chooses another interpreter, PYTEST_ARGS="-k name -x" goes to pytest.
+# changed. PYTHON=python3.12 chooses another interpreter: for .venv if that is not there yet, else, if
+# .venv has another version, for .venv-3.12. PYTEST_ARGS="-k name -x" goes to pytest.
 
 PYTHON ?= python3
 WORKERS ?= auto
@@ -16,6 +17,18 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 VENV := .venv
+version_of = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)
+ifneq ($(origin PYTHON),file)
+ifeq ($(origin VENV),file)
+THERE := $(call version_of,$(VENV)/bin/python)
+NAMED := $(call version_of,"$(PYTHON)")
+ifneq ($(filter-out $(NAMED),$(THERE)),)
+$(if $(NAMED),,$(error '$(PYTHON)' does not run. Name another one: make PYTHON=/path/to/python3 ...))
+VENV := .venv-$(NAMED)
+$(info .venv has Python $(THERE); Python $(NAMED) gets $(VENV))
+endif
+endif
+endif
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/python -m pip install -qq --retries 8
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -362,25 +362,48 @@ def test_a_run_without_a_checkpoint_cannot_be_sampled(copy: Path, capsys: Any) -
 # --- the command itself ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", ["tyro", "optax", "orbax.checkpoint"])
-def test_a_missing_package_is_named_with_what_installs_it(
-    tmp_path: Path, text: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    missing = package.partition(".")[0]
+def block(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Makes a package impossible to import, and the commands to be imported again."""
     original = builtins.__import__
 
     def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name.partition(".")[0] == missing:
+        if name.partition(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return original(name, *rest, **named)
 
     for name in [name for name in sys.modules if name.startswith("shardax.cli.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+@pytest.mark.parametrize("package", ["tyro", "optax", "orbax.checkpoint"])
+def test_a_missing_package_is_named_with_what_installs_it(
+    tmp_path: Path, text: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    missing = package.partition(".")[0]
+    block(monkeypatch, missing)
     words = ["train", *SIZES, "--text", str(text), "--out", str(tmp_path / "run")]
     said = refused(capsys, *words, status=1)
     assert not (tmp_path / "run").exists()
     assert missing in said and "pip install 'shardax[train]'" in said
+
+
+def test_help_lists_the_commands_in_a_plain_install_too(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    # Names and first lines of the commands, as tyro shows them in its box.
+    rich = re.findall(r"• (\w+) +(.*\.)[ │]*$", capsys.readouterr().out, re.MULTILINE)
+    block(monkeypatch, "tyro")
+    for words in (["--help"], ["-h"], ["train", "--help"]):
+        assert main(words) == 0
+        plain, said = capsys.readouterr()
+        assert re.findall(r"^  (\w+) +(.*)$", plain, re.MULTILINE) == rich != []
+        assert plain.splitlines()[-1] == (
+            "tyro is missing. The command line needs extra packages: pip install 'shardax[train]'"
+        )
+        assert said == ""
 
 
 def test_a_package_of_the_users_that_is_missing_is_no_affair_of_ours(

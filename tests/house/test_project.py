@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from shardax._core import _jax
 from tests.house.sources import PACKAGE, ROOT
 
 
@@ -28,15 +31,109 @@ def test_ci_can_be_started() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def fake(path: Path, version: str, answer: str = "") -> Path:
+    """A program in place of a Python; it answers with its version, whatever it is asked."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{answer or f'echo {version}'}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("there", "words", "used"),
+    [
+        ("", [], ".venv"),
+        ("", ["PYTHON=./new"], ".venv"),
+        ("3.11", [], ".venv"),
+        ("3.11", ["PYTHON=./old"], ".venv"),
+        ("3.11", ["PYTHON=./new"], ".venv-3.13"),
+        ("3.11", ["PYTHON=./new", "VENV=mine"], "mine"),
+        ("3.11", ["PYTHON=./none"], "'./none' does not run. Name another one"),
+    ],
+)
+def test_make_uses_an_environment_of_the_python_that_is_named(
+    tmp_path: Path, there: str, words: list[str], used: str
+) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    fake(tmp_path / "old", "3.11")
+    fake(tmp_path / "new", "3.13")
+    if there:
+        fake(tmp_path / ".venv" / "bin" / "python", there)
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "VENV", "MAKEFLAGS")}
+    done = subprocess.run(
+        ["make", "-n", "test", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if used.startswith("'"):
+        assert done.returncode != 0 and used in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert f"\n{used}/bin/python -m pytest" in done.stdout
+    said = ".venv has Python 3.11; Python 3.13 gets .venv-3.13" in done.stdout
+    assert said == (used == ".venv-3.13")
+
+
+def test_ci_finds_the_newest_python_on_path_or_of_pyenv(tmp_path: Path) -> None:
+    def found(above: str, *folders: Path) -> str:
+        path = os.pathsep.join([*map(str, folders), "/usr/bin", "/bin"])
+        done = subprocess.run(
+            [ROOT / ".ci" / "newest_python", above],
+            env={"PATH": path, "PYENV_ROOT": str(tmp_path / "pyenv")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    assert found("3.97") == ""
+    real = tmp_path / "real" / "python3.99"
+    real.parent.mkdir()
+    real.symlink_to(sys.executable)
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert "python3.99" not in found(own, real.parent)  # by its version, and not by its name
+    shim = tmp_path / "shims" / "python3.99"
+    fake(shim, "", answer="echo not selected >&2; exit 127")
+    fake(tmp_path / "path" / "python3.97", "3.97.0 /path/python3.97")
+    folders = (shim.parent, tmp_path / "path")
+    assert found("3.11", *folders) == "/path/python3.97"
+    fake(tmp_path / "pyenv" / "versions" / "3.9.1" / "bin" / "python", "3.9.1 /3.9.1")
+    fake(tmp_path / "pyenv" / "versions" / "3.98.10" / "bin" / "python", "3.98.10 /of pyenv")
+    fake(tmp_path / "pyenv" / "versions" / "3.98.9" / "bin" / "python", "3.98.9 /3.98.9")
+    assert found("3.11", *folders) == "/of pyenv"
+
+
 def test_the_installed_version_is_that_of_the_project() -> None:
     """Otherwise the environment is stale: the stamps in ``.venv`` did not follow pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert version("shardax") == project["version"]
 
 
+def test_the_page_on_installing_says_what_the_project_says() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest, newest = (".".join(map(str, each)) for each in (_jax.OLDEST, _jax.NEWEST))
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) == set(project["optional-dependencies"])
+    assert f"jax>={oldest}" in project["dependencies"] and f"JAX older than {oldest}" in page
+    assert f"JAX {oldest} to {newest}" in page and f"JAX newer than {newest}" in page
+    assert project["requires-python"] == ">=3.11" and "Python older than 3.11" in page
+
+
 def test_the_command_is_installed() -> None:
     (command,) = entry_points(group="console_scripts", name="shardax")
     assert command.value == "shardax.cli:main"
+
+
+def test_a_model_is_trained_without_any_package_of_an_extra() -> None:
+    """The packages of the extras are refused here; `.ci/wheel` runs this without them."""
+    program = ROOT / "tests" / "house" / "without_extras.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert re.fullmatch(rf"loss .* on jax {version('jax')}\n", done.stdout), done.stderr
 
 
 SKIPPING = """
@@ -52,7 +149,7 @@ def test_called():
     pytest.skip("needs nothing: install shardax[nothing]")
 
 def test_import():
-    pytest.importorskip("no_such_package", reason="pip install nothing")
+    pytest.importorskip("no_such_package")
 
 def test_hardware():
     pytest.skip("the devices have one memory only")
@@ -60,15 +157,18 @@ def test_hardware():
 
 
 @pytest.mark.parametrize(
-    ("ci", "whole", "counts"),
+    ("packages", "whole", "counts"),
     [
-        (True, "", "2 failed, 1 skipped, 1 error"),
-        (True, "pytest.importorskip('no_such_package', reason='pip install nothing')", "1 error"),
-        (False, "", "4 skipped"),
+        ("1", "", "2 failed, 1 skipped, 1 error"),
+        ("1", "pytest.importorskip('no_such_package', reason='pip install nothing')", "1 error"),
+        ("1", "pytest.importorskip('no_such_package')", "1 error"),
+        ("but nothing other", "", "1 failed, 2 skipped, 1 error"),
+        ("but noth", "", "2 failed, 1 skipped, 1 error"),
+        (None, "", "4 skipped"),
     ],
 )
 def test_in_ci_a_test_that_skips_for_a_missing_package_fails(
-    tmp_path: Path, ci: bool, whole: str, counts: str
+    tmp_path: Path, packages: str | None, whole: str, counts: str
 ) -> None:
     program = tmp_path / "test_skipping.py"
     program.write_text(SKIPPING.format(whole=whole), encoding="utf-8")
@@ -79,7 +179,7 @@ def test_in_ci_a_test_that_skips_for_a_missing_package_fails(
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", os.devnull, program],
         cwd=tmp_path,
-        env=environment | ({"EVERY_PACKAGE": "1"} if ci else {}),
+        env=environment | ({"EVERY_PACKAGE": packages} if packages else {}),
         capture_output=True,
         text=True,
         check=False,

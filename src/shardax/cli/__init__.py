@@ -25,8 +25,19 @@ from typing import Annotated, Any, Union
 
 from shardax._core.errors import ShardaxError
 
+_COMMANDS = {
+    "train": "Train a byte-level decoder on text.",
+    "show": "Print the table of a run's parameters.",
+    "sample": "Continue a prompt with a trained run, byte by byte.",
+    "verify": "Check the checkpoints, the settings and the log of a run.",
+    "check": "Report what is wrong with a model's layout over a mesh.",
+    "plan": "Find the layouts that fit on hardware, with their costs.",
+}
+"""First lines of the commands' own docstrings, for where these cannot be imported."""
+
 # Packages, and the extra that brings them.
 _EXTRAS = {**dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"), "cloudpickle": "plan"}
+_MISSING = "{} is missing. The command line needs extra packages: pip install 'shardax[{}]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,10 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        problem = (
-            f"{error.name} is missing. The command line needs extra packages: "
-            f"pip install 'shardax[{extra}]'"
-        )
+        problem = _MISSING.format(error.name, extra)
     except KeyboardInterrupt:
         print("shardax: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -63,7 +71,15 @@ def _show_warning(message: Warning | str, *rest: Any, **named: Any) -> None:
 
 
 def _run(words: list[str]) -> int:
-    import tyro
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        if {"-h", "--help"}.isdisjoint(words):
+            raise
+        print(f"usage: shardax [-h] {{{','.join(_COMMANDS)}}}\n")
+        print(*(f"  {name:8}{line}" for name, line in _COMMANDS.items()), sep="\n")
+        print(f"\n{_MISSING.format(error.name, _EXTRAS['tyro'])}", flush=True)
+        return 0
 
     from shardax.cli.check import Check
     from shardax.cli.inputs import CommandError, check_words
