@@ -32,7 +32,7 @@ OLDEST, NEWEST = (0, 10), (0, 12)
 
 # ``jax.jit(inline=INLINE)`` puts a function into the program that calls it while that is traced.
 # 0.10: True. From 0.11 there is an enum, and from 0.12 True means only when it is lowered.
-INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
@@ -115,7 +115,7 @@ def eager() -> Any:
 
 
 def never_changes_closures(function: types.FunctionType) -> bool:
-    """Whether what a function closed over stays as it is, sets as well."""
+    """Whether nothing that a function closed over changes, not even sets."""
     # From JAX 0.12 policies such as ``save_only_these_names("a")`` are functions that close over a
     # set; to 0.11 they compare by what they were given.
     return function.__globals__.get("__package__", "").split(".")[0] == "jax"

@@ -190,11 +190,10 @@ def same_structure(old: Any, new: Any) -> bool:
 
 
 class ChangeableNode:
-    """A pytree node that the user may change in place, and its children as a model stores them.
+    """A pytree node that users change in place, as models store it."""
 
-    The user has the node itself. So every walk stores what was put into it since the last one, and
-    every reading puts into it what was written elsewhere, such as by a compiled step.
-    """
+    # The user has the node itself. So every walk stores what was put into it since the last one,
+    # and every reading puts into it what was written elsewhere, such as by a compiled step.
 
     __slots__ = ("_kind", "_node", "_shown", "_stored", "_where")
 
@@ -205,7 +204,7 @@ class ChangeableNode:
 
     @classmethod
     def of(cls, node: Any, where: str) -> ChangeableNode:
-        """Returns a user's node in the form in which a model stores it."""
+        """Returns a user's node as a model stores it."""
         made = cls(handlers.NODE.config(node), [], where)
         made._look(node)
         stored = [unbox(child) for _, child in made._stored]
@@ -293,7 +292,7 @@ def class_of(stored: Any) -> type:
 
 
 def _with_fields_of(fresh: Any, node: Any) -> Any:
-    """Gives a node the fields of a fresh one of its type; the fresh one if it has no fields."""
+    """Gives a node a fresh one's fields; else returns the fresh one."""
     names = {name for cls in type(node).__mro__ for name in getattr(cls, "__slots__", ())}
     fields = {name: getattr(fresh, name) for name in names if hasattr(fresh, name)}
     fields |= getattr(fresh, "__dict__", {})

@@ -97,7 +97,7 @@ class Frame:
 
 
 def own(value: Any) -> Any:
-    """Returns the value for a copy: its dicts, lists and other nodes are not the original's."""
+    """Returns a value with dicts, lists and other nodes of its own."""
     # What a function changes in them in place is then seen as a write to the copy.
     return value if isinstance(value, jax.Array) else jax.tree.map(lambda leaf: leaf, value)
 

@@ -208,7 +208,7 @@ class ManualRegion(NamedTuple):
         return jax.device_put(leaf, wanted)
 
     def _with_others(self, spec: PartitionSpec, now: Any, shape: Sequence[int]) -> PartitionSpec:
-        """Returns a spec with the mesh axes of a layout that do not become manual."""
+        """Returns a spec with a layout's axes that do not become manual."""
         if not isinstance(now, NamedSharding) or now.mesh.axis_names != self.mesh.axis_names:
             return spec
         parts = [*dimension_axes(spec), *[()] * len(shape)]
