@@ -36,7 +36,8 @@ OLDEST, NEWEST = (0, 10), (0, 12)
 
 # ``jax.jit(inline=INLINE)`` puts a function into the program that calls it while that is traced.
 # 0.10: True. From 0.11 there is an enum, and from 0.12 True means only when it is lowered.
-INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+_kinds: Any = getattr(jax, "Inline", None)
+INLINE: Any = True if _kinds is None else _kinds.JAX_EARLY
 
 
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
