@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions of JAX shardax imports with."""
+"""Which versions of JAX shardax imports with, and what holds on each of them."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import threading
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import shardax as sx
 from shardax._core import _jax
 
 WITH_VERSION = """
@@ -57,3 +65,199 @@ def test_a_tested_jax_says_nothing() -> None:
 def test_every_version_below_the_bound_is_refused(version: tuple[int, ...]) -> None:
     with pytest.raises(ImportError, match="shardax needs JAX"):
         _jax.check_version(version)
+
+
+# --- what each entry promises, on every version ---------------------------------------------------
+
+
+def inline() -> None:
+    inner = jax.jit(lambda x, unused: x + 1, inline=_jax.INLINE)
+    (equation,) = jax.make_jaxpr(lambda x, y: inner(x, y))(1.0, 2.0).eqns
+    assert equation.primitive.name == "add"
+
+
+def tracer() -> None:
+    seen: list[Any] = []
+    jax.make_jaxpr(seen.append)(1.0)
+    assert isinstance(seen[0], _jax.Tracer) and not isinstance(jnp.ones(()), _jax.Tracer)
+
+
+def literal() -> None:
+    (equation,) = jax.make_jaxpr(lambda x: x + 1)(1.0).eqns
+    assert [isinstance(each, _jax.Literal) for each in equation.invars] == [False, True]
+
+
+def jaxpr_as_fun() -> None:
+    weight = jnp.arange(3.0)
+    program = jax.make_jaxpr(lambda x: (x * weight, x + 1))(jnp.ones(3))
+    found = _jax.jaxpr_as_fun(program)(jnp.full(3, 2.0))
+    assert [each.tolist() for each in found] == [[0.0, 2.0, 4.0], [3.0, 3.0, 3.0]]
+
+
+def trace_state() -> None:
+    states: list[Any] = []
+
+    def note(x: Any) -> Any:
+        states.extend(_jax.trace_state() for _ in range(2))
+        return x
+
+    for run in (jax.jit(note), jax.vmap(note), jax.grad(lambda x: note(x).sum())):
+        run(jnp.ones(2))
+    outside = _jax.trace_state()
+    assert outside == _jax.trace_state() and outside not in states
+    assert all(states[i] == states[i + 1] for i in (0, 2, 4))
+    assert all(states[i] != states[j] for i, j in ((0, 2), (0, 4), (2, 4)))
+
+
+def eager() -> None:
+    _jax.eager.cache_clear()
+    inside: list[Any] = []
+    jax.make_jaxpr(lambda x: inside.extend((_jax.eager(), _jax.trace_state())))(1.0)
+    assert _jax.trace_state() == _jax.eager() == inside[0] != inside[1]
+    other: list[bool] = []
+    thread = threading.Thread(target=lambda: other.append(_jax.trace_state() == _jax.eager()))
+    thread.start()
+    thread.join()
+    assert other == [True]
+
+
+def refused_argument() -> None:
+    w = sx.Param(jnp.ones(2))
+    told = f"is a Param(float32[2]), {_jax.ARRAYS_ONLY}"
+    with pytest.raises(TypeError, match="exp") as caught:
+        jax.lax.exp(w)  # pyright: ignore[reportArgumentType]
+    assert f"The argument x of jax.lax.exp {told}" in str(caught.value.__cause__)
+    with pytest.raises(sx.errors.ShardaxError) as refused:
+        jax.typeof(w)
+    assert f"of jax.typeof {told}" in str(refused.value)
+
+
+def asks_from_c() -> None:
+    printed: list[Any] = []  # by Python, where C++ meets an error that it does not expect
+    before, sys.unraisablehook = sys.unraisablehook, printed.append
+    try:
+        with pytest.raises(TypeError):
+            jax.lax.exp(sx.Param(jnp.ones(2)))  # pyright: ignore[reportArgumentType]
+    finally:
+        sys.unraisablehook = before
+    assert printed == []
+
+
+def jaxprs() -> None:
+    weight = jnp.arange(3.0)
+    program = jax.make_jaxpr(
+        lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jax.jit(jnp.cos), x * weight)
+    )
+    opened = _jax.open_jaxpr(program(jnp.ones(3)))
+    assert _jax.open_jaxpr(opened) is opened and len(opened.constvars) == 1
+    (choice,) = [each for each in opened.eqns if each.primitive.name == "cond"]
+    assert not any([*_jax.inner_jaxprs(each)] for each in opened.eqns if each is not choice)
+    names = [[each.primitive.name for each in inner.eqns] for inner in _jax.inner_jaxprs(choice)]
+    assert sorted(names) == [["jit"], ["sin"]]
+
+
+def never_changes_closures() -> None:
+    policies = jax.checkpoint_policies
+    saved = [policies.save_only_these_names("a", "b"), policies.save_only_these_names("b", "a")]
+    for same in (
+        saved,
+        [policies.save_any_names_but_these("a") for _ in range(2)],
+        [policies.save_from_both_policies(each, policies.dots_saveable) for each in saved],
+    ):
+        traced: list[int] = []
+
+        @sx.jit
+        def run(layer: Any, x: Any, traced: list[int] = traced) -> Any:
+            traced.append(1)
+            return layer(x)
+
+        layers = [sx.Remat(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), policy=each) for each in same]
+        assert sx.graphdef(layers[0]) == sx.graphdef(layers[1])
+        for layer in layers:
+            run(layer, jnp.ones(2))
+        assert traced == [1]
+    other = policies.save_only_these_names("a")
+    assert len({sx.graphdef(sx.Remat(sx.Rngs(0), policy=each)) for each in (*saved, other)}) == 2
+    assert not _jax.never_changes_closures(never_changes_closures)
+
+
+def auto_mesh() -> None:
+    mesh = _jax.auto_mesh({"data": 2, "model": 4})
+    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+
+
+def user_line() -> None:
+    (equation,) = jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).eqns
+    line = user_line.__code__.co_firstlineno + 1
+    assert _jax.user_line(equation) == f"{__file__}:{line}"
+    assert _jax.user_line(None) == ""
+
+
+def jit_options() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    place = jax.NamedSharding(mesh, P("data"))
+    given = {
+        "static_argnums": (1,),
+        "static_argnames": ("mode",),
+        "donate_argnums": (0,),
+        "keep_unused": True,
+        "in_shardings": (place, None),
+        "out_shardings": {"y": place},
+        "compiler_options": {"xla_embed_ir_in_executable": True},
+    }
+    function = jax.jit(lambda x, mode, z: {"y": x}, **given)
+    assert _jax.jit_options(function) == given | {"donate_argnames": ("x",)}
+    assert _jax.jit_options(jax.jit(jnp.sin)) == {}
+    with pytest.raises(TypeError, match="does not tell"):
+        _jax.jit_options(print)
+
+
+def varying_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    seen: list[Any] = []
+
+    def look(x: Any, y: Any) -> Any:
+        seen.extend(map(_jax.varying_axes, (x, y, x.sum() + y, jnp.ones(2), 1.0)))
+        return x
+
+    specs = {"in_specs": (P("data"), P(None, "model")), "out_specs": P("data")}
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, **specs), *[jnp.ones((8, 8))] * 2)
+    assert seen == [{"data"}, {"model"}, {"data", "model"}, frozenset(), frozenset()]
+
+
+PROMISES: dict[str, Callable[[], None]] = {
+    "INLINE": inline,
+    "Tracer": tracer,
+    "Literal": literal,
+    "jaxpr_as_fun": jaxpr_as_fun,
+    "trace_state": trace_state,
+    "eager": eager,
+    "refused_argument": refused_argument,
+    "ARRAYS_ONLY": refused_argument,
+    "asks_from_c": asks_from_c,
+    "open_jaxpr": jaxprs,
+    "inner_jaxprs": jaxprs,
+    "never_changes_closures": never_changes_closures,
+    "auto_mesh": auto_mesh,
+    "user_line": user_line,
+    "jit_options": jit_options,
+    "varying_axes": varying_axes,
+}
+
+
+@pytest.mark.parametrize("promise", dict.fromkeys(PROMISES.values()), ids=lambda f: f.__name__)
+def test_what_an_entry_promises_holds_on_this_version(promise: Callable[[], None]) -> None:
+    promise()
+
+
+def test_every_entry_promises_something() -> None:
+    # What is no function of the module, or is none any more once it was used.
+    other = {"INLINE", "ARRAYS_ONLY", "Tracer", "Literal", "jaxpr_as_fun", "trace_state"}
+    own = {
+        name
+        for name, item in vars(_jax).items()
+        if inspect.isfunction(inspect.unwrap(item)) and item.__module__ == _jax.__name__
+    }
+    # check_version has tests of its own; __getattr__ imports two of the others on first use.
+    assert PROMISES.keys() == (own | other) - {"check_version", "__getattr__"}

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public parts of JAX outside its top-level namespace.
+"""Versions of JAX, and its public parts outside its top-level namespace.
+
+No other module asks for a version, or for what only some have. Each entry says since when it is as
+it is, and holds for all versions from ``OLDEST`` to ``NEWEST``; ``tests/core/test_versions.py``
+says what it promises.
 
 A *trace state* is an opaque token of the transform that is tracing: two tokens are equal exactly
 when they were taken under one trace.
@@ -17,7 +21,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,7 +36,8 @@ OLDEST, NEWEST = (0, 10), (0, 12)
 
 # ``jax.jit(inline=INLINE)`` puts a function into the program that calls it while that is traced.
 # 0.10: True. From 0.11 there is an enum, and from 0.12 True means only when it is lowered.
-INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+_kinds: Any = getattr(jax, "Inline", None)
+INLINE: Any = True if _kinds is None else _kinds.JAX_EARLY
 
 
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
@@ -63,6 +68,7 @@ def __getattr__(name: str) -> Any:
 
 def trace_state() -> Any:
     """Returns the token of the current trace."""
+    # 0.10 to 0.12. The convention is the one that tells every trace from the others.
     from jax.extend.core import get_opaque_trace_state
 
     state = functools.partial(get_opaque_trace_state, convention="nnx")
@@ -70,7 +76,7 @@ def trace_state() -> Any:
     return state()
 
 
-# Functions of JAX that ask for ``__jax_array__`` only to say that they do not call it.
+# Functions of JAX 0.10 to 0.12 that ask for ``__jax_array__`` only to say that they do not call it.
 ARRAYS_ONLY = "but only arrays are taken there."
 _TYPE_QUERIES = frozenset({"bind", "canonicalize_value", "shaped_abstractify", "typeof"})
 
@@ -99,7 +105,8 @@ def refused_argument(held: Any) -> str | None:
 
 def asks_from_c() -> bool:
     """Whether JAX looks for ``__jax_array__`` from C++."""
-    # Which takes every error for a no; from Python 3.13 all but AttributeError are printed.
+    # JAX 0.10 to 0.12. It takes every error for a no; from Python 3.13 all but AttributeError are
+    # printed.
     return sys._getframe(2).f_code.co_name == "bind"
 
 
@@ -114,8 +121,22 @@ def eager() -> Any:
     return found[0]
 
 
+def open_jaxpr(program: Any) -> Any:
+    """Returns a program without what holds its constants."""
+    # To JAX 0.10 that is an object around it; from 0.11 the program holds them itself.
+    return getattr(program, "jaxpr", program)
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """Yields the programs inside an equation."""
+    for value in jax.tree.leaves(list(equation.params.values())):
+        inner = open_jaxpr(value)
+        if hasattr(inner, "eqns"):
+            yield inner
+
+
 def never_changes_closures(function: types.FunctionType) -> bool:
-    """Whether nothing that a function closed over changes, not even sets."""
+    """Whether what a function closed over never changes, sets as well."""
     # From JAX 0.12 policies such as ``save_only_these_names("a")`` are functions that close over a
     # set; to 0.11 they compare by what they were given.
     return function.__globals__.get("__package__", "").split(".")[0] == "jax"
@@ -130,6 +151,7 @@ def auto_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
 
 def user_line(equation: Any) -> str:
     """Returns the user's file and line behind an equation, or ""."""
+    # 0.10 to 0.12.
     traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
     package = pathlib.Path(__file__).parents[1]
     inside = (str(pathlib.Path(jax.__file__).parent), str(package))
@@ -161,7 +183,6 @@ def jit_options(function: Any) -> dict[str, Any]:
 
 def varying_axes(array: Any) -> frozenset[str]:
     """Returns the manual mesh axes over which an array's shards differ (``shard_map``)."""
-    kind = jax.typeof(array)
-    if hasattr(kind, "manual_axis_type"):
-        return kind.manual_axis_type.varying
-    return getattr(kind, "vma", frozenset())
+    # 0.10 to 0.12; abstract values that are no arrays have no such thing.
+    found = getattr(jax.typeof(array), "manual_axis_type", None)
+    return frozenset() if found is None else found.varying

@@ -188,8 +188,8 @@ class ManualRegion(NamedTuple):
     def place(self, leaf: Any, spec: PartitionSpec) -> Any:
         """Returns an array where ``jax.shard_map`` can take it apart."""
         # JAX refuses arrays that are committed to other devices than the mesh's, and over Explicit
-        # axes those that are not laid out by their spec already: from 0.12 also where other axes
-        # are left to the compiler.
+        # axes those that are not laid out by their spec already; newer versions also where other
+        # axes are left to the compiler.
         kinds = self.types
         typed = all(kinds[axis] is AxisType.Explicit for axis in self.axes)
         if isinstance(leaf, Tracer):
@@ -208,7 +208,7 @@ class ManualRegion(NamedTuple):
         return jax.device_put(leaf, wanted)
 
     def _with_others(self, spec: PartitionSpec, now: Any, shape: Sequence[int]) -> PartitionSpec:
-        """Returns a spec with a layout's axes that do not become manual."""
+        """Returns a spec with the other mesh axes of a layout."""
         if not isinstance(now, NamedSharding) or now.mesh.axis_names != self.mesh.axis_names:
             return spec
         parts = [*dimension_axes(spec), *[()] * len(shape)]

@@ -332,7 +332,7 @@ def _moved(array: Any, to: Any) -> Any:
     if _is_at(array, to):
         return array
     if isinstance(array, jax.Array) and array.sharding.memory_kind != to.memory_kind:
-        # To another memory first, and then to other devices: JAX 0.10 fails at both in one step
+        # To another memory first, and then to other devices: JAX fails at both in one step
         # where a device keeps its part ("Memory kind mismatch with buffers").
         array = jax.device_put(array, array.sharding.with_memory_kind(to.memory_kind))
     return jax.device_put(array, to)

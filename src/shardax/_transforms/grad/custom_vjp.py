@@ -94,11 +94,7 @@ def _inner_program(equation: Any) -> Any:
     """Returns the one program inside an equation with its signature."""
     if equation.primitive.name in _REPEATED:
         return None
-    found = []
-    for value in equation.params.values():
-        inner = getattr(value, "jaxpr", value)
-        if hasattr(inner, "eqns") and hasattr(inner, "invars"):
-            found.append(inner)
+    found = [*_jax.inner_jaxprs(equation)]
     if len(found) != 1:
         return None
     same = (len(found[0].invars), len(found[0].outvars))

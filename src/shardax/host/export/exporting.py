@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardax._core._jax import jaxpr_as_fun, user_line
+from shardax._core._jax import inner_jaxprs, jaxpr_as_fun, user_line
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths, is_object
@@ -627,10 +627,8 @@ def _callbacks(jaxpr: Any, around: str = "") -> Iterator[str]:
         line = user_line(equation) or around
         if "callback" in name or name == "debug_print":
             yield _described(equation, name) + (f" at {line}" if line else "")
-        for parameter in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                yield from _callbacks(inner, line)
+        for inner in inner_jaxprs(equation):
+            yield from _callbacks(inner, line)
 
 
 def _described(equation: Any, name: str) -> str:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from shardax._core._jax import auto_mesh
+from shardax._core._jax import auto_mesh, open_jaxpr
 from shardax._core.object import Object
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
@@ -430,7 +430,7 @@ class JaxprWalk:
     def _scan(
         self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
     ) -> list[TracedArray]:
-        body = _inner(eqn.params["jaxpr"])
+        body = open_jaxpr(eqn.params["jaxpr"])
         # Versions of JAX name the numbers of constants and of carried values differently; what the
         # loop takes and gives one element at a time has a dimension more than in its body.
         first = _same_rank(eqn.invars, body.invars)
@@ -457,7 +457,7 @@ class JaxprWalk:
         before, consts = params["cond_nconsts"], params["body_nconsts"]
         state = [TracedArray(v.dims, False) for v in operands[before + consts :]]
         made = self.program(
-            _inner(params["body_jaxpr"]),
+            open_jaxpr(params["body_jaxpr"]),
             [*operands[before : before + consts], *state],
             [True] * len(state),
             runs,
@@ -471,7 +471,7 @@ class JaxprWalk:
         self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
     ) -> list[TracedArray]:
         results = [
-            self.program(_inner(branch), operands[1:], wanted, runs)
+            self.program(open_jaxpr(branch), operands[1:], wanted, runs)
             for branch in eqn.params["branches"]
         ]
         for other in results[1:]:
@@ -490,7 +490,7 @@ class JaxprWalk:
             self.notes["operations of custom kernels are not counted"] = None
             return results
         for parameter in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            inner = _inner(eqn.params.get(parameter))
+            inner = open_jaxpr(eqn.params.get(parameter))
             if not hasattr(inner, "eqns"):
                 continue
             if len(inner.invars) == len(operands) and len(inner.outvars) == len(results):
@@ -499,11 +499,6 @@ class JaxprWalk:
                 inner, [self._new(v) for v in inner.invars], [True] * len(inner.outvars), runs
             )
         return results
-
-
-def _inner(jaxpr: Any) -> Any:
-    """A jaxpr that may be closed over constants."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
