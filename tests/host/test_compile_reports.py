@@ -121,14 +121,18 @@ print(json.dumps([found, report.hits, report.misses, report.stored]))
 """
 
 
-def test_the_cache_has_what_an_earlier_process_stored_but_no_callbacks(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_the_cache_has_what_an_earlier_process_stored(tmp_path: pathlib.Path) -> None:
     runs = [json.loads(run_python(CACHED, tmp_path / "cache")) for _ in range(2)]
-    assert runs == [
-        [{"step": "stored", "printing": "not stored"}, 0, 2, 1],
-        [{"step": "hit", "printing": "not stored"}, 1, 1, 0],
-    ]
+    if runs[0][0]["printing"] == "stored":  # JAX 0.12 stores programs with callbacks, too
+        assert runs == [
+            [{"step": "stored", "printing": "stored"}, 0, 2, 2],
+            [{"step": "hit", "printing": "hit"}, 2, 0, 0],
+        ]
+    else:
+        assert runs == [
+            [{"step": "stored", "printing": "not stored"}, 0, 2, 1],
+            [{"step": "hit", "printing": "not stored"}, 1, 1, 0],
+        ]
 
 
 def test_without_a_cache_nothing_hits_or_misses() -> None:

@@ -299,7 +299,11 @@ def draw(
     stream = current(name)
     operands = operands or {}
     place = placement(f"shardax.random.{name}", device, sharding)
-    specs = tuple((name, array.shape, array.dtype) for name, array in operands.items())
+    # Of NumPy's 64 bits JAX makes 32, and warns of it where they are asked for by name.
+    specs = tuple(
+        (name, array.shape, jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True))
+        for name, array in operands.items()
+    )
     chosen = tuple(options.items())
     with stream.drawing() as (impl, words, folds):
         program = _program(name, impl, len(folds), specs, chosen, place)
