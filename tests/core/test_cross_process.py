@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
+from shardax._core._jax import auto_mesh
 from shardax._core.cross_process import (
     PickledByName,
     format_mesh,
@@ -51,7 +52,7 @@ def test_functions_that_a_module_has_by_name_go_by_name() -> None:
 
 
 def test_meshes_and_axes_as_text() -> None:
-    assert format_mesh(jax.sharding.AbstractMesh((2, 4), ("data", "model"))) == "data=2, model=4"
+    assert format_mesh(auto_mesh({"data": 2, "model": 4})) == "data=2, model=4"
     explicit = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     assert format_mesh(explicit) == "data=1 (Explicit)"
     assert format_axes(("embed", None)) == "embed, -" and format_axes(None) == ""

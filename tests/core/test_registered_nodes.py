@@ -276,6 +276,113 @@ def test_a_field_that_is_assigned_in_place_is_seen_by_compiled_functions() -> No
     assert type(model.pair.b) is sx.BatchStat and model.pair.b.value.tolist() == [1.0, 1.0]
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+    tree_flatten_with_keys = Keyed.tree_flatten_with_keys
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Slotted:
+        return cls(*children)
+
+
+CHANGEABLE = {"dataclass": Pair, "with keys": Keyed, "without keys": Plain, "slots": Slotted}
+every_changeable = pytest.mark.parametrize("kind", CHANGEABLE.values(), ids=CHANGEABLE.keys())
+# What stands beside the array that is assigned: the node is an array attribute, or part of a model.
+every_neighbour = pytest.mark.parametrize(
+    "beside", [lambda: jnp.ones(2), lambda: sx.Param(jnp.ones(2))], ids=["array", "Param"]
+)
+# How a model holds the node, and the way to it.
+PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attribute": (lambda node: node, lambda held: held),
+    "list": (lambda node: [node], lambda held: held[0]),
+    "dict of tuples": (lambda node: {"k": (node, 1)}, lambda held: held["k"][0]),
+    "node": (lambda node: Pair(node, sx.Param(1.0)), lambda held: held.a),
+}
+every_place = pytest.mark.parametrize(("wrap", "reach"), PLACES.values(), ids=PLACES.keys())
+
+
+@every_changeable
+@every_neighbour
+@every_place
+def test_an_array_assigned_in_place_is_the_models(
+    kind: Any, beside: Any, wrap: Any, reach: Any
+) -> None:
+    model = sx.Module()
+    model.held = wrap(kind(beside(), jnp.zeros(3)))
+
+    def change(model: Any, number: Any) -> Any:
+        node = reach(model.held)
+        node.b = node.b + number
+        return reach(model.held).b.sum()
+
+    held = reach(model.held)
+    assert float(change(model, 1)) == 3.0 and float(sx.jit(change)(model, 1)) == 6.0
+    assert float(sx.jit(lambda model: reach(model.held).b.sum())(model)) == 6.0
+    assert float(sx.grad(lambda x: change(model, x))(0.0)) == 3.0
+    sx.fori_loop(0, 3, lambda i, model: (change(model, 1), model)[1], model)
+    assert reach(model.held).b.tolist() == [5.0, 5.0, 5.0]
+    if isinstance(held.a, sx.Param):  # what was read before the compiled calls is still the model's
+        held.b = jnp.zeros(3)
+        assert reach(model.held) is held and held.b.tolist() == [0.0, 0.0, 0.0]
+    reach(model.held).b = jnp.zeros(3)
+    assert float(sx.jit(lambda: change(model, 1))()) == 3.0  # through a closure
+    assert reach(model.held).b.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(sx.errors.ForeignMutationError, match=r"held.*was not passed in"):
+        sx.vmap(lambda x: (change(model, 1), x)[1])(jnp.ones(2))
+    reach(model.held).b = jnp.zeros(3)
+    for copied in (sx.clone(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        reach(copied.held).b = jnp.ones(3)
+        assert float(change(copied, 1)) == 6.0
+    assert float(change(model, 1)) == 3.0
+
+
+@every_changeable
+def test_an_array_over_a_param_and_data_that_cannot_be_tracked_are_refused_in_place(
+    kind: Any,
+) -> None:
+    model = sx.Module()
+    model.node = kind(sx.Param(jnp.ones(2)), jnp.zeros(3))
+    model.node.a = jnp.zeros(2)
+    with pytest.raises(sx.errors.StaticAttributeError, match=r"over the Param in .* 'node'"):
+        sx.state(model)
+    assert model.node.a.value.tolist() == [1.0, 1.0]
+    model.node.a = sx.Param(jnp.full(2, 7.0))
+    assert sx.state(model, sx.Param).flat().popitem()[1].tolist() == [7.0, 7.0]
+    model.node.b = {sx.Param(1.0)}
+    with pytest.raises(sx.errors.StaticAttributeError, match=r"'node'.* cannot be tracked"):
+        sx.state(model)
+    assert model.node.b.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("make", [dict, lambda a, b: Pair(a, b)], ids=["dict", "node"])
+def test_a_value_that_is_changed_in_place_is_written(make: Any) -> None:
+    def change(variable: Any) -> None:
+        value = variable.value
+        if isinstance(value, dict):
+            value["b"] = value["b"] + 1
+        else:
+            value.b = value.b + 1
+
+    def read(variable: Any) -> float:
+        value = variable.value
+        return float(value["b"] if isinstance(value, dict) else value.b)
+
+    variable = sx.Variable(make(a=jnp.ones(2), b=jnp.zeros(())))
+    change(variable)
+    sx.jit(change)(variable)
+    sx.jit(lambda: change(variable))()
+    sx.fori_loop(0, 3, lambda i, variable: (change(variable), variable)[1], variable)
+    assert read(variable) == 6.0
+    with pytest.raises(sx.errors.ForeignMutationError, match=r"Cannot write .* inside sx\.vmap"):
+        sx.vmap(lambda x: (change(variable), x)[1])(jnp.ones(2))
+    assert read(variable) == 6.0
+
+
 class Holder:
     def __init__(self, held: Any) -> None:
         self.held = held

@@ -339,7 +339,7 @@ def test_a_name_for_a_number_is_found_in_boxes_as_it_is_in_variables(mesh: Mesh)
 
 
 def test_boxes_are_seen_in_the_table_of_shardings() -> None:
-    mesh = AbstractMesh((2, 4), ("data", "model"))
+    mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     boxes = {
         "params": {"w": LogicallyPartitioned(ARRAY, ("embed", "mlp"))},
         "own": Split(ARRAY, "data"),

@@ -393,7 +393,9 @@ def test_a_decoder_split_both_ways_moves_its_weights_twice_and_its_activations_f
     # float32 of each token. The lookup takes the tokens apart along model and together again.
     softmax, ids = 4 * 2 * FOUR * tokens_here * 4, tokens_here * 4
     assert report.wire_bytes()["model",] == (5 * layers + 2) * activation + softmax + ids
-    assert report.warnings == ()
+    # Where the gradient of the embedding goes to other devices, XLA says that it makes it whole.
+    told = [each for each in report.warnings if "bf16[4,64,128]" in each]
+    assert report.warnings == tuple(told) and len(told) <= len(embedding)
 
 
 @pytest.mark.parametrize(("scan_layers", "norms"), [(False, 5), (True, 3)])

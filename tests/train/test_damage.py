@@ -270,7 +270,7 @@ def test_other_settings_of_model_or_optimizer_are_refused_unless_declared(
     copy: Path, options: dict[str, Any], named: str
 ) -> None:
     trainer = make_trainer(copy, 8, **options)
-    with pytest.raises(TrainerError, match=rf"other settings:\n(.*\n)*.*{named}") as caught:
+    with pytest.raises(TrainerError, match=rf"other settings: [^\n]*{named}") as caught:
         trainer.run(resume=True, display=Quiet())
     assert "override=True" in str(caught.value)
     if "lambda" not in str(caught.value):  # whose state has another form

@@ -108,6 +108,103 @@ def test_a_choice_takes_in_only_what_its_branches_use() -> None:
     ]  # fmt: skip
 
 
+class Partly(sx.Module):
+    """Multiplies by one of two weights; the other has dimensions of size 11."""
+
+    def __init__(self) -> None:
+        self.weight = sx.Param(jnp.arange(1.0, 4.0))
+        self.unused = sx.Param(jnp.ones((11, 11)))
+        self.calls = sx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return jnp.sin(self.weight * x)
+
+
+def _while(model: Partly, x: Any) -> Any:
+    return sx.while_loop(lambda x: x.sum() < 9, lambda x: x + model(x) ** 2, x)
+
+
+def _fori(model: Partly, x: Any) -> Any:
+    return sx.fori_loop(0, 3, lambda i, x: model(x) + i, x)
+
+
+def _scan(model: Partly, x: Any) -> Any:
+    def step(x: Any, row: Any, model: Partly) -> Any:
+        return model(x) + row, row
+
+    run = sx.scan(step, in_axes=(sx.Carry, 0, None))
+    return run(x, jnp.ones((4, 3)), model)[0]
+
+
+def _scan_of_closure(model: Partly, x: Any) -> Any:
+    return sx.scan(lambda x, row: (model(x) + row, row))(x, jnp.ones((4, 3)))[0]
+
+
+def _bounded(kind: Any) -> Callable[..., Any]:
+    def run(model: Partly, x: Any) -> Any:
+        return sx.bounded_while_loop(
+            lambda x: x.sum() < 9, model, x, max_steps=4, differentiable=kind
+        ).final
+
+    return run
+
+
+def _taken_in(jaxpr: Any) -> list[tuple[int, ...]]:
+    """The shapes of all that goes into conditionals and loops of a program, at any depth."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("cond", "while", "scan"):
+            found += [value.aval.shape for value in equation.invars]
+        for param in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(param, "jaxpr", param)
+            found += _taken_in(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+TAKEN_IN = {
+    "cond": _by_cond,
+    "switch": _by_switch,
+    "while": _while,
+    "fori": _fori,
+    "scan": _scan,
+    "closure": _scan_of_closure,
+    "no": _bounded("no"),
+    "store": _bounded("store"),
+    "recompute": _bounded("recompute"),
+    "scan in cond": lambda m, x: sx.cond(x.sum() > 0, _scan, lambda m, x: x, m, x),
+    "cond in scan": lambda m, x: sx.scan(
+        lambda x, _, m: (_by_cond(m, x), None), in_axes=(sx.Carry, 0, None)
+    )(x, jnp.ones(4), m)[0],
+    "while in fori": lambda m, x: sx.fori_loop(0, 3, lambda i, x: _while(m, x), x),
+}
+
+
+ELEMENTS = sx.StateAxes({sx.Param: None, ...: 0})  # weights are shared, counts are not
+
+
+@pytest.mark.parametrize("form", ["called", "mapped", "on shards"])
+@pytest.mark.parametrize("name", TAKEN_IN)
+def test_what_a_choice_or_loop_does_not_use_it_does_not_take_in(
+    name: str, form: str, auto_mesh: Any
+) -> None:
+    run, model, x = TAKEN_IN[name], Partly(), jnp.ones(3)
+    if form == "mapped":
+        run = sx.vmap(run, in_axes=(ELEMENTS, 0))
+        model = sx.vmap(lambda _: Partly(), out_axes=ELEMENTS)(jnp.ones(2))
+        x = jnp.ones((2, 3))
+    elif form == "on shards":
+        run = sx.shard_map(run, mesh=auto_mesh, in_specs=P(), out_specs=P())
+    programs = [sx.make_jaxpr(run)(model, x)]
+    if not name.startswith(("while", "no")):  # which have no reverse mode
+        programs.append(sx.make_jaxpr(sx.grad(lambda m, x: run(m, x).sum()))(model, x))
+    for program in programs:
+        shapes = _taken_in(program.jaxpr)
+        # A choice that differs between batch elements is a selection of what both branches return.
+        assert shapes or (name, form) == ("cond", "mapped")
+        assert not [shape for shape in shapes if 11 in shape]
+
+
 def test_a_choice_that_differs_between_shards_cannot_write_what_they_share(auto_mesh: Any) -> None:
     model = Scale(1)
 

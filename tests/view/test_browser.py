@@ -51,9 +51,8 @@ def open_page(browser: Any, tmp_path: Path) -> Callable[..., Any]:
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         browser.get(page.as_uri())
-        wait_for(
-            lambda: browser.execute_script(f"{ROOT} return root.querySelector('.treescope_root')")
-        )
+        # The element is there before what it shows is rendered.
+        wait_for(lambda: text(browser))
         return browser
 
     return show
@@ -70,7 +69,8 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 def text(browser: Any) -> str:
     """What is to be seen: text of folded parts is not rendered."""
-    return browser.execute_script(f"{ROOT} return root.querySelector('.treescope_root').innerText")
+    shown = "root.querySelector('.treescope_root')?.innerText ?? ''"
+    return browser.execute_script(f"{ROOT} return {shown}")
 
 
 def click(browser: Any, label: str) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.strategies import models
 
 import shardax as sx
@@ -96,7 +96,7 @@ def test_a_structure_is_shown_as_the_model_without_values() -> None:
 
 
 def test_meshes_and_shardings_are_shown_with_a_picture() -> None:
-    mesh = AbstractMesh((1, 2), ("data", "model"))
+    mesh = AbstractMesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     edge = "─" * 18
     picture = f"┌{edge}┬{edge}┐\n│{'device 0':^18}│{'device 1':^18}│\n└{edge}┴{edge}┘"
     assert sx.view.to_text(mesh) == f"mesh data=1, model=2\n{picture}"

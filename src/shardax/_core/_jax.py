@@ -15,7 +15,9 @@ import importlib
 import pathlib
 import sys
 import threading
+import types
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 # The versions of JAX that the tests run on; docs/install.md says when.
 OLDEST, NEWEST = (0, 10), (0, 12)
+
+# ``jax.jit(inline=INLINE)`` puts a function into the program that calls it while that is traced.
+# 0.10: True. From 0.11 there is an enum, and from 0.12 True means only when it is lowered.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
@@ -91,6 +97,12 @@ def refused_argument(held: Any) -> str | None:
     )
 
 
+def asks_from_c() -> bool:
+    """Whether JAX looks for ``__jax_array__`` from C++."""
+    # Which takes every error for a no; from Python 3.13 all but AttributeError are printed.
+    return sys._getframe(2).f_code.co_name == "bind"
+
+
 @functools.cache
 def eager() -> Any:
     """Returns the token of eager execution: no transform is tracing."""
@@ -100,6 +112,20 @@ def eager() -> Any:
     thread.start()
     thread.join()
     return found[0]
+
+
+def never_changes_closures(function: types.FunctionType) -> bool:
+    """Whether nothing that a function closed over changes, not even sets."""
+    # From JAX 0.12 policies such as ``save_only_these_names("a")`` are functions that close over a
+    # set; to 0.11 they compare by what they were given.
+    return function.__globals__.get("__package__", "").split(".")[0] == "jax"
+
+
+def auto_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+    """Returns a mesh without devices whose axes are Auto."""
+    # Which they are by default to JAX 0.11; from 0.12 they are Explicit.
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds)
 
 
 def user_line(equation: Any) -> str:

@@ -146,7 +146,7 @@ class ArrayLike:
     def __jax_array__(self) -> Any:
         refused = _jax.refused_argument(self)
         if refused is not None:
-            raise ArrayExpectedError(refused)
+            raise (AttributeError if _jax.asks_from_c() else ArrayExpectedError)(refused)
         return self._operand
 
     def __str__(self) -> str:

@@ -8,7 +8,9 @@ assigned is *not* tracked: ``layers = []; self.layers = layers; layers.append(x)
 local list; append to ``self.layers``.
 
 Plain arrays are *boxed*: held in a hidden Variable (``ArrayAttribute``), so that they can be
-lifted, written and saved like any other data, and unboxed when read.
+lifted, written and saved like any other data, and unboxed when read. A pytree node that can be
+changed in place, such as a dataclass that is not frozen, is kept beside its children if some of
+them are boxed (``ChangeableNode``).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import jax
 import numpy as np
 
 from shardax._core.errors import StaticAttributeError, VariableValueError
-from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.frames import Frame, check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers
 from shardax._core.graph.flatten import DictDef, ListDef, register_graph
@@ -55,7 +57,7 @@ _SIMPLE_TYPES = frozenset({bool, int, float, str, type(None)})
 
 def box(value: Any, where: str) -> Any:
     """Returns ``value`` in the form in which a model stores it."""
-    if type(value) in _SIMPLE_TYPES or isinstance(value, Object):
+    if type(value) in _SIMPLE_TYPES or isinstance(value, (Object, ChangeableNode)):
         return value
     if isinstance(value, ARRAY_TYPES):
         return _box_arrays(value, where)
@@ -67,7 +69,11 @@ def box(value: Any, where: str) -> Any:
     handler = handlers.handler_of(value)
     if handler.stores_items and (has_parts or isinstance(value, tuple)):
         _check_key(value, where, handler.config)
-        return handlers.map_children(lambda item: box(item, where), value)
+        stored = handlers.map_children(lambda item: box(item, where), value)
+        is_copied = handler.volatile and any(
+            is_boxed(child) for _, child in handler.children(stored)
+        )
+        return ChangeableNode.of(value, where) if is_copied else stored
     if has_parts:
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
@@ -139,6 +145,8 @@ def unbox(value: Any) -> Any:
     """Returns a stored value as the user sees it."""
     if isinstance(value, BOXES):
         return value.value
+    if isinstance(value, ChangeableNode):
+        return value.read()
     if handlers.handler_of(value).stores_items and handlers.has_parts(value):
         return handlers.map_children(unbox, value)
     return value
@@ -159,7 +167,7 @@ def copy_boxes(value: Any, where: str) -> Any:
 
 def is_boxed(value: Any) -> bool:
     """Whether the user sees an array in place of a stored value."""
-    if isinstance(value, BOXES):
+    if isinstance(value, (*BOXES, ChangeableNode)):
         return True
     if isinstance(value, Slot):
         return value.variable_type is ArrayAttribute
@@ -179,6 +187,131 @@ def same_structure(old: Any, new: Any) -> bool:
     ):
         return False
     return Static(old) == Static(new)
+
+
+class ChangeableNode:
+    """A pytree node that users change in place, as models store it."""
+
+    # The user has the node itself. So every walk stores what was put into it since the last one,
+    # and every reading puts into it what was written elsewhere, such as by a compiled step.
+
+    __slots__ = ("_kind", "_node", "_shown", "_stored", "_where")
+
+    def __init__(self, kind: handlers.NodeType, stored: handlers.Pairs, where: str) -> None:
+        self._kind, self._stored, self._where = kind, stored, where
+        self._node: Any = None  # what the user has, from the first reading on
+        self._shown: list[Any] = []  # its children when it was last looked at
+
+    @classmethod
+    def of(cls, node: Any, where: str) -> ChangeableNode:
+        """Returns a user's node as a model stores it."""
+        made = cls(handlers.NODE.config(node), [], where)
+        made._look(node)
+        stored = [unbox(child) for _, child in made._stored]
+        if all(old is new for old, new in zip(made._shown, stored, strict=True)):
+            made._node = node
+        return made
+
+    def children(self) -> handlers.Pairs:
+        """Returns keys and stored children."""
+        if self._node is not None:
+            self._look(self._node)
+        return self._stored
+
+    def config(self) -> handlers.NodeType:
+        """Returns type and static part."""
+        self.children()
+        return self._kind
+
+    def read(self) -> Any:
+        """Returns the node that the user sees, with the present values."""
+        frame = local.frame
+        if frame is not None and any(resolve(box, frame) is not box for box in _boxes_in(self)):
+            known = frame.nodes.get(id(self))
+            if known is None:
+                own = ChangeableNode(self._kind, self.children(), self._where)
+                known = frame.nodes[id(self)] = (self, own)
+            return known[1]._read_here()
+        return self._read_here()
+
+    def _read_here(self) -> Any:
+        """Returns the node for the frame that it belongs to."""
+        values = [unbox(child) for _, child in self.children()]
+        if self._node is None or any(
+            new is not old for new, old in zip(values, self._shown, strict=True)
+        ):
+            fresh = self._kind.value.unflatten(values)
+            node = fresh if self._node is None else _with_fields_of(fresh, self._node)
+            self._shown = [child for _, child in handlers.NODE.children(node)]
+            again = [child for _, child in handlers.NODE.children(node)]
+            if any(one is not other for one, other in zip(self._shown, again, strict=True)):
+                return node  # its class makes its children anew: they cannot be told from writes
+            self._node = node
+        return self._node
+
+    def _look(self, node: Any) -> None:
+        """Stores what was put into the node since the last look."""
+        pairs = handlers.NODE.children(node)
+        kind = handlers.NODE.config(node)
+        is_alike = kind == self._kind and len(pairs) == len(self._shown)
+        stored = []
+        for position, (key, child) in enumerate(pairs):
+            where = f"{key!r} of {self._where}"
+            old = self._stored[position][1] if is_alike else None
+            if is_alike and child is self._shown[position]:
+                new = old
+            else:
+                try:
+                    new = old if write_through(old, child, where) else box(child, where)
+                except StaticAttributeError:  # the assignment is undone
+                    if self._shown:
+                        _with_fields_of(self._kind.value.unflatten(self._shown), node)
+                    raise
+            stored.append((key, new))
+        self._kind, self._stored, self._shown = kind, stored, [child for _, child in pairs]
+
+    def __reduce__(self) -> Any:
+        return ChangeableNode, (self.config(), self._stored, self._where)
+
+
+def _boxes_in(stored: Any) -> Iterator[Any]:
+    """Yields the array attributes in the immutable parts of a stored value."""
+    if isinstance(stored, ArrayAttribute):
+        yield stored
+    elif (handler := handlers.handler_of(stored)).stores_items:
+        known = stored._stored if isinstance(stored, ChangeableNode) else handler.children(stored)
+        for _, child in known:
+            yield from _boxes_in(child)
+
+
+def class_of(stored: Any) -> type:
+    """Returns the class of a stored value as the user sees it."""
+    if isinstance(stored, ChangeableNode):
+        return stored.config().value.node_data()[0]
+    return type(stored)
+
+
+def _with_fields_of(fresh: Any, node: Any) -> Any:
+    """Gives a node a fresh one's fields; else returns the fresh one."""
+    names = {name for cls in type(node).__mro__ for name in getattr(cls, "__slots__", ())}
+    fields = {name: getattr(fresh, name) for name in names if hasattr(fresh, name)}
+    fields |= getattr(fresh, "__dict__", {})
+    for name, value in fields.items():
+        object.__setattr__(node, name, value)
+    return node if fields else fresh
+
+
+handlers.register(
+    ChangeableNode,
+    dataclasses.replace(
+        handlers.NODE,
+        name="changeable pytree node of a model",
+        children=ChangeableNode.children,
+        config=ChangeableNode.config,
+        rebuild=lambda kind, pairs: ChangeableNode(kind, list(pairs), "a pytree node"),
+        volatile=True,
+    ),
+)
 
 
 class _Container(Object):

@@ -25,6 +25,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
+import jax
+
 from shardax._core import _jax
 from shardax._core.errors import (
     ArrayExpectedError,
@@ -51,7 +53,7 @@ class CapturedVariable(NamedTuple):
 class Frame:
     """One run of a user's function inside a lifted transform."""
 
-    __slots__ = ("captured", "closed", "copies", "name", "parent", "trace")
+    __slots__ = ("captured", "closed", "copies", "name", "nodes", "parent", "trace")
     carries_captured = True  # whether values written to captured Variables are handed back
 
     def __init__(self, name: str) -> None:
@@ -61,6 +63,8 @@ class Frame:
         # id(original) to (original, copy); holding the original keeps its id from being reused.
         self.copies: dict[int, tuple[Any, Any]] = {}
         self.captured: list[CapturedVariable] = []
+        # Likewise for pytree nodes that can be changed in place (_core.containers).
+        self.nodes: dict[int, tuple[Any, Any]] = {}
         self.closed = False  # the run is over; a Variable owned by a closed frame has leaked
 
     def __enter__(self) -> Self:
@@ -71,18 +75,31 @@ class Frame:
         local.frame = self.parent
         self.closed = True
         # A Variable that leaked from the trace must not keep the caller's model alive.
-        self.copies = {}
+        self.copies, self.nodes = {}, {}
         reason = str(getattr(error, "__cause__", None))
         if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
             text = reason.removeprefix("Argument '").partition("' of type")[0]
             raise ArrayExpectedError(text) from error
 
+    def take_in(self) -> None:
+        """Stores what the function put into nodes that it was not given."""
+        for _, node in self.nodes.values():
+            node.children()
+
     def capture(self, outer: Any) -> Any:
         """Returns this frame's stand-in for a Variable of the parent."""
         # A copy reads the value as of now; transforms with a stricter rule override this.
         copy = outer._copy_into(self)
-        self.captured.append(CapturedVariable(outer, copy, copy._value))
+        value = copy._value
+        copy._value = own(value)
+        self.captured.append(CapturedVariable(outer, copy, value))
         return copy
+
+
+def own(value: Any) -> Any:
+    """Returns a value with dicts, lists and other nodes of its own."""
+    # What a function changes in them in place is then seen as a write to the copy.
+    return value if isinstance(value, jax.Array) else jax.tree.map(lambda leaf: leaf, value)
 
 
 class PlainTrace(Frame):
@@ -148,6 +165,10 @@ def note_read(target: Any) -> None:
     if stamp is None:
         with realising:
             stamp = target._stamp = target._stamp or Stamp(object(), 0)
+    _remember(target, stamp)
+
+
+def _remember(target: Any, stamp: Stamp) -> None:
     reads, key = local.reads, id(target)
     reads.pop(key, None)
     reads[key] = stamp
@@ -184,7 +205,7 @@ def note_write(target: Any) -> None:
     # A reader takes the stamp before the value: with the new stamp it has the new value.
     stamp, thread = target._stamp, threading.get_ident()
     target._stamp = made = Stamp(object() if stamp is None else stamp.variable, thread)
-    local.reads[id(target)] = made
+    _remember(target, made)
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:

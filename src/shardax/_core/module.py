@@ -422,7 +422,7 @@ class Drawing:
         self.code = code  # what leads here from the place above: ".kernel", "[0]"
         self.path = path
         self.value = value
-        self.name = type(value).__name__
+        self.name = containers.class_of(value).__name__
         self.parts: list[Drawing] | None = None  # None for a leaf
         self.first: Drawing | None = None  # of an object met again, where it was met first
         self.again: list[Path] = []  # of an object met first, where it was met again

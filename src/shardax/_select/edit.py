@@ -27,7 +27,7 @@ from typing import Any, Final
 import jax
 
 from shardax._core.array_ops import as_value
-from shardax._core.containers import ARRAY_TYPES, BOXES, box, is_boxed
+from shardax._core.containers import ARRAY_TYPES, BOXES, box, class_of, is_boxed
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
 from shardax._core.graph.handlers import Pairs, handler_of
@@ -55,7 +55,7 @@ def check_count(child: places.Place, items: Sequence[Any], content: Any, removab
     """Raises if a place cannot hold that many items."""
     if len(items) == 1 or (not items and removable):
         return
-    where, kind = format_path(child.path), type(content).__name__
+    where, kind = format_path(child.path), class_of(content).__name__
     if items:
         raise places.SelectionError(
             f"Nothing can be inserted beside {where}: it is part of a {kind}, not an item of a "
@@ -409,6 +409,7 @@ class _Copying(_Edit):
 
     def run(self) -> Any:
         """Returns the new tree."""
+        self._check()
         leading = [n for n in self.graph.nodes if n.leads and is_mutable(n.place.stored)]
         handlers = [handler_of(node.place.stored) for node in leading]
         self._made = {
@@ -422,8 +423,21 @@ class _Copying(_Edit):
             return self.result(root)
         return self.content(root, root.place)
 
+    def _check(self) -> None:
+        """Raises what the edit in place would raise first."""
+        self._checking = True
+        for node in self.graph.nodes:
+            stored = node.place.stored
+            if node.chosen and isinstance(stored, Variable):
+                _like(stored, self.value(node))
+            elif node.chosen and is_mutable(stored):
+                self.contents(node)
+        self._checking = False
+
     def result(self, node: places.Holder) -> Any:
         """Returns a holder's copy, or the holder itself."""
+        if self._checking:
+            return node.place.stored
         made = self._made.get(id(node))
         if made is None:
             made = self._made[id(node)] = self._variable(node)

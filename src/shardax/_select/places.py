@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core.containers import ARRAY_TYPES, BOXES, unbox
+from shardax._core.containers import ARRAY_TYPES, BOXES, ChangeableNode, class_of, unbox
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children
 from shardax._core.graph.paths import Path, format_path
@@ -154,7 +154,8 @@ def shown(value: Any) -> Any:
     if isinstance(value, BOXES):
         return content_of(value)
     if handler_of(value).stores_items and has_parts(value):
-        return map_children(shown, value)
+        made = map_children(shown, value)
+        return made.read() if isinstance(made, ChangeableNode) else made
     return value
 
 
@@ -417,7 +418,7 @@ class _Text:
         )
         margin = (_MARK if marked else _NO_MARK) + _INDENT * depth + label
         content = place.content
-        name = type(content).__name__
+        name = class_of(content).__name__
         if place.is_holder and isinstance(content, Object):
             first = self._shown.setdefault(id(content), place.path)
             if first != place.path:
@@ -443,7 +444,7 @@ def _folded(place: Place) -> str:
     if not isinstance(content, Variable):
         below = children(place)
         if below or isinstance(content, Object):
-            return f"{type(content).__name__}({'...' if below else ''})"
+            return f"{class_of(content).__name__}({'...' if below else ''})"
     text = " ".join(repr(content).split())
     return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.containers import Dict, List
+from shardax._core.containers import Dict, List, class_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import exact_key
 from shardax._core.graph.views import VIEW_LOCK
@@ -200,7 +200,7 @@ class StandIn:
 
     @property  # so that isinstance asks about what is there
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (never set)
-        return type(place_of(self).content)
+        return class_of(place_of(self).content)
 
     def __getattr__(self, name: str) -> Any:
         place = place_of(self)

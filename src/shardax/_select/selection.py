@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shardax._core.containers import BOXES
+from shardax._core.containers import BOXES, class_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Shown
 from shardax._select import predicates
@@ -434,7 +434,9 @@ class Selection(Shown):
         kind = type(self._tree).__name__
         if not places:
             return f"selection of nothing in a {kind}. Narrow it by other means."
-        lines = [f"\n  {format_path(p.path)}: {type(p.content).__name__}" for p in places[:_MOST]]
+        lines = [
+            f"\n  {format_path(p.path)}: {class_of(p.content).__name__}" for p in places[:_MOST]
+        ]
         more = f"\n  ... and {len(places) - _MOST} more" if len(places) > _MOST else ""
         count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
         return f"selection of {count} in a {kind}:{''.join(lines)}{more}"

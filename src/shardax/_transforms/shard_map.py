@@ -188,22 +188,35 @@ class ManualRegion(NamedTuple):
     def place(self, leaf: Any, spec: PartitionSpec) -> Any:
         """Returns an array where ``jax.shard_map`` can take it apart."""
         # JAX refuses arrays that are committed to other devices than the mesh's, and over Explicit
-        # axes those that are not laid out by their spec already.
+        # axes those that are not laid out by their spec already: from 0.12 also where other axes
+        # are left to the compiler.
         kinds = self.types
-        typed = {*self.axes} == {*kinds} and set(kinds.values()) == {AxisType.Explicit}
+        typed = all(kinds[axis] is AxisType.Explicit for axis in self.axes)
         if isinstance(leaf, Tracer):
             if not typed:
                 return leaf
-            return jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec))
+            wanted = self._with_others(spec, jax.typeof(leaf).sharding, leaf.shape)
+            return jax.sharding.reshard(leaf, NamedSharding(self.mesh, wanted))
         if not isinstance(self.mesh, Mesh):
             return leaf
-        wanted = NamedSharding(self.mesh, spec)
+        now = getattr(leaf, "sharding", None)
+        wanted = NamedSharding(self.mesh, self._with_others(spec, now, np.shape(leaf)))
         if isinstance(leaf, jax.Array):
-            now = leaf.sharding
             same_mesh = isinstance(now, NamedSharding) and now.mesh == self.mesh
             if now == wanted or (same_mesh and not typed):
                 return leaf
         return jax.device_put(leaf, wanted)
+
+    def _with_others(self, spec: PartitionSpec, now: Any, shape: Sequence[int]) -> PartitionSpec:
+        """Returns a spec with a layout's axes that do not become manual."""
+        if not isinstance(now, NamedSharding) or now.mesh.axis_names != self.mesh.axis_names:
+            return spec
+        parts = [*dimension_axes(spec), *[()] * len(shape)]
+        for dimension, axes in enumerate(dimension_axes(now.spec)):
+            both = (*parts[dimension], *(axis for axis in axes if axis not in self.axes))
+            if shape[dimension] % math.prod(self.mesh.shape[axis] for axis in both) == 0:
+                parts[dimension] = both
+        return _without_end(PartitionSpec(*(axes or None for axes in parts)))
 
 
 def _abstract(mesh: AnyMesh) -> AbstractMesh:

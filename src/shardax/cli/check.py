@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import tyro
-from jax.sharding import AbstractMesh
 
 from shardax import partition, train
+from shardax._core._jax import auto_mesh
 from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -88,7 +88,7 @@ class Check:
         rules = standard if given is None else given.rules
         # One's own rules are checked too: an axis that they misspell must not be one of the mesh's.
         sizes = mesh_sizes(text, None if own else rules.mesh_axes)
-        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        mesh = auto_mesh(sizes)
         findings = partition.check(
             _with_optimizer(model),
             mesh,

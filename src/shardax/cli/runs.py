@@ -274,7 +274,8 @@ class Verify:
             problems.append(str(error))
         for problem in problems:
             print(f"problem: {problem}")
-        print(f"{folder}: {'all is good' if not problems else f'{len(problems)} problems'}")
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        print(f"{folder}: {count if problems else 'all is good'}")
         return 1 if problems else 0
 
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._core._jax import INLINE
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -180,7 +181,7 @@ def contract(
 
 
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
-@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
 def _dot_general(x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any) -> jax.Array:
     return jax.lax.dot_general(
         x, kernel, (contracted, ((), ())), preferred_element_type=x.dtype, out_sharding=out_sharding

@@ -23,8 +23,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
 
+from shardax._core._jax import auto_mesh
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.state import Origin
@@ -207,7 +207,7 @@ class Inputs:
     def place(self, layout: Layout, mesh: AnyMesh | None = None) -> Placed:
         """Lays the arguments out over a mesh, by default an abstract one."""
         sizes = layout.sizes
-        where = mesh if mesh is not None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        where = mesh if mesh is not None else auto_mesh(sizes)
         # No rules at all would be taken for rules that were forgotten.
         rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
         found = TreeLayout(self._inventory, where, rules, function="plan", rules_for="boxes")

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core._jax import INLINE
 from shardax._core.graph.flatten import has_objects
 from shardax._core.variable import Param
 from shardax._transforms.control.scan import scan
@@ -89,7 +90,7 @@ def accumulated_value_and_grad(
         # What holds no Variables is closed over: it may be static, such as a text.
         lifted = [index for index, item in enumerate(rest) if has_objects(item)]
 
-        @functools.partial(jit, inline=True)  # traced once, for its shapes and for the loop
+        @functools.partial(jit, inline=INLINE)  # traced once, for its shapes and for the loop
         def once(model: Any, microbatch: Any, *objects: Any) -> Any:
             given = dict(zip(lifted, objects, strict=True))
             items = (given.get(index, item) for index, item in enumerate(rest))

@@ -130,7 +130,7 @@ def _static_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-    """Returns the settings that differ, one line each."""
+    """Returns the settings that differ, a phrase each."""
     return [
         f"{path}: {saved.get(path, 'nothing')} when saved, {own.get(path, 'nothing')} now"
         for path in sorted({*saved, *own})

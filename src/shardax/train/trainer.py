@@ -519,12 +519,11 @@ class Trainer:
             saved = (description["extra"] or {}).get("settings")
             changed = [] if saved is None else differences(saved, self.run_settings)
             if changed and not override:
-                more = f"\n  and {len(changed) - 8} more" if len(changed) > 8 else ""
+                more = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
                 raise TrainerError(
-                    f"The checkpoint {path} was trained with other settings:\n  "
-                    + "\n  ".join(changed[:8])
-                    + f"{more}\nPut them back, or go on with the new ones: override=True (on the "
-                    "command line --override)."
+                    f"The checkpoint {path} was trained with other settings: "
+                    f"{'; '.join(changed[:8])}{more}. Put them back, or go on with the new ones: "
+                    "override=True (on the command line --override)."
                 )
             contents, positions = contents_of(self._trained), description["positions"]
             stored = stored_arrays(description)

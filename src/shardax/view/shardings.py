@@ -286,7 +286,8 @@ class ShardingView:
 
     Example:
         >>> import shardax as sx
-        >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
+        >>> auto = jax.sharding.AxisType.Auto
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(auto,))
         >>> layer = sx.nn.Linear(4, 8, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
         >>> print(sx.view.sharding(layer, mesh, {"mlp": "model"}))
         path     shape  dtype    split       shard  copies  bytes/device
@@ -364,7 +365,8 @@ def sharding(
 
     Example:
         >>> import shardax as sx
-        >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+        >>> auto = jax.sharding.AxisType.Auto
+        >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), axis_types=(auto, auto))
         >>> weight = sx.Param(sx.Init(jax.nn.initializers.ones, (4, 8)), axes=("embed", "mlp"))
         >>> print(sharding(weight, mesh, {"mlp": "model"}))
         float32[4, 8] as [4, 4] on each device, 2 copies; P(None, 'model') over data=2, model=2

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardax._core._jax import never_changes_closures
 from shardax._core.errors import MetadataError
 from shardax._core.object import Object
 
@@ -174,6 +175,8 @@ def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) ->
         return "itself"
     if isinstance(content, jax.Array):
         raise _Unkeyable
+    if type(content) is set and never_changes_closures(function):
+        content = frozenset(content)
     return _key(content, depth + 1)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
+from shardax._core._jax import INLINE
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
@@ -318,7 +319,7 @@ class _BranchingCall:
         self.union: tuple[int, ...] = ()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
         self.ones = [
-            jax.jit(functools.partial(self._one, which), inline=True)
+            jax.jit(functools.partial(self._one, which), inline=INLINE)
             for which in range(len(labels))
         ]
 

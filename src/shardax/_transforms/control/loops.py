@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax._core._jax import INLINE
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import LoopBody
@@ -163,7 +164,7 @@ class ReadOnlyFunction:
         self.role = role
         self.finish = finish
         # Compiled as a unit so that JAX traces it once.
-        self.one = jax.jit(self._one, inline=True)
+        self.one = jax.jit(self._one, inline=INLINE)
 
     def __call__(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
         return self.one(*self.body.inputs(carry))

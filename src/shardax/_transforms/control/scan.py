@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from shardax._core._jax import varying_axes
+from shardax._core._jax import INLINE, varying_axes
 from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_object
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
@@ -80,7 +80,7 @@ class LoopBody:
         self.outputs: engine.LiftedOutputs | None = None
         # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
         # of the loop, which is then smaller and quicker to differentiate.
-        self.one = jax.jit(self._one, inline=True)
+        self.one = jax.jit(self._one, inline=INLINE)
 
     def _one(self, values: list[Any], plain: list[Any]) -> tuple[list[Any], dict[int, Any], Any]:
         """Runs one iteration."""

@@ -319,6 +319,7 @@ class Specialization:
         with engine.CompiledFrame("jit") as frame:
             roots, copies = engine.bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
             result = self._call_user(roots, plain, named)
+            frame.take_in()
             engine.check_result(result, "jit")
             outputs = engine.record_effects(
                 frame, self.graphdef, copies, values, result, self._emitted(result, copies)

@@ -122,7 +122,7 @@ def bind(
     leaves: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Rebuilds the graph inside a transform; returns (roots, objects)."""
-    roots, copies = graphs.build(graphdef, values, frame)
+    roots, copies = graphs.build(graphdef, map(frames.own, values), frame)
     for original, copy in zip(originals, copies, strict=True):
         frame.copies[id(original)] = (original, copy)
     for leaf, position in zip(leaves, graphdef.leaves, strict=True):
@@ -561,6 +561,9 @@ class LiftedCall:
             kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
             args, kwargs = self.enter(args, kwargs)
             result = roots[which](*args, **kwargs)
+            frame.take_in()
+            if isinstance(frame, SealedFrame):
+                frame.check_unwritten()
             args, kwargs = self.arguments.restore(kept, kept_named, given)
             return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
 
@@ -569,7 +572,7 @@ class LiftedCall:
     ) -> tuple[list[Any], list[Any]]:
         if self._late is None:
             return bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
-        roots, copies = graphs.build(graphdef, values, frame)
+        roots, copies = graphs.build(graphdef, map(frames.own, values), frame)
         for reference, position in self._late:
             original = reference()
             if original is not None:
@@ -702,6 +705,12 @@ class SealedFrame(frames.Frame):
         stand_in = super().capture(outer)
         self.seal(stand_in, path_of(self.functions, outer))
         return stand_in
+
+    def check_unwritten(self) -> None:
+        """Raises if the value of a captured Variable was changed in place."""
+        for item in self.captured:
+            if not same_value(item.value, item.stand_in._value):
+                frames.check_unlocked(item.stand_in, f"to a {type(item.outer).__name__}")
 
     def seal(self, stand_in: Any, path: Path) -> None:
         """Makes the copy of a captured Variable refuse writes."""

@@ -18,8 +18,9 @@ from string import Template
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._core._jax import auto_mesh
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.plan.report import table
 from shardax.plan.report.explanation import UNKNOWN, CollectiveGroup, descriptions, groups, headline
@@ -349,7 +350,7 @@ def _picture(report: LayoutReport, array: ArrayLayout) -> str:
     cells = math.prod(sizes[axis] for axes in array.spec for axis in axes)
     drawn = ""
     if sizes and cells <= _CELLS:
-        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        mesh = auto_mesh(sizes)
         place = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in array.spec)))
         drawn = sharding_svg(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place))
         label = escape(f"{array.path} in {cells} parts")

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from shardax._core._jax import auto_mesh
 from shardax._core.object import Object
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
@@ -605,7 +606,7 @@ def trace_dimensions(
 ) -> DimensionModel:
     """Traces a step on shapes, with mesh axes of size 1."""
     axes = tuple(mesh_axes)
-    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+    mesh = auto_mesh(dict.fromkeys(axes, 1))
     rules = Rules(dict.fromkeys(("batch", *inputs.logical_names)))
     values = enumerate(inputs.tree.values())
     static = tuple(position for position, value in values if not TreeInventory(value).leaves)
