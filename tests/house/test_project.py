@@ -31,6 +31,17 @@ def test_ci_can_be_started() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def test_ci_runs_every_part_and_fails_if_one_did() -> None:
+    """What failed stands in the summary; any command can be a part."""
+    for parts, status in ((["false", "true"], 1), (["true"], 0)):
+        run = [ROOT / ".ci" / "run", *parts]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        summary = done.stdout.partition("=== CI: the parts before make test ===\n")[2]
+        ends = re.findall(r"^(\w+): (passed|FAILED) after", summary, re.MULTILINE)
+        assert ends == [(each, "passed" if each == "true" else "FAILED") for each in parts]
+        assert done.returncode == status
+
+
 def fake(path: Path, version: str, answer: str = "") -> Path:
     """A program in place of a Python; it answers with its version, whatever it is asked."""
     path.parent.mkdir(parents=True, exist_ok=True)
