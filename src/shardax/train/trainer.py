@@ -421,7 +421,7 @@ class Trainer:
                 "could not be resumed. Use TrainBatches, or give your iterator these two methods."
             )
         position = source.state()
-        first = next(iter(self.batches), None)
+        first = prefetch.first_batch(source)
         source.restore(position)
         if first is None:
             raise TrainerError("The training batches are empty; give an endless iterator.")
@@ -438,7 +438,7 @@ class Trainer:
                 f"held_out is a {type(self.held_out).__name__}, which can be read once, but every "
                 "evaluation reads it anew. Give EvalBatches or a list of batches."
             )
-        first = next(iter(self.held_out), None)
+        first = prefetch.first_batch(self.held_out)
         if first is None:
             raise TrainerError("held_out has no batches; give None to train without evaluation.")
         return prefetch.batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
@@ -611,10 +611,9 @@ class Trainer:
         places = self._held_out_shardings()
         total, count = 0.0, 0.0
         with _evaluation_mode(self.model):
-            for batch in self.held_out:
+            for batch in prefetch.placed_batches(self.held_out, places):
                 if should_stop():
                     return None
-                batch = prefetch.put_batch(batch, places)
                 mean, targets = jax.device_get(self.eval_step(self.model, batch))
                 if targets:  # the mean over nothing may be anything
                     total += float(mean) * float(targets)
