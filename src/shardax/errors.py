@@ -15,6 +15,7 @@ if _typing.TYPE_CHECKING:
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
     from shardax.config.configure import *  # noqa: F403
+    from shardax.distributed.errors import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
@@ -50,6 +51,7 @@ _NAMES = {
     ),
     "shardax.cli.inputs": "CommandError",
     "shardax.config.configure": "ConfigureError ConfiguredTooLateError",
+    "shardax.distributed.errors": "DisagreementError DistributedError",
     "shardax.hlo.program": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
         "ArtifactCallError ArtifactDamagedError ArtifactEnvironmentError ArtifactExistsError "

@@ -358,8 +358,9 @@ class EvalBatches:
 class RowBatches:
     """Batches of a source that reads rows by their numbers.
 
-    Such as a file of tokens. Rows are counted on without end: batch ``k`` has the rows from ``k * batch_size`` to
-    ``(k + 1) * batch_size``. Over several processes each reads the rows of its own devices only.
+    Such as a file of tokens. Rows are counted on without end: batch ``k`` has the rows from
+    ``k * batch_size`` to ``(k + 1) * batch_size``. Over several processes each reads the rows of
+    its own devices only.
 
     Args:
         read: ``read(start, stop)`` returns the rows ``start`` to ``stop - 1``: a tree of arrays

@@ -123,6 +123,15 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
     if jax.process_count() == 1:
         # Not a generator, which would stay at its end when the source is sent back.
         return map(functools.partial(put_batch, sharding=sharding), source)
+    require_rows(source)
+    if sharding is None:
+        return (put_batch(batch, None) for batch in source.by_rows(np.arange(source.batch_size)))
+    rows = _rows_held(sharding, source.batch_size)
+    return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
+
+
+def require_rows(source: Any) -> None:
+    """Raises PrefetchError unless the source can build some rows only."""
     if not isinstance(source, Rowwise):
         raise PrefetchError(
             f"There are {jax.process_count()} processes, and it is not known which rows of a "
@@ -130,10 +139,6 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
             "train.WholeBatches(batches, batch_size=...); if rows can be read by their numbers, "
             "train.RowBatches(read, batch_size=...)."
         )
-    if sharding is None:
-        return (put_batch(batch, None) for batch in source.by_rows(np.arange(source.batch_size)))
-    rows = _rows_held(sharding, source.batch_size)
-    return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
 
 
 def first_batch(source: Any) -> Any:
