@@ -33,6 +33,7 @@ _NAMES = {
         "AbstractValueError ArrayExpectedError BindError ConcurrentWriteError DeviceError "
         "DtypeError FilterError ForeignMutationError FrozenVariableError LabelConflictError "
         "LayerViewError LayoutLostWarning MetadataError MissingAttributeError MissingRngsError "
+        "NotAddressableError "
         "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError "
         "RepeatedKeyError ReservedNameError SeedError ShardaxError StackError StateMismatchError "
         "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "

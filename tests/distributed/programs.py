@@ -71,6 +71,35 @@ def batches_on_meshes(meshes: list[Any], folder: Path) -> list[Any]:
     return found
 
 
+def digest_of(trainer: sx.train.Trainer) -> str:
+    """The digest of all values of model and optimizer, wherever their parts are."""
+    found = hashlib.sha256()
+    for path, variable in sx.iter_variables((trainer.model, trainer.optimizer)):
+        value = sx.distributed.gather(variable)
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        found.update(str(path).encode() + np.asarray(value).tobytes())
+    return found.hexdigest()
+
+
+def elastic_trainer(folder: Path, steps: int, mesh: Any) -> sx.train.Trainer:
+    """The trainer of one run, on another mesh each time."""
+    return small_runs.make_trainer(
+        folder / "run", steps, mesh=mesh, model=small_runs.Bigram(dropout=0.1), log_every=1
+    )
+
+
+def resumed(settings: dict[str, Any], folder: Path) -> list[Any]:
+    """Digests of what was restored and of what the run came to, and the position of the data."""
+    trainer = elastic_trainer(folder, settings["steps"], mesh_of(settings["mesh"]))
+    again = elastic_trainer(folder, settings["steps"], trainer.mesh)
+    checkpoints = sx.train.Checkpoints(folder / "run" / "checkpoints")
+    state = (again.model, again.optimizer)
+    checkpoints.restore(state, mesh=again.mesh, rules=small_runs.RULES)
+    trainer.run(resume=True)
+    return [digest_of(again), digest_of(trainer), trainer.batches.state()["step"]]
+
+
 def trained(meshes: list[Any], folder: Path) -> list[Any]:
     """For each mesh: the digest of model and optimizer here, the parameters, and the result."""
     found = []
@@ -85,14 +114,8 @@ def trained(meshes: list[Any], folder: Path) -> list[Any]:
             check_replicas_every=2,
         )
         result = trainer.run()
-        state = {
-            str(path): sx.distributed.gather(variable)
-            for path, variable in sx.iter_variables((trainer.model, trainer.optimizer))
-            if not isinstance(variable, sx.RngState)
-        }
-        digest = hashlib.sha256(b"".join(state[path].tobytes() for path in sorted(state)))
-        kernel = sx.distributed.gather(trainer.model.head.kernel)
-        found.append([digest.hexdigest(), kernel.tolist(), result.loss, result.eval_loss])
+        kernel = sx.distributed.gather(trainer.model)[".head.kernel"]
+        found.append([digest_of(trainer), kernel.tolist(), result.loss, result.eval_loss])
     return found
 
 
@@ -113,6 +136,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
     mesh = mesh_of({"data": 2, "model": 2})
     made = Scaled(2.0)
     sx.shard(made, mesh, small_runs.RULES)  # a copy that one process has changed since
+    spans = sx.Param(made.embed.embedding.value)
     if other:
         array = made.scale.value
         parts = [jnp.full_like(each.data, 3.0) for each in array.addressable_shards]
@@ -148,6 +172,13 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
         "part of a mesh": lambda: run(
             "part", mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
         ),
+        "np.asarray": lambda: np.asarray(spans),
+        "tolist": lambda: sx.freeze(spans).tolist(),
+        "named": lambda: np.asarray(sx.named.wrap(spans.value)),
+        "host": lambda: sx.host.host_function(np.square, out=lambda x: x, nondiff=True)(
+            spans.value
+        ),
+        "unshard": lambda: sx.unshard(made),
         "agree": lambda: sx.distributed.agree("width", {"a": 1, "b": [2, 3 if other else 4]}),
         "barrier": lambda: sx.distributed.barrier("here" if other else "there"),
     }

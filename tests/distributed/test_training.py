@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 import shardax as sx
 from tests.distributed.processes import ends, run, started
+from tests.distributed.programs import digest_of, elastic_trainer
 from tests.train import small_runs
 
 
@@ -76,6 +77,41 @@ def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: P
         "different places of the program: there in process 0; here in process 1" in first["barrier"]
     )
     assert first["again"] == "2"
+    for name in ("np.asarray", "tolist", "named", "host"):
+        assert first[name].startswith("NotAddressableError: "), first[name]
+        assert "sx.distributed.gather(x)" in first[name]
+    assert "sx.distributed.gather(model)" in first["unshard"]
+
+
+def test_a_run_goes_on_with_more_or_fewer_processes_bit_for_bit(tmp_path: Path):
+    def mesh(shape: tuple[int, int]) -> jax.sharding.Mesh:
+        kinds = (AxisType.Auto,) * 2
+        devices = jax.devices()[: shape[0] * shape[1]]
+        return jax.make_mesh(shape, ("data", "model"), axis_types=kinds, devices=devices)
+
+    straight = elastic_trainer(tmp_path / "straight", 6, mesh((2, 2)))
+    straight.run(display=small_runs.Quiet())
+    alone = elastic_trainer(tmp_path, 2, mesh((2, 2)))
+    alone.run(display=small_runs.Quiet())
+    digest, step = digest_of(alone), 2
+    for processes, sizes in ((4, {"data": 4, "model": 1}), (2, {"data": 1, "model": 4})):
+        step += 2
+        folder = tmp_path / f"{processes} processes"
+        folder.mkdir()
+        (folder / "run").symlink_to(tmp_path / "run", target_is_directory=True)
+        devices = 4 // processes
+        settings = {"steps": step, "mesh": sizes}
+        found = run("resumed", settings, folder, processes=processes, devices=devices)
+        assert found == [found[0]] * processes
+        restored, digest_after, position = found[0]
+        assert (restored, position) == (digest, step)
+        digest = digest_after
+    logs = [
+        sx.train.read_jsonl(folder / "run" / "log.jsonl")
+        for folder in (tmp_path / "straight", tmp_path)
+    ]
+    losses = [[(r["step"], r["loss"]) for r in log if "loss" in r] for log in logs]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

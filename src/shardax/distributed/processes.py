@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.graph.paths import format_path
+from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Variable
 from shardax.distributed.errors import DisagreementError, DistributedError
@@ -310,22 +311,26 @@ def gather(x: Any) -> Any:
     """Returns whole values in every process; every process must call it.
 
     Args:
-        x: A tree of arrays and Variables, whose parts may be on devices of other processes.
+        x: A tree of arrays, Variables and Modules, whose parts may be on devices of other
+            processes.
 
     Returns:
-        The same tree of NumPy arrays (random keys stay JAX arrays), the same in each process.
+        The same tree of NumPy arrays (random keys stay JAX arrays), the same in each process. A
+        Module gives a dict of its Variables by path.
 
     Example:
         >>> import jax.numpy as jnp
         >>> gather({"weights": jnp.arange(3)})
         {'weights': array([0, 1, 2], dtype=int32)}
     """
-    return jax.tree.map(_gathered, x, is_leaf=lambda leaf: isinstance(leaf, Variable))
+    return jax.tree.map(_gathered, x, is_leaf=lambda leaf: isinstance(leaf, Object))
 
 
 def _gathered(leaf: Any) -> Any:
     if isinstance(leaf, Variable):
         return gather(leaf.value)
+    if isinstance(leaf, Object):
+        return {format_path(path): gather(variable) for path, variable in iter_variables(leaf)}
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
