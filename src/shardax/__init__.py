@@ -101,6 +101,7 @@ from shardax.partition import unbox as unbox
 from shardax.partition import unshard as unshard
 
 if _typing.TYPE_CHECKING:
+    from shardax import distributed as distributed
     from shardax import host as host
     from shardax import models as models
     from shardax import named as named
@@ -122,7 +123,8 @@ if _typing.TYPE_CHECKING:
 
 
 _ON_FIRST_USE = frozenset(
-    {"host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train", "view"}
+    {"distributed", "host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train"}
+    | {"view"}
 )
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 

@@ -15,6 +15,7 @@ if _typing.TYPE_CHECKING:
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
     from shardax.config.configure import *  # noqa: F403
+    from shardax.distributed.errors import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
@@ -32,6 +33,7 @@ _NAMES = {
         "AbstractValueError ArrayExpectedError BindError ConcurrentWriteError DeviceError "
         "DtypeError FilterError ForeignMutationError FrozenVariableError LabelConflictError "
         "LayerViewError LayoutLostWarning MetadataError MissingAttributeError MissingRngsError "
+        "NotAddressableError "
         "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError "
         "RepeatedKeyError ReservedNameError SeedError ShardaxError StackError StateMismatchError "
         "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
@@ -50,6 +52,7 @@ _NAMES = {
     ),
     "shardax.cli.inputs": "CommandError",
     "shardax.config.configure": "ConfigureError ConfiguredTooLateError",
+    "shardax.distributed.errors": "DisagreementError DistributedError",
     "shardax.hlo.program": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
         "ArtifactCallError ArtifactDamagedError ArtifactEnvironmentError ArtifactExistsError "

@@ -17,6 +17,7 @@ from tests.house.sources import Import, Source, package_files
 # `shardax/errors.py` collects the errors of all packages, the command's too.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_core",),
+    ("distributed",),
     ("_select",),
     ("_transforms",),
     ("partition",),

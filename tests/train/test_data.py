@@ -4,14 +4,16 @@
 import json
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.train.data import DataPosition, EvalBatches, TrainBatches
+from shardax.train.data import DataPosition, EvalBatches, RowBatches, TrainBatches, WholeBatches
 from shardax.train.errors import DataPositionError, WindowError
+from shardax.train.prefetch import Positioned
 from shardax.train.text import ByteText, TextPart
 
 
@@ -64,31 +66,17 @@ def test_training_windows_lie_whole_in_one_training_segment(seed: int, step: int
     batch_size=st.integers(1, 7),
     seq_len=st.integers(1, 20),
     seed=st.integers(0, 99),
-    process_count=st.sampled_from([1, 2, 3]),
     restore_at=st.integers(0, 12),
     taken=st.integers(0, 12),
 )
 def test_restoring_at_any_step_gives_the_same_tail(
-    part: TextPart,
-    batch_size: int,
-    seq_len: int,
-    seed: int,
-    process_count: int,
-    restore_at: int,
-    taken: int,
+    part: TextPart, batch_size: int, seq_len: int, seed: int, restore_at: int, taken: int
 ):
     if (part.ends - part.starts).max() <= seq_len:
         return
 
     def make() -> TrainBatches:
-        return TrainBatches(
-            part,
-            batch_size=batch_size * process_count,
-            seq_len=seq_len,
-            seed=seed,
-            process_index=process_count - 1,
-            process_count=process_count,
-        )
+        return TrainBatches(part, batch_size=batch_size, seq_len=seq_len, seed=seed)
 
     straight, states, expected = make(), [], []
     for _ in range(15):
@@ -162,30 +150,83 @@ def test_a_batch_may_be_larger_than_an_epoch():
     assert len(set(windows_of(next(batches)))) > 1, "each epoch has its own offset"
 
 
-@given(process_count=st.sampled_from([1, 2, 3, 4, 6, 12]), step=st.integers(0, 50))
-def test_processes_share_out_the_rows_of_one_global_batch(process_count: int, step: int):
-    whole = TrainBatches(TRAIN, batch_size=12, seq_len=16, seed=5).batch_at(step)
-    slices = [
-        TrainBatches(
-            TRAIN,
-            batch_size=12,
-            seq_len=16,
-            seed=5,
-            process_index=index,
-            process_count=process_count,
-        ).batch_at(step)
-        for index in range(process_count)
+@given(rows=st.sets(st.integers(0, 11), min_size=1).map(sorted), step=st.integers(0, 50))
+def test_some_rows_of_a_batch_are_those_of_the_whole_one_and_the_position_is_the_same(
+    rows: list[int], step: int
+):
+    whole = TrainBatches(TRAIN, batch_size=12, seq_len=16, seed=5)
+    some = TrainBatches(TRAIN, batch_size=12, seq_len=16, seed=5)
+    for each in (whole, some):
+        each.restore({**each.state(), "step": step})
+    parts = some.by_rows(np.array(rows))
+    for _ in range(2):
+        part, batch = next(parts), next(whole)
+        assert {name: (array[rows] == part[name]).all() for name, array in batch.items()} == {
+            "inputs": True,
+            "targets": True,
+        }
+    assert some.state() == whole.state()
+
+
+@given(rows=st.sets(st.integers(0, 5), min_size=1).map(sorted))
+def test_row_batches_read_only_the_rows_asked_for(rows: list[int]):
+    read: list[int] = []
+
+    def source(start: int, stop: int) -> dict[str, Any]:
+        read.extend(range(start, stop))
+        return {"x": np.arange(start, stop), "y": np.arange(start, stop)[:, None] * 2}
+
+    batches = RowBatches(source, batch_size=6, name="numbers")
+    next(batches)
+    saved, _ = batches.state(), read.clear()
+    part = next(batches.by_rows(np.array(rows)))
+    assert read == part["x"].tolist() == [6 + row for row in rows]
+    assert part["y"].tolist() == [[2 * (6 + row)] for row in rows]
+    again = RowBatches(source, batch_size=6, name="numbers")
+    again.restore(saved)
+    assert next(again)["x"].tolist() == list(range(6, 12))
+    for other in ({"batch_size": 5}, {"name": "letters"}):
+        with pytest.raises(DataPositionError, match="cannot be continued"):
+            RowBatches(source, **{"batch_size": 6, "name": "numbers", **other}).restore(saved)
+
+
+def test_whole_batches_give_rows_of_what_they_wrap_and_have_its_position():
+    wrapped = WholeBatches(TrainBatches(TRAIN, batch_size=6, seq_len=8), batch_size=6)
+    plain = TrainBatches(TRAIN, batch_size=6, seq_len=8)
+    assert isinstance(wrapped, Positioned) and not isinstance(
+        WholeBatches([], batch_size=6), Positioned
+    )
+    assert (
+        next(wrapped.by_rows(np.array([1, 4])))["inputs"] == next(plain)["inputs"][[1, 4]]
+    ).all()
+    assert wrapped.state() == plain.state()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda: next(RowBatches(lambda a, b: np.zeros(3), batch_size=4)), "must return 4 rows"),
+        (lambda: next(iter(WholeBatches([np.zeros(2)], batch_size=4))), "batch_size=4 rows were"),
+        (lambda: RowBatches(lambda a, b: 0, batch_size=0), "batch_size=0"),
+        (lambda: WholeBatches([], batch_size=True), "batch_size=True"),
+    ],
+)
+def test_batches_of_another_number_of_rows_are_refused(source: Any, message: str):
+    with pytest.raises(WindowError, match=message):
+        source()
+
+
+@pytest.mark.parametrize("rows", [[4], [-1], [], [0.5], [[0]]])
+def test_rows_that_are_none_of_the_batch_are_refused(rows: Any):
+    sources = [
+        TrainBatches(TRAIN, batch_size=4, seq_len=16),
+        EvalBatches(HELD_OUT, batch_size=4, seq_len=16),
+        RowBatches(np.arange, batch_size=4),
+        WholeBatches([np.zeros(4)], batch_size=4),
     ]
-    for name in whole:
-        assert (np.concatenate([piece[name] for piece in slices]) == whole[name]).all()
-
-
-def test_the_position_holds_for_any_number_of_processes():
-    alone = TrainBatches(TRAIN, batch_size=4, seq_len=16)
-    second = TrainBatches(TRAIN, batch_size=4, seq_len=16, process_index=1, process_count=2)
-    next(alone)
-    second.restore(alone.state())
-    assert windows_of(next(second)) == windows_of(next(alone))[2:]
+    for source in sources:
+        with pytest.raises(WindowError, match="rows must be numbers from 0 to 3"):
+            next(source.by_rows(np.array(rows)))
 
 
 def test_the_order_is_pinned_so_that_old_checkpoints_stay_valid():
@@ -265,9 +306,8 @@ def test_restoring_what_is_no_position_is_refused(broken: dict[str, object] | No
         ({"seq_len": 0}, "seq_len=0"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
-        ({"process_index": 2, "process_count": 2}, "process_index=2"),
-        ({"process_count": 0}, "process_count=0"),
-        ({"process_count": 3}, "Use batch_size=6"),
+        ({"process_index": 0, "process_count": 2}, "no process_index: batch_size is the global"),
+        ({"process_count": 1}, "no process_count: batch_size is the global"),
         ({"seq_len": 1900}, r"seq_len \+ 1 = 1901"),
     ],
 )
@@ -362,21 +402,14 @@ def test_a_limit_above_what_there_is_changes_nothing():
     assert limited.part.fingerprint == plain.part.fingerprint == HELD_OUT.fingerprint
 
 
-@given(process_count=st.sampled_from([1, 2, 3, 6]))
-def test_processes_share_out_the_rows_of_evaluation_batches(process_count: int):
-    whole = list(EvalBatches(HELD_OUT, batch_size=6, seq_len=13))
-    slices = [
-        list(
-            EvalBatches(
-                HELD_OUT, batch_size=6, seq_len=13, process_index=index, process_count=process_count
-            )
-        )
-        for index in range(process_count)
-    ]
-    for number, batch in enumerate(whole):
-        for name, array in batch.items():
-            joined = np.concatenate([pieces[number][name] for pieces in slices])
-            assert (joined == array).all()
+@given(rows=st.sets(st.integers(0, 5), min_size=1).map(sorted))
+def test_some_rows_of_evaluation_batches_are_those_of_the_whole_ones(rows: list[int]):
+    batches = EvalBatches(HELD_OUT, batch_size=6, seq_len=13)
+    for whole, part in zip(batches, batches.by_rows(np.array(rows)), strict=True):
+        for name, array in whole.items():
+            assert (array[rows] == part[name]).all()
+    with pytest.raises(WindowError, match="EvalBatches has no process_index"):
+        EvalBatches(HELD_OUT, batch_size=6, seq_len=13, process_index=0)
 
 
 def test_a_limit_below_one_batch_is_refused():

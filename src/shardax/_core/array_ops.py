@@ -17,7 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core import _jax
-from shardax._core.errors import AbstractValueError, ArrayExpectedError, VariableValueError
+from shardax._core._jax import Tracer
+from shardax._core.errors import (
+    AbstractValueError,
+    ArrayExpectedError,
+    NotAddressableError,
+    VariableValueError,
+)
 from shardax._core.frames import in_one_step
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
@@ -125,6 +131,18 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return method
 
 
+def fetchable(value: Any, what: str) -> Any:
+    """Returns a value whose numbers this process can read, or raises."""
+    spans = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    if spans and not (value.is_fully_addressable or value.is_fully_replicated):
+        raise NotAddressableError(
+            f"{what} needs the numbers of {jax.typeof(value)}, but parts of it are on devices of "
+            "other processes. Get all of them in every process, sx.distributed.gather(x), or read "
+            "those that are here, x.addressable_shards."
+        )
+    return value
+
+
 class ArrayLike:
     """Operators of an object whose ``value`` is an array."""
 
@@ -154,13 +172,15 @@ class ArrayLike:
         return _jax.refused_argument(self) or repr(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = np.asarray(self._operand(), dtype)
+        array = np.asarray(fetchable(self._operand(), "np.asarray"), dtype)
         return array.copy() if copy else array
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         operand = self._operand()
+        if name in ("tolist", "item"):
+            fetchable(operand, name)
         try:
             return getattr(operand, name)
         except AttributeError:

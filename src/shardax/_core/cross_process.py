@@ -87,7 +87,7 @@ def reduced(array: jax.Array) -> Any:
         raise errors.PickleWriteError(
             f"Cannot pickle the array {jax.typeof(array)}: parts of it are on devices of other "
             f"processes. Write a checkpoint from all of them, sx.train.checkpoint.save; or "
-            f"gather it first, jax.experimental.multihost_utils.process_allgather."
+            f"gather it first, sx.distributed.gather(array)."
         )
     sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
     implementation, dtype = None, str(array.dtype)

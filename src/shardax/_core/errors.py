@@ -110,6 +110,10 @@ class ArrayExpectedError(ShardaxError, ValueError):
     """A function of JAX takes arrays only, and was given a Variable."""
 
 
+class NotAddressableError(ShardaxError, RuntimeError):
+    """Numbers of an array are needed, of which other processes hold parts."""
+
+
 class DtypeError(ShardaxError, TypeError):
     """A dtype is invalid, or has 64 bits while JAX uses 32."""
 

@@ -3,8 +3,9 @@
 
 ``shardax train`` trains a byte-level decoder on text, ``shardax show`` prints the parameters of a
 run, ``shardax sample`` continues a prompt with a trained one, ``shardax verify`` checks the files
-of a run, ``shardax check`` reports what is wrong with a layout, ``shardax plan`` finds the layouts
-that fit on hardware and what each costs.
+of a run, ``shardax launch`` trains in several processes on one machine, ``shardax check`` reports
+what is wrong with a layout, ``shardax plan`` finds the layouts that fit on hardware and what each
+costs.
 
 A command is a dataclass: its fields are the options, the comments above them the help of these. The
 exit status is 2 for a command line that cannot be run, and 1 for what fails on the way.
@@ -13,12 +14,14 @@ exit status is 2 for a command line that cannot be run, and 1 for what fails on 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import os
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Union
@@ -60,10 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         problem = _MISSING.format(error.name, extra)
     except KeyboardInterrupt:
-        print("shardax: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        problem, status = "interrupted", 128 + signal.SIGINT
+    except Exception as error:
+        if not _is_one_of_several():
+            raise
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:400]}"
     print(f"shardax: {problem}", file=sys.stderr)
+    if _is_one_of_several():
+        from shardax.distributed.processes import end_now
+
+        end_now(status)
     return status
+
+
+def _is_one_of_several() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def _show_warning(message: Warning | str, *rest: Any, **named: Any) -> None:
@@ -82,12 +98,17 @@ def _run(words: list[str]) -> int:
         return 0
 
     from shardax.cli.check import Check
-    from shardax.cli.inputs import CommandError, check_words
+    from shardax.cli.inputs import check_words
+    from shardax.cli.launch import Launch
     from shardax.cli.plan import Diff, Explain, PlanCommand
     from shardax.cli.runs import Sample, Show, Verify
     from shardax.cli.train import Train
 
     check_words(words)
+    after: tuple[str, ...] = ()
+    if words[:1] == ["launch"] and "--" in words:
+        place = words.index("--")
+        words, after = words[:place], tuple(words[place + 1 :])
     # Beside these, the word after "plan" is a step, so tyro cannot tell them apart.
     below: dict[str, Any] = {"explain": Explain, "diff": Diff}
     kind, name = None, "shardax"
@@ -99,6 +120,7 @@ def _run(words: list[str]) -> int:
             "show": Show,
             "sample": Sample,
             "verify": Verify,
+            "launch": Launch,
             "check": Check,
             "plan": PlanCommand,
         }
@@ -107,17 +129,30 @@ def _run(words: list[str]) -> int:
             for name, kind in commands.items()
         )
         kind = Union[choices]  # noqa: UP007 (of a tuple)
+    command = _parsed(kind, words, name)
+    if isinstance(command, Launch):
+        # Here, so that the mistakes of the command that is launched are told once.
+        launched = _parsed(Train, after[1:], "shardax train") if after[:1] == ("train",) else None
+        command = dataclasses.replace(command, words=after, launched=launched)
+    status = command.run()
+    sys.stdout.flush()
+    return status
+
+
+def _parsed(kind: Any, words: Sequence[str], name: str) -> Any:
+    """Makes a command of its words, or raises CommandError."""
+    import tyro
+
+    from shardax.cli.inputs import CommandError
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            command = tyro.cli(kind, args=words, prog=name)
+            return tyro.cli(kind, args=words, prog=name)
     except SystemExit as error:
         if not error.code:  # such as after --help
             raise
         raise CommandError(_in_one_line(said.getvalue())) from None
-    status = command.run()
-    sys.stdout.flush()
-    return status
 
 
 def _in_one_line(box: str) -> str:

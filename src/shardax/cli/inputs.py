@@ -53,6 +53,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "seed": (0, 2**32 - 1, f"a number from 0 to {2**32 - 1:,}"),
     "length": (0, 10**6, "a number from 0 to 1,000,000"),
     **dict.fromkeys(("devices", "processes"), (1, 4096, "a number from 1 to 4,096")),
+    "process": (0, 4095, "a number from 0 to 4,095"),
+    "restarts": _SOME,
     "learning_rate": (sys.float_info.min, sys.float_info.max, "a finite number above 0"),
     "temperature": (0, sys.float_info.max, "a finite number of at least 0"),
     "large": (0, 2**40, "a finite number of at least 0"),
@@ -202,10 +204,10 @@ def use_devices(count: int | None) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # the backend is up: fine if it is what was asked for
         pass
-    if jax.device_count() != count:
+    if jax.local_device_count() != count:
         raise CommandError(
-            f"--devices {count}, but JAX already runs with {jax.device_count()} in this process. "
-            f"Set it in a new process."
+            f"--devices {count}, but JAX already runs with {jax.local_device_count()} in this "
+            f"process. Set it in a new process."
         )
 
 
@@ -242,7 +244,7 @@ def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
     if needed > jax.device_count():
         raise CommandError(
             f"--mesh {text} needs {needed} devices, but there are {jax.device_count()}. For "
-            f"virtual CPU devices add --devices {needed}."
+            f"virtual CPU devices add --devices {-(-needed // jax.process_count())}."
         )
     kinds = (AxisType.Auto,) * len(sizes)
     devices = jax.devices()[:needed]

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from shardax import models, train, view
+from shardax import distributed, models, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax.cli import inputs
@@ -22,7 +25,8 @@ from shardax.train.errors import TextNotFoundError, TextSourceError
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
 _PICTURED = (".embed.embedding", ".layers[0].mlp.gate.kernel")
 _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or given
-_MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero")
+PLACES = ("coordinator", "processes", "process", "verbose_processes")  # of one process
+_MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero", *PLACES)
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
@@ -34,7 +38,7 @@ class Train:
     preset: str = "demo"
     # Sizes of the mesh axes data and model, such as data=2,model=4. Empty: one device.
     mesh: str = ""
-    # Use this many virtual CPU devices.
+    # Use this many virtual CPU devices, in each process.
     devices: int | None = None
     # Rules instead of the decoder's: a TOML file, such as shardax plan --write-rules makes (with
     # FILE.toml:NAME one of its layouts), whose mesh is used unless --mesh is given; a JSON file; or
@@ -66,10 +70,20 @@ class Train:
     checkpoint_every: int = 50
     # Seed of parameters and data order.
     seed: int = 0
+    # Be one of several processes, of which the first listens at this HOST:PORT; "auto" finds out
+    # from SLURM, Open MPI, Kubernetes or a TPU pod. shardax launch starts processes on one machine.
+    coordinator: str | None = None
+    # How many processes there are.
+    processes: int | None = None
+    # Which of them this one is, from 0.
+    process: int | None = None
+    # Print in all processes, not only in the first.
+    verbose_processes: bool = False
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
         inputs.check_values(vars(self))
+        self._join()
         if self.out.exists() and not self.out.is_dir():
             raise inputs.CommandError(f"--out {self.out}: it is no folder.")
         settings = self._resumed(read_settings(self.out)) if self.resume else self._fresh()
@@ -85,13 +99,30 @@ class Train:
             )
         settings.check()
         inputs.use_devices(settings.devices)
+        distributed.agree("run.json", settings)
         run = _TrainingRun(settings, self.out)
         how = {name: getattr(self, name) for name in ("resume", "fallback", "override")}
         run.trainer.check(**how)
-        with run.trainer.folder.held():
+        is_main = distributed.is_main()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(run.trainer.folder.held())
             run.trainer.check(**how)  # now that no other process can change it
-            write_settings(self.out, settings)
-            return run.run(**how)
+            if is_main:
+                write_settings(self.out, settings)
+            elif not self.verbose_processes:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
+            return run.run(**how, verbose_processes=self.verbose_processes)
+
+    def _join(self) -> None:
+        """Becomes one of several processes, if asked to."""
+        given = [name for name in PLACES[1:3] if getattr(self, name) is not None]
+        if self.coordinator is None and given:
+            raise inputs.CommandError(f"--{given[0]} needs --coordinator HOST:PORT.")
+        if self.coordinator == "auto":
+            distributed.initialize()
+        elif self.coordinator is not None:
+            distributed.initialize(self.coordinator, self.processes, self.process)
 
     def _fresh(self) -> RunSettings:
         preset = inputs.find_preset(self.preset)
@@ -189,7 +220,8 @@ class _TrainingRun:
                 f"Stopped by {result.stopped.name} at step {result.step}. Go on with: shardax "
                 f"train --resume --out {self.out}"
             )
-            return 128 + result.stopped
+            # Whoever asked one of several processes to stop did not ask the others.
+            return 0 if jax.process_count() > 1 else 128 + result.stopped
         seconds = time.monotonic() - started
         pictures = self._show_shardings()
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per byte")
@@ -198,6 +230,8 @@ class _TrainingRun:
         options = {"window": settings.seq_len, "temperature": 0.7, "seed": settings.seed}
         sample = sample_text(self.model, _PROMPT, _SAMPLE_LENGTH, **options)
         print(f"\nSample:\n{sample}\n")
+        if not distributed.is_main():
+            return 0
         report = view.write_report(
             self.out / "report.html",
             title=f"shardax run {self.out.name}",

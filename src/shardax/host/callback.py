@@ -35,6 +35,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
+from shardax._core.array_ops import fetchable
 from shardax._core.frames import Frame, is_eager
 from shardax._core.graph.flatten import GraphDef, VariableDef, build
 from shardax._core.graph.paths import Path, format_path, plain_path
@@ -447,7 +448,10 @@ def call_on_host(
 
 def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
     given = [
-        np.array(leaf, None if form.dtype == jax.dtypes.float0 else form.dtype)
+        np.array(
+            fetchable(leaf, f"the host function {program.name}"),
+            None if form.dtype == jax.dtypes.float0 else form.dtype,
+        )
         for leaf, form in zip(leaves, program.forms, strict=True)
     ]
     try:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from shardax._core.array_ops import fetchable
 from shardax._core.object import ShownArray
 from shardax._core.variable import Variable
 from shardax.named import base
@@ -288,10 +289,11 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         Raises:
             NamesRemainError: If there are names.
         """
-        return self._nameless("become nested lists").tolist()
+        return fetchable(self._nameless("become nested lists"), "tolist").tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = np.asarray(self._nameless("become a NumPy array"), dtype)
+        nameless = self._nameless("become a NumPy array")
+        array = np.asarray(fetchable(nameless, "np.asarray"), dtype)
         return array.copy() if copy else array
 
     def __bool__(self) -> bool:

@@ -220,7 +220,8 @@ def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
         ):
             text = (
                 f"{where}: parts of it are on devices of other processes. Replicate it on "
-                "every device first, shard(model, mesh, {}), in all processes."
+                "every device first, shard(model, mesh, {}), in all processes; or take NumPy "
+                "arrays of it, sx.distributed.gather(model)."
             )
             yield Diagnostic("error", info.path, "not-addressable", text)
 

@@ -7,7 +7,9 @@ from shardax.train.accumulation import accumulated_value_and_grad as accumulated
 from shardax.train.checkpoint import Checkpoints as Checkpoints
 from shardax.train.data import DataPosition as DataPosition
 from shardax.train.data import EvalBatches as EvalBatches
+from shardax.train.data import RowBatches as RowBatches
 from shardax.train.data import TrainBatches as TrainBatches
+from shardax.train.data import WholeBatches as WholeBatches
 from shardax.train.log import JsonlLog as JsonlLog
 from shardax.train.log import read_jsonl as read_jsonl
 from shardax.train.optimizer import Optimizer as Optimizer

@@ -417,5 +417,9 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        if kind is not None and self._writer is not None and jax.process_count() > 1:
+            # The others are elsewhere: to wait for them would hide what happened.
+            self._writer.abandon()
+            self._writer = None
         self.close()

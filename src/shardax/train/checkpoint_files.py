@@ -143,6 +143,10 @@ class Writer:
             pending.result()
             _meet("checkpoint ends")
 
+    def abandon(self) -> None:
+        """Leaves what is being written, which takes other processes, as it is."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def close(self) -> None:
         """Frees the threads."""
         self._thread.shutdown()

@@ -9,17 +9,19 @@ windows start at another random offset. Batches run on from one epoch into the n
 the number of batches taken; with the seed it decides the next batch, so a resumed run continues
 exactly. In evaluation each byte that has a predecessor counts exactly once.
 
-A global batch is what all processes take together in one step; each process builds its own rows.
+A batch is what all processes take together in one step. ``by_rows`` builds some of its rows only:
+over several processes the trainer asks for those that the process's devices hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +29,7 @@ from shardax.train.errors import DataPositionError, WindowError
 from shardax.train.text import TextPart, hash64, permute
 
 Arrays = dict[str, npt.NDArray[Any]]
+Rows = npt.NDArray[np.int64]
 _Int64Array = npt.NDArray[np.int64]
 
 
@@ -53,24 +56,34 @@ class DataPosition:
     fingerprint: str
 
 
+@runtime_checkable
+class Rowwise(Protocol):
+    """Source of batches that can build some of their rows only."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch."""
+        ...
+
+    def by_rows(self, rows: Rows) -> Iterator[Any]:
+        """Iterates over these rows, in ascending order, of each batch."""
+        ...
+
+
 class TrainBatches:
     """Endless iterator of shuffled training batches, to be saved and restored.
 
-    Iterating gives ``{"inputs": int32 (rows, seq_len), "targets": int32 (rows, seq_len)}``, where
-    ``rows`` is ``batch_size`` divided by the number of processes.
+    Iterating gives ``{"inputs": int32 (batch_size, seq_len), "targets": int32 (batch_size,
+    seq_len)}``.
 
     Args:
         part: The text to draw from.
-        batch_size: Windows per global batch.
+        batch_size: Windows per batch, over all processes together.
         seq_len: Predicted bytes per window.
         seed: Seed of the order, in ``[0, 2**64)``.
-        process_index: Which rows of the global batch to build: the ``process_index``-th of equal
-            slices.
-        process_count: How many slices there are.
 
     Raises:
-        WindowError: No segment is long enough for a window, or the sizes are out of range or do not
-            divide.
+        WindowError: No segment is long enough for a window, or the sizes are out of range.
 
     Example:
         >>> from shardax.train.text import ByteText
@@ -86,16 +99,9 @@ class TrainBatches:
     """
 
     def __init__(
-        self,
-        part: TextPart,
-        *,
-        batch_size: int,
-        seq_len: int,
-        seed: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
+        self, part: TextPart, *, batch_size: int, seq_len: int, seed: int = 0, **removed: Any
     ) -> None:
-        self._rows = _local_rows(part, batch_size, seq_len, process_index, process_count)
+        _check_sizes(self, part, batch_size, seq_len, removed)
         if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:
             raise WindowError(f"The seed must be in [0, 2**64), got {seed!r}.")
         self.part = part
@@ -136,8 +142,7 @@ class TrainBatches:
         """Returns the position as plain ints and strings, for a checkpoint.
 
         Returns:
-            The fields of ``DataPosition``; it holds for the whole job, whatever the number of
-            processes.
+            The fields of ``DataPosition``; it holds for any number of processes.
         """
         return dataclasses.asdict(self.position)
 
@@ -180,21 +185,22 @@ class TrainBatches:
             )
         self.step = int(found["step"])
 
-    def batch_at(self, step: int) -> Arrays:
+    def batch_at(self, step: int, rows: Rows | None = None) -> Arrays:
         """Returns the batch of a step without moving the iterator.
 
         Args:
             step: Counted from 0.
+            rows: Numbers of the rows to build; None: all.
 
         Returns:
             ``{"inputs", "targets"}``, int32 (rows, seq_len).
 
         Raises:
-            WindowError: ``step`` is negative.
+            WindowError: ``step`` is negative, or a row is not one of the batch.
         """
         if step < 0:
             raise WindowError(f"A step is 0 or more, got {step}.")
-        rows = np.arange(self._rows.start, self._rows.stop, dtype=np.int64)
+        rows = _row_numbers(rows, self.batch_size)
         epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
         starts = np.empty_like(rows)
         for epoch in np.unique(epochs):
@@ -219,6 +225,23 @@ class TrainBatches:
         self.step += 1
         return batch
 
+    def by_rows(self, rows: Rows) -> Iterator[Arrays]:
+        """Iterates over some rows of each batch, and moves this iterator on.
+
+        Args:
+            rows: Numbers of the rows in the batch.
+
+        Returns:
+            An iterator of batches that hold these rows only.
+
+        Raises:
+            WindowError: A row is not one of the batch.
+        """
+        while True:
+            batch = self.batch_at(self.step, rows)
+            self.step += 1
+            yield batch
+
     def __repr__(self) -> str:
         return (
             f"TrainBatches(batch_size={self.batch_size}, seq_len={self.seq_len}, seed={self.seed}, "
@@ -231,23 +254,19 @@ class EvalBatches:
 
     They are the same on every pass.
 
-    Iterating starts a new pass and gives ``{"inputs": int32 (rows, seq_len), "targets": int32
-    (rows, seq_len), "mask": bool (rows, seq_len)}``. Every batch has the same shape; where the mask
-    is False inputs and targets are 0 and must not count.
+    Iterating starts a new pass and gives ``{"inputs": int32 (batch_size, seq_len), "targets": int32
+    (batch_size, seq_len), "mask": bool (batch_size, seq_len)}``. Every batch has the same shape;
+    where the mask is False inputs and targets are 0 and must not count.
 
     Args:
         part: The text to judge on.
-        batch_size: Windows per global batch.
+        batch_size: Windows per batch, over all processes together.
         seq_len: Predicted bytes per window.
         max_batches: At most this many batches, of windows spread evenly over the part; None takes
             all windows.
-        process_index: Which rows of the global batch to build: the ``process_index``-th of equal
-            slices.
-        process_count: How many slices there are.
 
     Raises:
-        WindowError: The part has no two consecutive bytes, or the sizes are out of range or do not
-            divide.
+        WindowError: The part has no two consecutive bytes, or the sizes are out of range.
 
     Example:
         >>> from shardax.train.text import ByteText
@@ -265,10 +284,9 @@ class EvalBatches:
         batch_size: int,
         seq_len: int,
         max_batches: int | None = None,
-        process_index: int = 0,
-        process_count: int = 1,
+        **removed: Any,
     ) -> None:
-        self._rows = _local_rows(part, batch_size, seq_len, process_index, process_count)
+        _check_sizes(self, part, batch_size, seq_len, removed)
         if max_batches is not None and max_batches < 1:
             raise WindowError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
         self.batch_size = batch_size
@@ -297,16 +315,31 @@ class EvalBatches:
 
     @property
     def targets(self) -> int:
-        """Number of predicted bytes in one pass over the global batches."""
+        """Number of predicted bytes in one pass."""
         return int(self._lengths.sum())
 
     def __len__(self) -> int:
         return math.ceil(self._starts.size / self.batch_size)
 
     def __iter__(self) -> Iterator[Arrays]:
+        return self.by_rows(np.arange(self.batch_size))
+
+    def by_rows(self, rows: Rows) -> Iterator[Arrays]:
+        """Iterates over some rows of each batch, in a new pass.
+
+        Args:
+            rows: Numbers of the rows in the batch.
+
+        Returns:
+            An iterator of batches that hold these rows only.
+
+        Raises:
+            WindowError: A row is not one of the batch.
+        """
         data = self.part.text.data
+        rows = _row_numbers(rows, self.batch_size)
         for first in range(0, len(self) * self.batch_size, self.batch_size):
-            windows = np.arange(first + self._rows.start, first + self._rows.stop)
+            windows = first + rows
             exists = windows < self._starts.size
             windows = np.where(exists, windows, 0)
             lengths = np.where(exists, self._lengths[windows], 0)
@@ -322,29 +355,205 @@ class EvalBatches:
         )
 
 
-def _local_rows(
-    part: Any, batch_size: int, seq_len: int, process_index: int, process_count: int
-) -> range:
+class RowBatches:
+    """Batches of a source that reads rows by their numbers.
+
+    Such as a file of tokens. Rows are counted on without end: batch ``k`` has the rows from
+    ``k * batch_size`` to ``(k + 1) * batch_size``. Over several processes each reads the rows of
+    its own devices only.
+
+    Args:
+        read: ``read(start, stop)`` returns the rows ``start`` to ``stop - 1``: a tree of arrays
+            with ``stop - start`` rows each. What it returns may depend on these numbers only.
+        batch_size: Rows per batch, over all processes together.
+        name: Identity of the data; a position saved under another name is refused.
+
+    Raises:
+        WindowError: ``batch_size`` is not an integer of 1 or more.
+
+    Example:
+        >>> tokens = np.arange(1000, dtype=np.int32).reshape(100, 10)
+        >>> def read(start, stop):
+        ...     rows = tokens[np.arange(start, stop) % len(tokens)]
+        ...     return {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
+        >>> batches = RowBatches(read, batch_size=4)
+        >>> _ = next(batches)
+        >>> next(batches)["inputs"][:, 0].tolist()
+        [40, 50, 60, 70]
+    """
+
+    def __init__(self, read: Callable[[int, int], Any], *, batch_size: int, name: str = "") -> None:
+        _check_size("batch_size", batch_size)
+        self.read = read
+        self.batch_size = batch_size
+        self.name = name
+        self.step = 0
+
+    def state(self) -> dict[str, int | str]:
+        """Returns the position, for a checkpoint.
+
+        Returns:
+            Batches taken, rows per batch, and the name.
+        """
+        return {"step": self.step, "batch_size": self.batch_size, "name": self.name}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved position.
+
+        Args:
+            state: What ``state()`` gave.
+
+        Raises:
+            DataPositionError: It is no position, or of another name or batch size.
+        """
+        own = self.state()
+        if not isinstance(state, Mapping) or {**own, "step": 0} != {**state, "step": 0}:
+            raise DataPositionError(
+                f"The saved data position {state!r} cannot be continued with {self!r}. Make it "
+                "with the batch_size and the name that were saved."
+            )
+        self.step = int(state["step"])
+
+    def by_rows(self, rows: Rows) -> Iterator[Any]:
+        """Iterates over some rows of each batch, and moves this iterator on.
+
+        Args:
+            rows: Numbers of the rows in the batch.
+
+        Returns:
+            An iterator of batches that hold these rows only.
+
+        Raises:
+            WindowError: A row is not one of the batch, or ``read`` returned another number of rows.
+        """
+        rows = _row_numbers(rows, self.batch_size)
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        while True:
+            first = self.step * self.batch_size
+            parts = [self._read(first + int(run[0]), first + int(run[-1]) + 1) for run in runs]
+            self.step += 1
+            yield parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
+
+    def _read(self, start: int, stop: int) -> Any:
+        found = self.read(start, stop)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0]:
+            if np.shape(leaf)[:1] != (stop - start,):
+                raise WindowError(
+                    f"read({start}, {stop}) must return {stop - start} rows, but "
+                    f"{jax.tree_util.keystr(path) or 'it'} has the shape {np.shape(leaf)}."
+                )
+        return found
+
+    def __iter__(self) -> RowBatches:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.by_rows(np.arange(self.batch_size)))
+
+    def __repr__(self) -> str:
+        return f"RowBatches(batch_size={self.batch_size}, step={self.step}, name={self.name!r})"
+
+
+class WholeBatches:
+    """Batches of a source that gives whole global batches.
+
+    It must give the same in every process. Each builds all rows and places those that its devices
+    hold.
+
+    Args:
+        batches: An iterable of trees of arrays with ``batch_size`` rows. Its ``state()`` and
+            ``restore()`` are used if it has them.
+        batch_size: Rows per batch, over all processes together.
+
+    Raises:
+        WindowError: ``batch_size`` is not an integer of 1 or more.
+
+    Example:
+        >>> batches = WholeBatches([{"x": np.arange(4)}], batch_size=4)
+        >>> [batch["x"].tolist() for batch in batches.by_rows(np.array([1, 2]))]
+        [[1, 2]]
+    """
+
+    def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
+        _check_size("batch_size", batch_size)
+        self.batches = batches
+        self.batch_size = batch_size
+
+    def __getattr__(self, name: str) -> Any:
+        # Positioned if the source is.
+        if name in ("state", "restore") and "batches" in vars(self):
+            return getattr(self.batches, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def by_rows(self, rows: Rows) -> Iterator[Any]:
+        """Iterates over some rows of each batch.
+
+        Args:
+            rows: Numbers of the rows in the batch.
+
+        Returns:
+            An iterator of batches that hold these rows only.
+
+        Raises:
+            WindowError: A row is not one of the batch, or a batch has another number of rows.
+        """
+        rows = _row_numbers(rows, self.batch_size)
+        return (jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch) for batch in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+                if np.shape(leaf)[:1] != (self.batch_size,):
+                    raise WindowError(
+                        f"{jax.tree_util.keystr(path) or 'The batch'} has the shape "
+                        f"{np.shape(leaf)}, but batch_size={self.batch_size} rows were announced. "
+                        "Give all rows of the global batch in every process."
+                    )
+            yield batch
+
+    def __repr__(self) -> str:
+        return f"WholeBatches({type(self.batches).__name__}, batch_size={self.batch_size})"
+
+
+def _joined(*parts: Any) -> Any:
+    return np.concatenate(parts)
+
+
+def _check_size(name: str, size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
+
+
+def _check_sizes(
+    source: Any, part: Any, batch_size: int, seq_len: int, removed: Mapping[str, Any]
+) -> None:
+    name = type(source).__name__
+    if gone := [key for key in removed if key in ("process_index", "process_count")]:
+        raise WindowError(
+            f"{name} has no {gone[0]}: batch_size is the global batch, and every process builds "
+            "the rows that its devices hold, whatever its index. Leave process_index and "
+            "process_count out, and give the batch_size of all processes together."
+        )
+    for key in removed:
+        raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
     if not isinstance(part, TextPart):
         raise WindowError(
             f"part is a {type(part).__name__}, but windows are of a TextPart: text.whole, or one "
             "of training, held_out = text.split(0.1)."
         )
-    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
-    if not 0 <= process_index < process_count:
+    _check_size("batch_size", batch_size)
+    _check_size("seq_len", seq_len)
+
+
+def _row_numbers(rows: Any, batch_size: int) -> Rows:
+    """Returns row numbers as an array, or raises WindowError."""
+    found: Any = np.arange(batch_size) if rows is None else np.asarray(rows)
+    wrong = found.ndim != 1 or found.dtype.kind not in "iu" or found.size == 0
+    if wrong or found.min() < 0 or found.max() >= batch_size:
         raise WindowError(
-            f"process_index must be in [0, process_count), got process_index={process_index} and "
-            f"process_count={process_count}. Use jax.process_index() and jax.process_count()."
+            f"rows must be numbers from 0 to {batch_size - 1}, at least one, got {rows!r}."
         )
-    if batch_size % process_count:
-        raise WindowError(
-            f"The global batch_size={batch_size} cannot be shared out evenly to {process_count} "
-            f"processes. Use batch_size={-(-batch_size // process_count) * process_count}."
-        )
-    rows = batch_size // process_count
-    return range(process_index * rows, (process_index + 1) * rows)
+    return found.astype(np.int64)
 
 
 def _batch(windows: npt.NDArray[np.uint8]) -> Arrays:

@@ -15,6 +15,7 @@ needed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,12 +24,13 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core.state.split_merge import iter_variables
 from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax.train.data import Rows, Rowwise
 from shardax.train.errors import PrefetchError, TrainerError
 
 BATCH_AXES = ("batch", "seq")
@@ -55,15 +57,16 @@ class Positioned(Protocol):
 
 
 def put_batch(batch: Any, sharding: Any) -> Any:
-    """Makes global device arrays of one process's part of a batch.
+    """Makes device arrays of a batch.
 
     Args:
-        batch: A pytree of host arrays: this process's rows of the global batch.
+        batch: A pytree of host arrays, the global batch: over several processes the same in each,
+            of which every process places what its devices hold.
         sharding: A ``jax.sharding.Sharding`` for all arrays, or a tree prefix of them; None puts
             the arrays whole on the default device.
 
     Returns:
-        The same tree of ``jax.Array``; leading dimensions are those of the global batch.
+        The same tree of ``jax.Array``.
 
     Example:
         >>> import numpy as np
@@ -74,14 +77,90 @@ def put_batch(batch: Any, sharding: Any) -> Any:
     """
     if sharding is None:
         return jax.device_put(batch)
-    shardings = jax.tree.broadcast(sharding, batch)
-    return jax.tree.map(jax.make_array_from_process_local_data, shardings, batch)
+    return _put_rows(batch, sharding, None, 0)
+
+
+def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> Any:
+    """Places a batch of which there are only some rows."""
+
+    def put(sharding: Any, leaf: Any) -> Any:
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        some = rows if array.ndim else None
+        if some is not None and len(array) != some.size:
+            raise PrefetchError(
+                f"by_rows was asked for {some.size} rows, but gave an array of shape {array.shape}."
+            )
+
+        def read(index: Any) -> Any:
+            if some is None:
+                return array[index]
+            start, stop, _ = index[0].indices(batch_size)
+            first = int(np.searchsorted(some, start))
+            return array[first : first + stop - start, *index[1:]]
+
+        shape = array.shape if some is None else (batch_size, *array.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, read, dtype=jax.typeof(array).dtype)
+
+    return jax.tree.map(put, jax.tree.broadcast(sharding, batch), batch)
+
+
+def _rows_held(sharding: Any, batch_size: int) -> Rows:
+    """Returns the rows of a batch that this process's devices hold."""
+    held = np.zeros(batch_size, bool)
+    for each in jax.tree.leaves(sharding):
+        if isinstance(each, NamedSharding):
+            first = NamedSharding(each.mesh, PartitionSpec(*each.spec[:1]))
+            for index in first.addressable_devices_indices_map((batch_size,)).values():
+                held[index] = True
+        else:
+            held[:] = True
+    held[0] |= not held.any()  # a process without a device of the mesh
+    return np.flatnonzero(held)
+
+
+def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
+    """Iterates over device batches; each process builds its own rows only."""
+    if jax.process_count() == 1:
+        # Not a generator, which would stay at its end when the source is sent back.
+        return map(functools.partial(put_batch, sharding=sharding), source)
+    require_rows(source)
+    if sharding is None:
+        return (put_batch(batch, None) for batch in source.by_rows(np.arange(source.batch_size)))
+    rows = _rows_held(sharding, source.batch_size)
+    return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
+
+
+def require_rows(source: Any) -> None:
+    """Raises PrefetchError unless the source can build some rows only."""
+    if not isinstance(source, Rowwise):
+        raise PrefetchError(
+            f"There are {jax.process_count()} processes, and it is not known which rows of a "
+            f"global batch a {type(source).__name__} gives. If every process gets all of them, use "
+            "train.WholeBatches(batches, batch_size=...); if rows can be read by their numbers, "
+            "train.RowBatches(read, batch_size=...)."
+        )
+
+
+def first_batch(source: Any) -> Any:
+    """Returns shapes and dtypes of the next global batch, or None."""
+    if isinstance(source, Rowwise):
+        batch = next(iter(source.by_rows(np.arange(1))), None)
+        rows: tuple[int, ...] = (source.batch_size,)
+    else:
+        batch, rows = next(iter(source), None), ()
+
+    def struct(leaf: Any) -> Any:
+        aval = jax.typeof(leaf)
+        shape = (*rows, *aval.shape[1:]) if rows and aval.shape else aval.shape
+        return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+    return None if batch is None else jax.tree.map(struct, batch)
 
 
 def batch_shardings(
     batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
 ) -> Any:
-    """Returns the shardings of a process's batch, or raises TrainerError."""
+    """Returns the shardings of a batch, or raises TrainerError."""
     # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
     # cuts the batch into parts, each divided over the mesh by itself. Without a mesh: None.
 
@@ -97,8 +176,6 @@ def batch_shardings(
     entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
     for key_path, array in entries:
         shape: tuple[int, ...] = np.shape(array)
-        if shape:
-            shape = (shape[0] * jax.process_count(), *shape[1:])
         rows = rows or shape[:1]
         shown = f"{jax.tree_util.keystr(key_path)} of shape {shape}"
         if parts > 1 and (not shape or shape[0] % parts):
@@ -140,12 +217,14 @@ class Prefetch:
 
     Args:
         batches: Host batches (pytrees of arrays). If it has ``state()`` and ``restore()``, as
-            ``TrainBatches`` has, so has the result.
+            ``TrainBatches`` has, so has the result. Over several processes it builds the rows that
+            each holds: ``TrainBatches``, ``RowBatches`` or ``WholeBatches``.
         sharding: As for ``put_batch``.
         depth: How many batches to keep ready, 1 or more.
 
     Raises:
-        PrefetchError: ``depth`` is less than 1.
+        PrefetchError: ``depth`` is less than 1, or over several processes it is not known which
+            rows ``batches`` gives.
 
     Example:
         >>> import numpy as np
@@ -158,8 +237,8 @@ class Prefetch:
         if not isinstance(depth, int) or depth < 1:
             raise PrefetchError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
         self._source = batches
-        self._iterator = iter(batches)
         self._sharding = sharding
+        self._iterator = placed_batches(batches, sharding)
         self._depth = depth
         self._state = self._source_state()
         # Dropped, or at interpreter exit, the executor ends its thread after the current fetch.
@@ -198,6 +277,8 @@ class Prefetch:
         self._drop_ready()
         try:
             self._source.restore(state)
+            if isinstance(self._source, Rowwise):  # what has ended goes on from there
+                self._iterator = placed_batches(self._source, self._sharding)
         except BaseException:
             self._source.restore(self._state)
             raise
@@ -223,10 +304,7 @@ class Prefetch:
             self._ready.append(self._worker.submit(self._fetch))
 
     def _fetch(self) -> tuple[Any, Any]:
-        batch = next(self._iterator, _END)
-        if batch is _END:
-            return _END, None
-        return put_batch(batch, self._sharding), self._source_state()
+        return next(self._iterator, _END), self._source_state()
 
     def _drop_ready(self) -> None:
         while self._ready:

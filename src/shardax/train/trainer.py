@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import signal
 import sys
 import threading
@@ -28,17 +29,20 @@ from typing import Any, NamedTuple, Self, TextIO
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from shardax import distributed
 from shardax._core.state.split_merge import iter_modules
 from shardax._terminal import ProgressBar, is_live
 from shardax._transforms.jit.jit import jit
+from shardax.distributed.processes import from_main
 from shardax.partition.context import axis_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
 from shardax.partition.specs import shardings
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
-from shardax.train import prefetch
+from shardax.train import agreement, prefetch
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
@@ -64,6 +68,8 @@ class TrainerSettings:
         keep_checkpoints: How many checkpoints to keep.
         grad_accumulation: Parts into which each batch is split to save memory; the update is that
             of the whole batch.
+        check_replicas_every: Steps between comparisons, by checksum, of the copies of arrays that
+            several processes hold; 0: only before the first step.
 
     Raises:
         TrainerError: If one is not an integer, or is too small.
@@ -79,12 +85,16 @@ class TrainerSettings:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     grad_accumulation: int = 1
+    check_replicas_every: int = 0
 
     def __post_init__(self) -> None:
-        least: dict[str, int] = {"eval_every": 0, "checkpoint_every": 0}
+        least: dict[str, int] = dict.fromkeys(
+            ("eval_every", "checkpoint_every", "check_replicas_every"), 0
+        )
         for name, value in vars(self).items():
             if type(value) is not int or value < least.get(name, 1):
                 hint = "; 0: only at the end" if name in least else ""
+                hint = "; 0: only at the start" if name == "check_replicas_every" else hint
                 raise TrainerError(
                     f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
                     f"{least.get(name, 1)}{hint}."
@@ -99,7 +109,8 @@ class RunResult:
         step: Last step done.
         loss: Training loss of that step.
         eval_loss: Held-out loss at the end; None without held-out data or when stopped.
-        stopped: The signal that stopped the run early, or None.
+        stopped: The signal that stopped the run early, or None. With several processes SIGTERM in
+            all of them, whichever got which signal.
         checkpoint: The last checkpoint's directory.
         log: The log file.
 
@@ -120,25 +131,42 @@ class RunResult:
 class StopRequest:
     """Notes SIGINT and SIGTERM while its ``with`` block runs."""
 
-    # A second SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a
-    # background job of a shell) stays ignored. Outside the main thread, where Python delivers no
-    # signals, it does nothing.
+    # With several processes JAX's preemption service notes SIGTERM, tells the others, and says at
+    # which question of ``reached`` all stop; a handler here would hide the signal from it. A second
+    # SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a background
+    # job of a shell) stays ignored. Outside the main thread, where Python delivers no signals, it
+    # does nothing.
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._several = jax.process_count() > 1
+        self._questions = 0
+        self._passed_on = False
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
+    def reached(self) -> bool:
+        """Whether to stop now; processes ask equally often and stop together."""
+        if self._several and self.signal is None:
+            self._questions += 1
+            if multihost_utils.reached_preemption_sync_point(self._questions):
+                self.signal = signal.SIGTERM
+        return self.signal is not None
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if (self.signal is not None or self._passed_on) and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        if self._several:
+            self._passed_on = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.signal = signal.Signals(number)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *(() if self._several else (signal.SIGTERM,))):
                 before = signal.getsignal(number)
                 # None: set by other than Python code, which could not be put back.
                 if before not in (signal.SIG_IGN, None):
@@ -194,6 +222,25 @@ class TrainingProgress:
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
             self._bar.__exit__(*exc_info)
+
+
+class _Silent:
+    """Display and log of all processes but the main one."""
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+        pass
+
+    def note(self, message: str) -> None:
+        pass
+
+    def write(self, **record: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
 
 
 def _duration(seconds: float) -> str:
@@ -316,8 +363,8 @@ class Trainer:
                 "A Trainer needs a mesh of devices, but was given an abstract one. Make one with "
                 "jax.make_mesh((2, 4), ('data', 'model'))."
             )
-        self._where: dict[str, Any] = {"overrides": overrides, "memory_kind": memory_kind}
-        asked = [name for name, value in self._where.items() if value is not None]
+        self.where: dict[str, Any] = {"overrides": overrides, "memory_kind": memory_kind}
+        asked = [name for name, value in self.where.items() if value is not None]
         if found is None and asked:
             raise TrainerError(
                 f"A Trainer was given {' and '.join(asked)}, but no mesh to lay arrays out over. "
@@ -363,7 +410,7 @@ class Trainer:
             return jit(train_step, donate_argnums=(0, 1))
         # Over Auto axes the compiler would otherwise choose a layout where that of the optimizer's
         # state is another than the parameters'.
-        layout = shardings(self._trained, self.mesh, self.rules, **self._where)
+        layout = shardings(self._trained, self.mesh, self.rules, **self.where)
         return jit(train_step, donate_argnums=(0, 1), in_shardings=(*layout, None))
 
     @property
@@ -393,6 +440,7 @@ class Trainer:
         # Without it the first checkpoint would fail, after many steps.
         import orbax.checkpoint  # noqa: F401
 
+        agreement.check_mesh(self.mesh)
         steps = self._open_checkpoints().all_steps()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
         if resume:
@@ -409,7 +457,7 @@ class Trainer:
             )
         with self._scope():
             if self.mesh is not None:
-                shardings(self._trained, self.mesh, self.rules, **self._where)
+                shardings(self._trained, self.mesh, self.rules, **self.where)
             self._train_shardings()
             self._held_out_shardings()
 
@@ -421,7 +469,7 @@ class Trainer:
                 "could not be resumed. Use TrainBatches, or give your iterator these two methods."
             )
         position = source.state()
-        first = next(iter(self.batches), None)
+        first = prefetch.first_batch(source)
         source.restore(position)
         if first is None:
             raise TrainerError("The training batches are empty; give an endless iterator.")
@@ -438,7 +486,7 @@ class Trainer:
                 f"held_out is a {type(self.held_out).__name__}, which can be read once, but every "
                 "evaluation reads it anew. Give EvalBatches or a list of batches."
             )
-        first = next(iter(self.held_out), None)
+        first = prefetch.first_batch(self.held_out)
         if first is None:
             raise TrainerError("held_out has no batches; give None to train without evaluation.")
         return prefetch.batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
@@ -450,6 +498,7 @@ class Trainer:
         fallback: bool = True,
         override: bool = False,
         display: Callable[[int, int], Any] = TrainingProgress,
+        verbose_processes: bool = False,
     ) -> RunResult:
         """Trains until ``settings.steps``, or until SIGINT or SIGTERM asks to stop.
 
@@ -461,11 +510,12 @@ class Trainer:
                 learning rate) than those that the checkpoint was trained with.
             display: Makes the progress display from (first step, last step): a context manager
                 with ``step(step, loss, tokens_per_second)``, whose last two may be None, and
-                ``note(message)``.
+                ``note(message)``. Of several processes the main one has it.
+            verbose_processes: Whether the other processes have a display too.
 
         Returns:
             How it ended. After a request to stop, the state is saved and ``stopped`` tells the
-            signal.
+            signal. A request to one of several processes stops all at one step.
 
         Raises:
             TrainerError: What ``check`` refuses; if another process trains in the directory, or
@@ -475,18 +525,24 @@ class Trainer:
                 ``fallback`` is False.
             CheckpointWriteError: If a checkpoint cannot be written.
             PartitionCheckError: As for ``check``.
+            DisagreementError: In every process, if they differ in packages, settings, seeds,
+                shardings, data, checkpoint or program, or if copies of an array differ.
         """
         self.check(resume=resume, fallback=fallback, override=override)
         with self.folder.held():
+            shows = distributed.is_main() or verbose_processes
             try:
-                return self._run(fallback, override, display)
+                return self._run(fallback, override, display if shows else lambda *_: _Silent())
             except OSError:
                 self.folder.check()
                 raise
 
     def _run(self, fallback: bool, override: bool, display: Callable[[int, int], Any]) -> RunResult:
         start = self._find_start(fallback=fallback, override=override)
-        with self._scope(), contextlib.closing(self._open_checkpoints()) as checkpoints:
+        several = jax.process_count() > 1
+        with self._scope(), self._open_checkpoints() as checkpoints:
+            if several:
+                agreement.agree_to_start(self, start)
             checkpoints.remove_leftovers()
             with display(max(start.step, 0), self.settings.steps) as shown, StopRequest() as stop:
                 for note in start.take(checkpoints):
@@ -494,9 +550,14 @@ class Trainer:
                 if start.description is None and self.log_path.exists():
                     shown.note("There is no checkpoint to go on from: starting again at step 0.")
                 self._place(start)
+                places = self._train_shardings()
+                if several:
+                    agreement.compare_programs(self, places)
+                    agreement.compare_copies(self, "after placing, before the first step")
+                main = distributed.is_main()
                 with (
-                    JsonlLog(self.log_path, resume_step=start.step) as log,
-                    prefetch.Prefetch(self.batches, self._train_shardings()) as source,
+                    JsonlLog(self.log_path, resume_step=start.step) if main else _Silent() as log,
+                    prefetch.Prefetch(self.batches, places) as source,
                 ):
                     first = max(start.step, 0)
                     run = _Run(checkpoints, log, source, shown, stop, first, start.step)
@@ -539,7 +600,7 @@ class Trainer:
 
     def _loop(self, run: _Run) -> None:
         settings = self.settings
-        while run.step < settings.steps and not run.stop:
+        while run.step < settings.steps and not run.stop.reached():
             batch = next(run.source, None)
             if batch is None:
                 raise TrainerError(
@@ -559,6 +620,8 @@ class Trainer:
             else:
                 run.shown.step(run.step, None, None)
             with run.throughput.paused():
+                if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
+                    agreement.compare_copies(self, f"after step {run.step}")
                 if _due(run.step, settings.eval_every) and run.step < settings.steps:
                     self._evaluate_and_record(run)
                 if _due(run.step, settings.checkpoint_every):
@@ -574,9 +637,10 @@ class Trainer:
             run.shown.note(f"stopped by {name}; saved at step {run.step}")
         # What a finished run has already measured is neither measured nor logged twice.
         logged: dict[str, Any] = {}
-        for record in read_jsonl(self.log_path):
+        for record in read_jsonl(self.log_path) if distributed.is_main() else ():
             if record.get("step") == run.step:
                 logged.update(record)
+        logged = from_main(logged, "the end of the log")
         loss = float(logged.get("loss", math.nan) if run.pending is None else run.pending)
         if run.step >= self.settings.steps:
             eval_loss = logged.get("eval_loss")
@@ -599,7 +663,7 @@ class Trainer:
         with self._scope():
             if self.mesh is not None:
                 # In a tuple, so that overrides find it at the path that it has in training.
-                shard((self.model,), self.mesh, self.rules, **self._where)
+                shard((self.model,), self.mesh, self.rules, **self.where)
             loss = self._evaluate(lambda: False)
         assert loss is not None  # nothing stopped it
         return loss
@@ -610,10 +674,9 @@ class Trainer:
         places = self._held_out_shardings()
         total, count = 0.0, 0.0
         with _evaluation_mode(self.model):
-            for batch in self.held_out:
+            for batch in prefetch.placed_batches(self.held_out, places):
                 if should_stop():
                     return None
-                batch = prefetch.put_batch(batch, places)
                 mean, targets = jax.device_get(self.eval_step(self.model, batch))
                 if targets:  # the mean over nothing may be anything
                     total += float(mean) * float(targets)
@@ -628,7 +691,7 @@ class Trainer:
     def _evaluate_and_record(self, run: _Run) -> float | None:
         if self.held_out is None:
             return None
-        eval_loss = self._evaluate(lambda: bool(run.stop))
+        eval_loss = self._evaluate(run.stop.reached)
         if eval_loss is not None:
             run.log.write(step=run.step, eval_loss=eval_loss)
             run.shown.note(f"step {run.step}: held-out loss {eval_loss:.4f}")
@@ -650,11 +713,11 @@ class Trainer:
         """Places model and optimizer, from a checkpoint or fresh."""
         if start.description is not None:
             extra = restore_verified(
-                self._trained, start.path, start.description, self.mesh, self.rules, self._where
+                self._trained, start.path, start.description, self.mesh, self.rules, self.where
             )
             self.batches.restore(extra["data"])
         elif self.mesh is not None:
-            shard(self._trained, self.mesh, self.rules, **self._where)
+            shard(self._trained, self.mesh, self.rules, **self.where)
 
     def _save(self, run: _Run) -> None:
         _require_finite(run)
@@ -689,7 +752,7 @@ class _Run:
     """State of one call of ``Trainer.run``."""
 
     checkpoints: Checkpoints
-    log: JsonlLog
+    log: Any
     source: prefetch.Prefetch
     shown: Any
     stop: StopRequest

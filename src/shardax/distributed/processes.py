@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting processes together, and what they tell each other.
+
+Processes compare texts. Two collectives over all devices carry them: the first a digest and a
+length, so that what is equal costs 40 bytes; the second, only if these differ, the texts, padded to
+one length. Then each process knows what each has, and all raise the same error. (JAX's
+coordinator has a store of keys and values, but no public name for it; see ``docs/design.md``.)
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core.graph.paths import format_path
+from shardax._core.object import Object
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.variable import Variable
+from shardax.distributed.errors import DisagreementError, DistributedError
+
+# A process that has not been heard of for so long is dead, and all others end.
+HEARTBEAT_SECONDS = 15
+# Others may compile, read data or checksums meanwhile.
+ANSWER_SECONDS = 600
+_SHOWN = 12  # differences in a message
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+T = TypeVar("T")
+
+# --- start and end --------------------------------------------------------------------------------
+
+
+def initialize(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> None:
+    """Starts this process as one of several, before any JAX computation.
+
+    Without arguments it finds out from SLURM, Open MPI, Kubernetes or a TPU pod what
+    ``jax.distributed`` can find out; elsewhere the program is one process. An exception that ends
+    one process ends it at once, so that no other waits for it.
+
+    Args:
+        coordinator: ``host:port`` of process 0, where it listens.
+        processes: How many there are.
+        process: Which of them this one is, from 0.
+
+    Raises:
+        DistributedError: If the arguments do not fit, JAX has already been used, or the others
+            cannot be reached.
+
+    Example:
+        >>> initialize("localhost:9000", processes=2, process=2)
+        Traceback (most recent call last):
+        shardax.errors.DistributedError: process=2 of processes=2: give one from 0 to 1.
+    """
+    for name, number in (("processes", processes), ("process", process)):
+        if number is not None and (type(number) is not int or number < (name == "processes")):
+            raise DistributedError(f"{name}={number!r} is no number of processes.")
+    if processes is not None and process is not None and process >= processes:
+        raise DistributedError(
+            f"process={process} of processes={processes}: give one from 0 to {processes - 1}."
+        )
+    if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", coordinator):
+        raise DistributedError(f"coordinator={coordinator!r} is no host:port.")
+    if jax.distributed.is_initialized():
+        found = jax.process_count(), jax.process_index()
+        if any(a not in (None, b) for a, b in zip((processes, process), found, strict=True)):
+            raise DistributedError(
+                f"This already is process {found[1]} of {found[0]}; it cannot be process "
+                f"{process} of {processes}. Call initialize once."
+            )
+        return
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+        )
+    except ValueError as error:
+        if coordinator is None and processes is None and process is None:
+            return  # no cluster was detected
+        raise DistributedError(
+            f"Not all of coordinator, processes and process are known here: {error} Give all three."
+        ) from error
+    except RuntimeError as error:
+        raise DistributedError(
+            f"The processes cannot be started together: {str(error).strip()}"
+        ) from error
+    sys.excepthook = functools.partial(_end_on_error, sys.excepthook)
+
+
+def _end_on_error(
+    before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    before(kind, error, trace)
+    if jax.distributed.is_initialized():
+        end_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+def end_now(status: int) -> None:
+    """Ends this process of several without waiting for the others."""
+    # Otherwise it would meet them when the interpreter ends, where they never come: they wait for
+    # its part of a step. Its closed connections end them.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status)
+
+
+def process_index() -> int:
+    """Returns the number of this process, from 0.
+
+    Returns:
+        ``jax.process_index()``.
+
+    Example:
+        >>> process_index()
+        0
+    """
+    return jax.process_index()
+
+
+def is_main() -> bool:
+    """Whether this is the process that logs, prints and writes reports.
+
+    Returns:
+        Whether it is process 0.
+
+    Example:
+        >>> if is_main():
+        ...     print("once")
+        once
+    """
+    return jax.process_index() == 0
+
+
+# --- agreement ------------------------------------------------------------------------------------
+
+
+def agree(name: str, value: T) -> T:
+    """Compares a value over all processes; every process must call it.
+
+    Args:
+        name: What it is, for the message.
+        value: Numbers, strings, arrays, and dataclasses, lists and dicts of these; of anything else
+            the ``repr`` counts.
+
+    Returns:
+        The value.
+
+    Raises:
+        DisagreementError: In every process, if the values differ: which process has what.
+        DistributedError: If another process does not answer.
+
+    Example:
+        >>> agree("learning rate", 0.1)
+        0.1
+    """
+    if jax.process_count() > 1:
+        compare(dict(_texts(value, name)), name)
+    return value
+
+
+def barrier(name: str) -> None:
+    """Waits until every process has come to the barrier of this name.
+
+    Args:
+        name: Which barrier it is.
+
+    Raises:
+        DisagreementError: If another process is at another barrier or agreement.
+        DistributedError: If another process does not answer.
+
+    Example:
+        >>> barrier("data is copied")
+    """
+    if jax.process_count() > 1:
+        compare({}, name)
+
+
+def compare(facts: Mapping[str, str], at: str) -> None:
+    """Raises DisagreementError in every process if facts differ, by name."""
+    own = json.dumps([at, dict(facts)], sort_keys=True)
+    found = [json.loads(text) for text in exchange(own, at)]
+    where = [place for place, _ in found]
+    if len(set(where)) > 1:
+        raise DisagreementError(
+            f"The processes are at different places of the program: {_by_process(where)}. All must "
+            "call the same agreements and barriers in the same order."
+        )
+    each = [facts for _, facts in found]
+    names = sorted({name for facts in each for name in facts})
+    differing = [name for name in names if len({facts.get(name) for facts in each}) > 1]
+    if differing:
+        lines = [
+            f"  {name}: {_by_process([facts.get(name, 'nothing') for facts in each])}"
+            for name in differing[:_SHOWN]
+        ]
+        if len(differing) > _SHOWN:
+            lines.append(f"  and {len(differing) - _SHOWN} more")
+        raise DisagreementError(
+            f"The {len(each)} processes differ in\n"
+            + "\n".join(lines)
+            + "\nStart all of them with the same program, arguments, files and packages."
+        )
+
+
+def from_main(value: Any, name: str) -> Any:
+    """Returns what the main process gives, a JSON value, in every process."""
+    if jax.process_count() == 1:
+        return value
+    return json.loads(exchange(json.dumps(value), name)[0])
+
+
+def exchange(text: str, name: str) -> list[str]:
+    """Returns the texts of all processes."""
+    content = text.encode()
+    head = hashlib.sha256(content).digest() + len(content).to_bytes(8, "big")
+    heads = [row.tobytes() for row in _rows_of_all(head, name)]
+    if len(set(heads)) == 1:
+        return [text] * len(heads)
+    sizes = [int.from_bytes(row[-8:], "big") for row in heads]
+    room = 1 << (max(sizes) - 1).bit_length()  # few programs for many lengths
+    rows = _rows_of_all(content.ljust(room, b"\0"), name)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _rows_of_all(content: bytes, name: str) -> np.ndarray[Any, Any]:
+    """Returns as many bytes of every process, or raises in time."""
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"process {index}: {counts[index]}" for index in sorted(counts))
+        raise DisagreementError(f"The processes have different numbers of devices: {shown}.")
+    result: list[Any] = []
+
+    def gather_rows() -> None:
+        from jax.experimental import multihost_utils
+
+        try:
+            result.append(multihost_utils.process_allgather(np.frombuffer(content, np.uint8)))
+        except Exception as error:  # noqa: BLE001 (raised below, in the thread that waits)
+            result.append(error)
+
+    # In a thread of its own: a collective cannot be given up, but waiting for it can.
+    thread = threading.Thread(target=gather_rows, name="shardax-exchange", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    if not result:
+        raise DistributedError(
+            f"At {name!r} another process has not answered for {ANSWER_SECONDS} s. It may be dead, "
+            "or may have taken another way through the program."
+        )
+    if isinstance(result[0], Exception):
+        text = str(result[0]).partition("\n")[0][:300]
+        raise DistributedError(f"At {name!r} another process ended: {text}") from result[0]
+    return result[0]
+
+
+def _by_process(texts: Sequence[str]) -> str:
+    """Tells which processes have which text."""
+    groups: dict[str, list[int]] = {}
+    for index, text in enumerate(texts):
+        groups.setdefault(text, []).append(index)
+    start = list(itertools.takewhile(lambda found: len(set(found)) == 1, zip(*groups)))  # noqa: B905
+    # Of long texts only what begins shortly before they differ.
+    skipped = max(0, len(start) - 40) if max(map(len, groups)) > 120 else 0
+    return "; ".join(
+        f"{'...' if skipped else ''}{text[skipped : skipped + 120]}"
+        f"{'...' if len(text) > skipped + 120 else ''} in process"
+        f"{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+        for text, indices in groups.items()
+    )
+
+
+def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of the parts of a value."""
+    if isinstance(value, Variable):
+        value = value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _texts(value[key], f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        yield name, f"{type(value).__name__} of {len(value)}"
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{name}[{index}]")
+    elif isinstance(value, (jax.Array, np.ndarray)):
+        yield name, array_text(value)
+    else:
+        yield name, _ADDRESS.sub("", repr(value))
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def gather(x: Any) -> Any:
+    """Returns whole values in every process; every process must call it.
+
+    Args:
+        x: A tree of arrays, Variables and Modules, whose parts may be on devices of other
+            processes.
+
+    Returns:
+        The same tree of NumPy arrays (random keys stay JAX arrays), the same in each process. A
+        Module gives a dict of its Variables by path.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> gather({"weights": jnp.arange(3)})
+        {'weights': array([0, 1, 2], dtype=int32)}
+    """
+    return jax.tree.map(_gathered, x, is_leaf=lambda leaf: isinstance(leaf, Object))
+
+
+def _gathered(leaf: Any) -> Any:
+    if isinstance(leaf, Variable):
+        return gather(leaf.value)
+    if isinstance(leaf, Object):
+        return {format_path(path): gather(variable) for path, variable in iter_variables(leaf)}
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = _gathered(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return np.asarray(leaf)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(leaf, tiled=True)
+
+
+def array_text(array: Any) -> str:
+    """Returns dtype, shape and digest of an array that is here."""
+    return f"{array.dtype}{list(array.shape)} {_digest(array).hex()}"
+
+
+def _digest(array: Any) -> bytes:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def compare_replicas(tree: Any, at: str) -> None:
+    """Raises DisagreementError if copies of one shard differ."""
+    # Each process knows which shards any other has copies of, so all send tables of one form: a
+    # digest of each such shard, of zeros where a process has none.
+    tables: list[bytes] = []
+    names: list[str] = []
+    for path, variable in iter_variables(tree):
+        for leaf in jax.tree.leaves(variable.value):
+            if not isinstance(leaf, jax.Array):
+                continue
+            own = {_key(shard.index): [] for shard in leaf.addressable_shards}
+            holders: dict[Any, set[int]] = {}
+            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+                holders.setdefault(_key(index), set()).add(device.process_index)
+            shared = sorted(key for key, found in holders.items() if len(found) > 1)
+            if not shared:
+                continue
+            for shard in leaf.addressable_shards:
+                if (key := _key(shard.index)) in shared:
+                    own[key].append(_digest(shard.data))
+            for key in shared:
+                digests = own.get(key, [])
+                # Copies of one process that differ give what no other process can have.
+                same = len(set(digests)) <= 1
+                tables.append((digests[0] if digests else bytes(8)) if same else os.urandom(8))
+                names.append(f"{format_path(path)}{list(key) if len(holders) > 1 else ''}")
+    compare({"copies of shards": str(len(tables))}, at)
+    if not tables:
+        return
+    rows = _rows_of_all(b"".join(tables), at).reshape(jax.process_count(), -1, 8)
+    facts = []
+    for column, name in enumerate(names):
+        found = [rows[index, column].tobytes() for index in range(len(rows))]
+        if len({digest for digest in found if any(digest)}) > 1:
+            facts.append(f"  {name}: {_by_process([digest.hex() for digest in found])}")
+    if facts:
+        more = [f"  and {len(facts) - _SHOWN} more"] if len(facts) > _SHOWN else []
+        raise DisagreementError(
+            "Copies of one array differ between processes, by checksum:\n"
+            + "\n".join(facts[:_SHOWN] + more)
+            + f"\nThis was found {at}. The values given to each process, or what it read, differ."
+        )
+
+
+def _key(index: Any) -> tuple[Any, ...]:
+    return tuple((part.start or 0, part.stop if part.stop is not None else -1) for part in index)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of a run agree on before its first step.
+
+A difference that no error would tell of: other packages, settings, random seeds, loaded values,
+shardings, batches, another checkpoint, another program. The first comparison comes before any
+array is placed, for placing takes all processes; that of the program and of the copies after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+import secrets
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardax import distributed
+from shardax._core.init.lazy import LazyValue, Recipe
+from shardax.distributed import processes
+from shardax.partition.specs import abstract
+from shardax.train import prefetch
+from shardax.train.checkpoint_format import contents_of
+from shardax.train.data import WholeBatches
+from shardax.train.errors import TrainerError
+
+_PACKAGES = ("shardax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
+_CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
+_MARKER = ".processes"
+_SHARED_SECONDS = 10  # that a shared file system may take to show a file
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises TrainerError unless the mesh spans all processes."""
+    if jax.process_count() == 1:
+        return
+    have = set() if mesh is None else {device.process_index for device in mesh.devices.flat}
+    if without := sorted(set(range(jax.process_count())) - have):
+        what = "no mesh" if mesh is None else f"a mesh without devices of processes {without}"
+        raise TrainerError(
+            f"There are {jax.process_count()} processes, but the Trainer has {what}. Give a mesh "
+            f"over all devices, such as jax.make_mesh(({jax.device_count()},), ('data',))."
+        )
+
+
+def check_shared(folder: Path) -> None:
+    """Raises TrainerError in all processes if one does not see the folder."""
+    token = processes.from_main(secrets.token_hex(8), "the run's folder")
+    file = folder / _MARKER
+    if distributed.is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(token)
+    distributed.barrier("the run's folder is marked")
+    limit = time.monotonic() + _SHARED_SECONDS
+    while not (seen := _content(file) == token) and time.monotonic() < limit:
+        time.sleep(0.1)
+    blind = [i for i, text in enumerate(processes.exchange(str(seen), "folder")) if text != "True"]
+    if distributed.is_main():
+        file.unlink(missing_ok=True)
+    if blind:
+        raise TrainerError(
+            f"The folder {folder} of processes {blind} is another one than that of process 0. All "
+            "must write into one folder: give a path on a file system that they share."
+        )
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def facts_of(trainer: Any, start: Any) -> dict[str, str]:
+    """Returns by name what all processes must have in common, before placing."""
+    trained, mesh = (trainer.model, trainer.optimizer), trainer.mesh
+    facts = {"python": platform.python_version()}
+    facts |= {name: metadata.version(name) for name in _PACKAGES}
+    facts |= {name: str(getattr(jax.config, name)) for name in _CONFIG}
+    facts |= {f"setting {path}": text for path, text in trainer.run_settings.items()}
+    facts |= {k: repr(v) for k, v in dataclasses.asdict(trainer.settings).items()}
+    devices = [device.id for device in mesh.devices.flat]
+    facts["mesh"] = f"{dict(mesh.shape)} of devices {devices}"
+    # Into abstract values, which hold the layout that ``shard`` would choose.
+    for array in contents_of(abstract(trained, mesh, trainer.rules, **trainer.where)).arrays:
+        facts[f"sharding of {array.path}"] = f"{array.shape} {array.dtype} {array.value.sharding}"
+    if start.description is None:
+        facts |= _initial_values(trained)
+    facts["checkpoint"] = f"step {start.step}, {_digest(start.description)}"
+    source = trainer.batches
+    facts["batches"] = f"{type(source).__name__} {json.dumps(source.state(), default=repr)}"
+    facts["batch"] = _batch_text(source)
+    if trainer.held_out is not None:
+        facts["held-out batch"] = _batch_text(trainer.held_out)
+    return facts
+
+
+def _initial_values(tree: Any) -> dict[str, str]:
+    """Returns random seeds of lazy values, and digests of the others."""
+    facts: dict[str, str] = {}
+    for array in contents_of(tree).arrays:
+        value = array.variable._here()._value
+        if isinstance(value, Recipe) and value.is_known:
+            roots = [
+                (source.root if isinstance(source.root, int) else processes.array_text(source.root))
+                for source in value.sources
+            ]
+            folds = [source.folds for source in value.sources]
+            facts[f"random key of {array.path}"] = f"seed {roots} {folds}"
+        elif isinstance(value, LazyValue):
+            continue  # made from other values, such as an optimizer's state from its parameters
+        elif getattr(array.value, "is_fully_addressable", isinstance(array.value, np.ndarray)):
+            facts[f"value of {array.path}"] = processes.array_text(array.value)
+    return facts
+
+
+def _batch_text(source: Any) -> str:
+    """Returns shapes, dtypes and digests of a batch."""
+    prefetch.require_rows(source)
+    position = source.state() if hasattr(source, "state") else None
+    text = str(jax.tree.map(str, prefetch.first_batch(source)))
+    if position is not None:
+        source.restore(position)
+    # One row, which each process can read; of whole batches all, for each process reads all.
+    first = iter(source) if isinstance(source, WholeBatches) else source.by_rows(np.arange(1))
+    batch = next(iter(first), None)
+    text += str(jax.tree.map(lambda leaf: processes.array_text(np.asarray(leaf)), batch))
+    if position is not None:
+        source.restore(position)
+    return text
+
+
+def compare_programs(trainer: Any, sharding: Any) -> None:
+    """Raises DisagreementError if the processes would run different steps."""
+    source = trainer.batches
+    position = source.state()
+    batch = prefetch.first_batch(source)
+    source.restore(position)
+    given = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        batch,
+        jax.tree.broadcast(sharding, batch),
+    )
+    text = trainer.train_step.lower(trainer.model, trainer.optimizer, given).as_text()
+    processes.compare({"program of a step": _digest(text)}, "before the first step")
+
+
+def compare_copies(trainer: Any, when: str) -> None:
+    """Raises DisagreementError if copies of model or optimizer differ."""
+    tree = {"model": trainer.model, "optimizer": trainer.optimizer}
+    processes.compare_replicas(tree, when)
+
+
+def _digest(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def agree_to_start(trainer: Any, start: Mapping[str, Any] | Any) -> None:
+    """Raises DisagreementError in every process if the runs would differ."""
+    check_shared(trainer.directory)
+    processes.compare(facts_of(trainer, start), "before placing")

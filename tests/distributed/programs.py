@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of the tests with several processes: functions from JSON to JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.models import next_token_loss
+from tests.train import small_runs
+
+
+def mesh_of(sizes: dict[str, int], *, transposed: bool = False) -> Any:
+    """A mesh over all devices; transposed: neighbours along the first axis share a process."""
+    devices = np.array(jax.devices())
+    order = devices.reshape(tuple(sizes.values())[::-1]).T if transposed else devices
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.sharding.Mesh(order.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds)
+
+
+def whole(array: Any) -> Any:
+    """All numbers of an array, as a list."""
+    replicated = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(array)).tolist()
+
+
+def read_rows(start: int, stop: int) -> dict[str, Any]:
+    """Rows that hold their own numbers."""
+    rows = np.arange(start, stop)
+    return {"row": rows, "pair": np.stack([rows, -rows], axis=1)}
+
+
+def batches_on_meshes(meshes: list[Any], folder: Path) -> list[Any]:
+    """For each mesh: the numbers of two batches, which rows were read here, and the position."""
+    found = []
+    rows: Any = None
+    for sizes, transposed in meshes:
+        mesh = mesh_of(sizes, transposed=transposed)
+        read: list[int] = []
+
+        def source(start: int, stop: int, read: list[int] = read) -> Any:
+            read.extend(range(start, stop))
+            return read_rows(start, stop)
+
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        pairs = NamedSharding(mesh, PartitionSpec("data", "model" if "model" in sizes else None))
+        batches = sx.train.RowBatches(source, batch_size=8)
+        with sx.train.Prefetch(batches, {"row": rows, "pair": pairs}) as taken:
+            values = [jax.tree.map(whole, next(taken)) for _ in range(2)]
+            state = taken.state()
+        found.append([values, sorted({row for row in read if row < 8}), state["step"]])
+    same_everywhere = [read_rows(0, 8), read_rows(8, 16)]
+    with sx.train.Prefetch(sx.train.WholeBatches(same_everywhere, batch_size=8), rows) as taken:
+        found.append([jax.tree.map(whole, batch) for batch in taken])
+    try:
+        sx.train.Prefetch(same_everywhere, rows)
+    except sx.errors.PrefetchError as error:
+        found.append(str(error))
+    return found
+
+
+def digest_of(trainer: sx.train.Trainer) -> str:
+    """The digest of all values of model and optimizer, wherever their parts are."""
+    found = hashlib.sha256()
+    for path, variable in sx.iter_variables((trainer.model, trainer.optimizer)):
+        value = sx.distributed.gather(variable)
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        found.update(str(path).encode() + np.asarray(value).tobytes())
+    return found.hexdigest()
+
+
+def elastic_trainer(folder: Path, steps: int, mesh: Any) -> sx.train.Trainer:
+    """The trainer of one run, on another mesh each time."""
+    return small_runs.make_trainer(
+        folder / "run", steps, mesh=mesh, model=small_runs.Bigram(dropout=0.1), log_every=1
+    )
+
+
+def resumed(settings: dict[str, Any], folder: Path) -> list[Any]:
+    """Digests of what was restored and of what the run came to, and the position of the data."""
+    trainer = elastic_trainer(folder, settings["steps"], mesh_of(settings["mesh"]))
+    again = elastic_trainer(folder, settings["steps"], trainer.mesh)
+    checkpoints = sx.train.Checkpoints(folder / "run" / "checkpoints")
+    state = (again.model, again.optimizer)
+    checkpoints.restore(state, mesh=again.mesh, rules=small_runs.RULES)
+    trainer.run(resume=True)
+    return [digest_of(again), digest_of(trainer), trainer.batches.state()["step"]]
+
+
+def trained(meshes: list[Any], folder: Path) -> list[Any]:
+    """For each mesh: the digest of model and optimizer here, the parameters, and the result."""
+    found = []
+    for number, (sizes, transposed) in enumerate(meshes):
+        trainer = small_runs.make_trainer(
+            folder / f"run{number}",
+            4,
+            mesh=mesh_of(sizes, transposed=transposed),
+            held_out=small_runs.eval_batches(max_batches=2),
+            model=small_runs.Bigram(dropout=0.1),
+            log_every=1,
+            check_replicas_every=2,
+        )
+        result = trainer.run()
+        kernel = sx.distributed.gather(trainer.model)[".head.kernel"]
+        found.append([digest_of(trainer), kernel.tolist(), result.loss, result.eval_loss])
+    return found
+
+
+class Scaled(sx.Module):
+    """A model with a value that each process makes itself."""
+
+    def __init__(self, scale: float, seed: int = 0) -> None:
+        self.embed = sx.nn.Embed(256, 256, rngs=sx.Rngs(seed))
+        self.scale = sx.Param(np.full((2,), scale, np.float32))
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.embed(tokens) * self.scale.value.mean()
+
+
+def disagreeing(_: Any, folder: Path) -> dict[str, str]:
+    """The messages of runs of which process 1 does something else."""
+    other = sx.distributed.process_index() == 1
+    mesh = mesh_of({"data": 2, "model": 2})
+    made = Scaled(2.0)
+    sx.shard(made, mesh, small_runs.RULES)  # a copy that one process has changed since
+    spans = sx.Param(made.embed.embedding.value)
+    if other:
+        array = made.scale.value
+        parts = [jnp.full_like(each.data, 3.0) for each in array.addressable_shards]
+        parts = [jax.device_put(x, s.device) for x, s in zip(parts, array.addressable_shards)]  # noqa: B905
+        made.scale.value = jax.make_array_from_single_device_arrays(
+            array.shape, array.sharding, parts
+        )
+
+    def run(name: str, **options: Any) -> None:
+        small_runs.make_trainer(folder / name, 2, **{"mesh": mesh, **options}).run()
+
+    def other_loss(model: Any, batch: Any) -> Any:
+        loss = next_token_loss(model, batch)
+        return jnp.exp(jnp.log(loss)) if other else loss
+
+    rate = 1e-2 if not other else 2e-2
+    rows = np.zeros((8, 17), np.int32) + (1 if other else 0)
+    whole = [{"inputs": rows[:, :-1], "targets": rows[:, 1:]}]
+    attempts: dict[str, Any] = {
+        "learning rate": lambda: run("rate", tx=optax.sgd(rate)),
+        "seed": lambda: run("seed", model=small_runs.Bigram(seed=1 if other else 0)),
+        "batch size": lambda: run("batch", batch_size=8 if not other else 16),
+        "layout": lambda: run(
+            "layout", layout={"overrides": {sx.OptState: {"vocab": None}}} if other else None
+        ),
+        "steps": lambda: run("steps", log_every=1 if not other else 2),
+        "value": lambda: run("value", model=Scaled(2.0 if not other else 3.0)),
+        "whole batches": lambda: run("whole", batches=Repeated(whole)),
+        "program": lambda: run("program", loss=other_loss),
+        "copies": lambda: run("copies", model=made),
+        "folder": lambda: run(f"own{int(other)}"),
+        "no mesh": lambda: run("none", mesh=None),
+        "part of a mesh": lambda: run(
+            "part", mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+        ),
+        "np.asarray": lambda: np.asarray(spans),
+        "tolist": lambda: sx.freeze(spans).tolist(),
+        "named": lambda: np.asarray(sx.named.wrap(spans.value)),
+        "host": lambda: sx.host.host_function(np.square, out=lambda x: x, nondiff=True)(
+            spans.value
+        ),
+        "unshard": lambda: sx.unshard(made),
+        "agree": lambda: sx.distributed.agree("width", {"a": 1, "b": [2, 3 if other else 4]}),
+        "barrier": lambda: sx.distributed.barrier("here" if other else "there"),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        begin = time.monotonic()
+        try:
+            attempt()
+            found[name] = "nothing was raised"
+        except sx.errors.ShardaxError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        assert time.monotonic() - begin < 60
+    assert sx.distributed.agree("width", {"a": 1}) == {"a": 1}
+    sx.distributed.barrier("the end")
+    with contextlib.suppress(sx.errors.DistributedError):
+        sx.distributed.initialize()  # once more changes nothing
+        found["again"] = str(jax.process_count())
+    return found
+
+
+class Repeated(sx.train.WholeBatches):
+    """Whole batches, over and over."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        super().__init__(batches, batch_size=8)
+
+    def state(self) -> Any:
+        return {}
+
+    def restore(self, state: Any) -> None:
+        pass
+
+
+def long_run(settings: dict[str, Any], folder: Path) -> Any:
+    """A run of many steps, of which one process may fail."""
+    batches: Any = sx.train.TrainBatches(small_runs.TRAIN, batch_size=8, seq_len=16)
+    if settings.get("fails") == sx.distributed.process_index():
+        build = batches.batch_at
+
+        def batch_at(step: int, rows: Any = None) -> Any:
+            if step == 3:
+                raise OSError("the disk of this process is gone")
+            return build(step, rows)
+
+        batches.batch_at = batch_at
+    trainer = small_runs.make_trainer(
+        folder / "run",
+        settings["steps"],
+        batches=batches,
+        mesh=mesh_of({"data": 4, "model": 1}),
+        log_every=1,
+        checkpoint_every=settings.get("checkpoint_every", 0),
+    )
+    resume = (folder / "run" / "checkpoints").is_dir()
+    result = trainer.run(resume=resume)
+    embedding = sx.distributed.gather(trainer.model.embed.embedding)
+    digest = hashlib.sha256(embedding.tobytes()).hexdigest()
+    return [result.step, str(result.stopped), digest]
+
+
+def main() -> None:
+    """Runs one program as one of the processes."""
+    program, arguments, coordinator, processes, process, folder = sys.argv[1:]
+    sx.distributed.initialize(coordinator, int(processes), int(process))
+    result = globals()[program](json.loads(arguments), Path(folder))
+    Path(folder, f"result{process}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training over several processes is training in one; processes that differ are refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import shardax as sx
+from tests.distributed.processes import ends, run, started
+from tests.distributed.programs import digest_of, elastic_trainer
+from tests.train import small_runs
+
+
+def test_training_over_processes_gives_the_parameters_and_losses_of_one(tmp_path: Path):
+    # A process is one part of data; or of model, so that both need all rows.
+    meshes = [({"data": 2, "model": 2}, False), ({"data": 2, "model": 2}, True)]
+    first, second = run("trained", meshes, tmp_path)
+    assert first == second
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds, devices=jax.devices()[:4])
+    alone = small_runs.make_trainer(
+        tmp_path / "alone",
+        4,
+        mesh=mesh,
+        held_out=small_runs.eval_batches(max_batches=2),
+        model=small_runs.Bigram(dropout=0.1),
+        log_every=1,
+    )
+    result = alone.run(display=small_runs.Quiet())
+    losses = [r["loss"] for r in sx.train.read_jsonl(result.log) if "loss" in r]
+    assert result.eval_loss is not None
+    for number, (_, kernel, loss, eval_loss) in enumerate(first):
+        np.testing.assert_allclose(kernel, alone.model.head.kernel.value, atol=1e-5)
+        np.testing.assert_allclose([loss, eval_loss], [result.loss, result.eval_loss], rtol=1e-5)
+        log = sx.train.read_jsonl(tmp_path / f"run{number}" / "log.jsonl")
+        assert [r["step"] for r in log] == [1, 2, 3, 4, 4]
+        np.testing.assert_allclose([r["loss"] for r in log if "loss" in r], losses, rtol=1e-5)
+    printed = [(tmp_path / name).read_text().splitlines() for name in ("out0", "out1")]
+    own, other = [[line for line in lines if "[Gloo]" not in line] for lines in printed]
+    assert any("step 4/4" in line for line in own)
+    assert other == [], "only the main process prints"
+
+
+def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: Path):
+    first, second = run("disagreeing", None, tmp_path)
+    second["folder"] = second["folder"].replace("own1", "own0")
+    assert first == second, "every process raises the same"
+    start = "DisagreementError: The 2 processes differ in\n"
+    for name, shown in {
+        "learning rate": "-0.01 in process 0; -0.02 in process 1",
+        "seed": "random key of",
+        "batch size": "(16, 16)",
+        "layout": "sharding of [1].opt_state",
+        "steps": "log_every: 1 in process 0; 2 in process 1",
+        "value": "value of [0].scale",
+        "whole batches": "batch: ",
+        "program": "program of a step: ",
+        "agree": "width.b[1]: 4 in process 0; 3 in process 1",
+    }.items():
+        assert first[name].startswith(start), (name, first[name])
+        assert shown in first[name], (name, first[name])
+    assert "Copies of one array differ between processes" in first["copies"]
+    assert ".model.scale: " in first["copies"]
+    assert "after placing, before the first step" in first["copies"]
+    assert "own0 of processes [1] is another one than that of process 0" in first["folder"]
+    assert "There are 2 processes, but the Trainer has no mesh" in first["no mesh"]
+    assert "a mesh without devices of processes [1]" in first["part of a mesh"]
+    assert (
+        "different places of the program: there in process 0; here in process 1" in first["barrier"]
+    )
+    assert first["again"] == "2"
+    for name in ("np.asarray", "tolist", "named", "host"):
+        assert first[name].startswith("NotAddressableError: "), first[name]
+        assert "sx.distributed.gather(x)" in first[name]
+    assert "sx.distributed.gather(model)" in first["unshard"]
+
+
+def test_a_run_goes_on_with_more_or_fewer_processes_bit_for_bit(tmp_path: Path):
+    def mesh(shape: tuple[int, int]) -> jax.sharding.Mesh:
+        kinds = (AxisType.Auto,) * 2
+        devices = jax.devices()[: shape[0] * shape[1]]
+        return jax.make_mesh(shape, ("data", "model"), axis_types=kinds, devices=devices)
+
+    straight = elastic_trainer(tmp_path / "straight", 6, mesh((2, 2)))
+    straight.run(display=small_runs.Quiet())
+    alone = elastic_trainer(tmp_path, 2, mesh((2, 2)))
+    alone.run(display=small_runs.Quiet())
+    digest, step = digest_of(alone), 2
+    for processes, sizes in ((4, {"data": 4, "model": 1}), (2, {"data": 1, "model": 4})):
+        step += 2
+        folder = tmp_path / f"{processes} processes"
+        folder.mkdir()
+        (folder / "run").symlink_to(tmp_path / "run", target_is_directory=True)
+        devices = 4 // processes
+        settings = {"steps": step, "mesh": sizes}
+        found = run("resumed", settings, folder, processes=processes, devices=devices)
+        assert found == [found[0]] * processes
+        restored, digest_after, position = found[0]
+        assert (restored, position) == (digest, step)
+        digest = digest_after
+    logs = [
+        sx.train.read_jsonl(folder / "run" / "log.jsonl")
+        for folder in (tmp_path / "straight", tmp_path)
+    ]
+    losses = [[(r["step"], r["loss"]) for r in log if "loss" in r] for log in logs]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [[(1, signal.SIGINT)], [(0, signal.SIGTERM), (1, signal.SIGTERM)]],
+    ids=["SIGINT to one", "SIGTERM to all"],
+)
+def test_a_signal_to_any_process_stops_all_at_one_step_with_a_checkpoint(
+    signals: list[tuple[int, signal.Signals]], tmp_path: Path
+):
+    with started("long_run", {"steps": 10**6}, tmp_path) as running:
+        log = tmp_path / "run" / "log.jsonl"
+        wait_for(lambda: log.exists() and log.read_text().count("\n") > 3, running)
+        for index, number in signals:
+            running[index].send_signal(number)
+            time.sleep(0.05)
+        found = ends(running, tmp_path)
+    assert [each.status for each in found] == [0, 0], [each.err for each in found]
+    first, second = [each.result for each in found]
+    assert first == second and first[1] == "15"
+    saved = [int(item.name) for item in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert max(saved) == first[0]
+    assert f"stopped by SIGTERM; saved at step {first[0]}" in found[0].out
+    assert json.loads(log.read_text().splitlines()[-1])["step"] == first[0]
+
+
+def test_an_error_in_one_process_ends_the_job_and_is_told(tmp_path: Path):
+    with started("long_run", {"steps": 10**6, "fails": 1}, tmp_path) as running:
+        begin = time.monotonic()
+        found = ends(running, tmp_path)
+    assert all(each.status not in (0, None) for each in found)
+    assert "OSError: the disk of this process is gone" in found[1].err.splitlines()[-1]
+    assert time.monotonic() - begin < 90
+
+
+def wait_for(condition, running) -> None:
+    """Waits until a condition holds; no process may end before."""
+    limit = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < limit and all(each.poll() is None for each in running)
+        time.sleep(0.05)
