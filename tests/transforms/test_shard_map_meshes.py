@@ -192,3 +192,32 @@ def test_one_shard_map_inside_another_over_the_remaining_axes(mesh: Mesh, compil
     result = (sx.jit(outer) if compiled else outer)(table, jnp.ones(8))
     assert result.tolist() == [1 + 2 * i for i in range(8)]
     assert table.rows.value.tolist() == [2 * i for i in range(8)] and int(table.calls) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("size", "given", "inside"),
+    [
+        (8, P(("data", "model")), P("model")),
+        (8, P("model"), P("model")),
+        (8, P(), P(None)),
+        (4, P("model"), P(None)),  # which cannot be divided over both axes
+    ],
+)
+def test_explicit_axes_that_are_not_named_keep_their_part_of_what_enters(
+    explicit_mesh: Mesh, size: int, given: P, inside: P, compiled: bool
+) -> None:
+    seen = []
+
+    def call(variable: sx.Variable[Any], x: Any) -> Any:
+        seen.append([jax.typeof(each).sharding.spec for each in (variable.value, x)])
+        return variable + x
+
+    run = sx.shard_map(
+        call, mesh=explicit_mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    x = jax.device_put(jnp.arange(float(size)), NamedSharding(explicit_mesh, given))
+    with jax.set_mesh(explicit_mesh):
+        result = (sx.jit(run) if compiled else run)(sx.Variable(x), x)
+    assert result.tolist() == [2.0 * i for i in range(size)]
+    assert seen[0] == [inside, inside]
