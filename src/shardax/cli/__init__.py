@@ -33,6 +33,7 @@ _COMMANDS = {
     "show": "Print the table of a run's parameters.",
     "sample": "Continue a prompt with a trained run, byte by byte.",
     "verify": "Check the checkpoints, the settings and the log of a run.",
+    "launch": "Run a command in several processes on this machine.",
     "check": "Report what is wrong with a model's layout over a mesh.",
     "plan": "Find the layouts that fit on hardware, with their costs.",
 }
