@@ -478,12 +478,11 @@ class WholeBatches:
         _check_size("batch_size", batch_size)
         self.batches = batches
         self.batch_size = batch_size
-
-    def __getattr__(self, name: str) -> Any:
-        # Positioned if the source is.
-        if name in ("state", "restore") and "batches" in vars(self):
-            return getattr(self.batches, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # Positioned if the source is. From Python 3.12 isinstance looks for attributes that are
+        # there, not for those that ``__getattr__`` would give.
+        for name in ("state", "restore"):
+            if hasattr(batches, name):
+                setattr(self, name, getattr(batches, name))
 
     def by_rows(self, rows: Rows) -> Iterator[Any]:
         """Iterates over some rows of each batch.
