@@ -188,6 +188,10 @@ def test_row_batches_read_only_the_rows_asked_for(rows: list[int]):
     for other in ({"batch_size": 5}, {"name": "letters"}):
         with pytest.raises(DataPositionError, match="cannot be continued"):
             RowBatches(source, **{"batch_size": 6, "name": "numbers", **other}).restore(saved)
+    for state in ({**saved, "step": -1}, {**saved, "step": True}, {"name": "numbers"}, 3, None):
+        with pytest.raises(DataPositionError, match="cannot be continued"):
+            again.restore(state)
+    assert again.state() == {**saved, "step": saved["step"] + 1}
 
 
 def test_whole_batches_give_rows_of_what_they_wrap_and_have_its_position():

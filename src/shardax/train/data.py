@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import numpy as np
@@ -159,8 +159,7 @@ class TrainBatches:
         own = self.state()
         found = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
         step = found.get("step") if isinstance(found, Mapping) else None
-        is_count = isinstance(step, int | np.integer) and not isinstance(step, bool) and step >= 0
-        if not isinstance(found, Mapping) or set(found) != set(own) or not is_count:
+        if not isinstance(found, Mapping) or set(found) != set(own) or not _is_count(step):
             raise DataPositionError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(own)}, with a "
                 "step of 0 or more; pass what batches.state() returned."
@@ -406,13 +405,13 @@ class RowBatches:
         Raises:
             DataPositionError: It is no position, or of another name or batch size.
         """
-        own = self.state()
-        if not isinstance(state, Mapping) or {**own, "step": 0} != {**state, "step": 0}:
+        step = state.get("step") if isinstance(state, Mapping) else None
+        if not _is_count(step) or {**self.state(), "step": step} != {**state}:
             raise DataPositionError(
                 f"The saved data position {state!r} cannot be continued with {self!r}. Make it "
                 "with the batch_size and the name that were saved."
             )
-        self.step = int(state["step"])
+        self.step = int(step)
 
     def by_rows(self, rows: Rows) -> Iterator[Any]:
         """Iterates over some rows of each batch, and moves this iterator on.
@@ -518,8 +517,12 @@ def _joined(*parts: Any) -> Any:
     return np.concatenate(parts)
 
 
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
+
+
 def _check_size(name: str, size: Any) -> None:
-    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+    if not _is_count(size) or size < 1:
         raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
 
 
