@@ -63,5 +63,6 @@ def test_the_peak_reaches_the_limit_where_the_compiler_begins_to_refuse() -> Non
         else:
             fits, last = middle, found
     assert last.peak_bytes is not None and first.peak_bytes is not None
-    assert 0.99 * limit < last.peak_bytes <= limit < first.peak_bytes < 1.01 * limit
+    # What was refused is told in GiB with two digits: from libtpu 0.0.50 just over is the limit.
+    assert 0.99 * limit < last.peak_bytes <= limit <= first.peak_bytes < 1.01 * limit
     assert last.temp_bytes is not None and last.temp_bytes > limit
