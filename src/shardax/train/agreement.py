@@ -124,16 +124,17 @@ def _initial_values(tree: Any) -> dict[str, str]:
 def _batch_text(source: Any) -> str:
     """Returns shapes, dtypes and digests of a batch."""
     prefetch.require_rows(source)
-    position = source.state() if hasattr(source, "state") else None
+    restore = getattr(source, "restore", None)
+    position = None if restore is None else source.state()
     text = str(jax.tree.map(str, prefetch.first_batch(source)))
-    if position is not None:
-        source.restore(position)
+    if restore is not None:
+        restore(position)
     # One row, which each process can read; of whole batches all, for each process reads all.
     first = iter(source) if isinstance(source, WholeBatches) else source.by_rows(np.arange(1))
     batch = next(iter(first), None)
     text += str(jax.tree.map(lambda leaf: processes.array_text(np.asarray(leaf)), batch))
-    if position is not None:
-        source.restore(position)
+    if restore is not None:
+        restore(position)
     return text
 
 
