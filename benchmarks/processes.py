@@ -147,7 +147,7 @@ class Job:
                     text=True,
                 )
             )
-        self.seconds = [reply["seconds"] for reply in self.replies()][0]
+        self.seconds = self.replies()[0]["seconds"]
 
     def replies(self) -> list[Any]:
         """Waits for a line of each process."""

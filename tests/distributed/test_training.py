@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,11 +20,21 @@ from tests.distributed.programs import digest_of, elastic_trainer
 from tests.train import small_runs
 
 
-def test_training_over_processes_gives_the_parameters_and_losses_of_one(tmp_path: Path):
-    # A process is one part of data; or of model, so that both need all rows.
-    meshes = [({"data": 2, "model": 2}, False), ({"data": 2, "model": 2}, True)]
-    first, second = run("trained", meshes, tmp_path)
-    assert first == second
+@pytest.mark.parametrize(
+    ("processes", "meshes"),
+    [
+        # A process is one part of data; or of model, so that both need all rows.
+        (2, [({"data": 2, "model": 2}, False), ({"data": 2, "model": 2}, True)]),
+        # Two processes share rows; all four do.
+        (4, [({"data": 2, "model": 2}, False), ({"data": 1, "model": 4}, False)]),
+    ],
+    ids=["two", "four"],
+)
+def test_training_over_processes_gives_the_parameters_and_losses_of_one(
+    processes: int, meshes: list[Any], tmp_path: Path
+):
+    first, *others = run("trained", meshes, tmp_path, processes=processes, devices=4 // processes)
+    assert others == [first] * (processes - 1)
     kinds = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds, devices=jax.devices()[:4])
     alone = small_runs.make_trainer(
@@ -43,10 +54,12 @@ def test_training_over_processes_gives_the_parameters_and_losses_of_one(tmp_path
         log = sx.train.read_jsonl(tmp_path / f"run{number}" / "log.jsonl")
         assert [r["step"] for r in log] == [1, 2, 3, 4, 4]
         np.testing.assert_allclose([r["loss"] for r in log if "loss" in r], losses, rtol=1e-5)
-    printed = [(tmp_path / name).read_text().splitlines() for name in ("out0", "out1")]
-    own, other = [[line for line in lines if "[Gloo]" not in line] for lines in printed]
+    printed = [
+        (tmp_path / f"out{process}").read_text().splitlines() for process in range(processes)
+    ]
+    own, *rest = [[line for line in lines if "[Gloo]" not in line] for lines in printed]
     assert any("step 4/4" in line for line in own)
-    assert other == [], "only the main process prints"
+    assert rest == [[]] * (processes - 1), "only the main process prints"
 
 
 def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: Path):
