@@ -25,6 +25,7 @@ all of them end in the same bits.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -69,6 +70,8 @@ def start(
                 env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=open(folder / f"err{index}{'b' * resume}", "w"),  # noqa: SIM115
+                # A shell starts what runs in its background with SIGINT ignored.
+                preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )
         )
     if small_files:

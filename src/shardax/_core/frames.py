@@ -35,6 +35,7 @@ from shardax._core.errors import (
     ReadOnlyCopyError,
     TraceLeakError,
 )
+from shardax._core.object import a_kind_of, kind_of
 
 
 def is_eager() -> bool:
@@ -194,7 +195,7 @@ def check_unwritten(target: Any) -> None:
         and stamp.variable is read.variable
     ):
         raise ConcurrentWriteError(
-            f"This {type(target).__name__} was written by another thread after this one read it, "
+            f"This {kind_of(target)} was written by another thread after this one read it, "
             f"and that would be lost; nothing was written. Hold one lock around reading and "
             f"writing, with lock: v[...] = v + 1; or update it in one step, v += 1."
         )
@@ -217,7 +218,7 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
         if owner is None or not owner.closed:
             return variable
         raise TraceLeakError(
-            f"A {type(variable).__name__} made inside sx.{owner.name} was used after that call "
+            f"A{a_kind_of(variable)[1:]} made inside sx.{owner.name} was used after that call "
             f"ended. Its value exists only during the trace. Return it from the function (or "
             f"assign it to an attribute of a Module that is an argument); then the caller gets it "
             f"with a real array."
@@ -256,11 +257,12 @@ def is_writable(target: Any) -> bool:
 READ_ONLY = "copy inside a plain JAX transform"
 
 
-def check_unlocked(target: Any, what: str) -> None:
+def check_unlocked(target: Any, what: str | None = None) -> None:
     """Raises if an object is locked."""
+    what = what or f"to {a_kind_of(target)}"
     if target._lock is READ_ONLY:
         raise ReadOnlyCopyError(
-            f"Cannot write {what}: this {type(target).__name__} is a copy that JAX rebuilt inside "
+            f"Cannot write {what}: this {kind_of(target)} is a copy that JAX rebuilt inside "
             f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
             f"when the function returns. Use the shardax transform of the same name (sx.jit, "
             f"sx.grad, ...), which carries writes back; or, if you return the copy, make it "
@@ -285,18 +287,19 @@ def check_structural_write(target: Any, what: str) -> None:
     hint = " (Writing values of its Variables works either way.)" if frame.carries_captured else ""
     raise ForeignMutationError(
         f"Cannot change the structure of {what} inside sx.{frame.name}: the "
-        f"{type(target).__name__} was reached through a closure or global, so the change would "
+        f"{kind_of(target)} was reached through a closure or global, so the change would "
         f"happen once, while tracing, and not when the compiled function runs. Pass the Module as "
         f"an argument of the function; then its structural changes are carried back.{hint}"
     )
 
 
-def check_trace(target: Any, what: str) -> None:
+def check_trace(target: Any, what: str | None = None) -> None:
     """Raises if a write would be lost or leak a tracer."""
     owner = target._owner
     home = _jax.eager() if owner is None else owner.trace
     if _jax.trace_state() == home:
         return
+    what = what or f"to {a_kind_of(target)}"
     raise TraceLeakError(
         f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write "
         f"would happen once, while tracing, and a traced value would outlive its trace. Use the "

@@ -51,7 +51,7 @@ from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
-from shardax._core.object import Object, epoch
+from shardax._core.object import Object, a_kind_of, epoch, kind_of
 
 if TYPE_CHECKING:
     from shardax._core.frozen import FrozenVariable
@@ -142,7 +142,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._stamp: Stamp | None = None
         if isinstance(value, Variable):
             value = value.value
-        self._value: Any = as_value(value, type(self).__name__)
+        self._value: Any = as_value(value, kind_of(self))
         if isinstance(value, Init) and value.is_traced:
             self._value = value.compute()
         if isinstance(value, Init) and value.metadata is not None:
@@ -175,7 +175,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def value(self, value: Any) -> None:
         if type(value) is Init and value.metadata is not None:
             _with_box(type(self), self.axes or (), {}, value)
-        self._write(as_value(value, type(self).__name__), check=True)
+        self._write(as_value(value, kind_of(self)), check=True)
 
     def _real(self) -> Any:
         """Returns the value, materialised once for all threads."""
@@ -191,8 +191,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         frame = local.frame
         target = self if self._owner is frame else resolve(self, frame)
         if target._lock is not None:
-            check_unlocked(target, f"to a {type(self).__name__}")
-        check_trace(target, f"to a {type(self).__name__}")
+            check_unlocked(target)
+        check_trace(target)
         if frame is not None or not several:
             target._value = value
             return
@@ -257,8 +257,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """
         _refuse_other_names(type(self), changes)
         target = self._here()
-        target._check_metadata_write(f"metadata of a {type(self).__name__}")
-        check_trace(target, f"metadata of a {type(self).__name__}")
+        target._check_metadata_write(f"metadata of {a_kind_of(self)}")
+        check_trace(target, f"metadata of {a_kind_of(self)}")
         metadata = target._metadata.replace(**changes)
         _check_rank(target, metadata.axes)
         if metadata == target._metadata:
@@ -336,9 +336,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """
         if type(value) is Init and value.metadata is not None:
             _with_box(type(self), self.axes or (), {}, value)
-        variable = self._make(
-            as_value(value, type(self).__name__), self._here()._metadata, owner_here()
-        )
+        variable = self._make(as_value(value, kind_of(self)), self._here()._metadata, owner_here())
         _check_rank(variable, variable._metadata.axes)
         return variable
 
@@ -362,7 +360,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         fitting, problem = fitted(self, value)
         if problem:
             raise StateMismatchError(
-                f"The {type(self).__name__} {problem}; nothing was changed. To change shape or "
+                f"The {kind_of(self)} {problem}; nothing was changed. To change shape or "
                 f"dtype on purpose, write it whole: v[...] = array."
             )
         self._write(fitting)
@@ -471,7 +469,7 @@ def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str
             return None, "has the label {}, given the frozen value of {}".format(*shown)
         given = snapshot(here._value)
     try:
-        value = as_value(given, type(variable).__name__)
+        value = as_value(given, kind_of(variable))
     except VariableValueError as error:
         return None, str(error)
     old = variable._here()._value
@@ -610,6 +608,8 @@ class MetricState(Variable[T]):
 
 class ArrayAttribute(Variable[T]):
     """Hidden Variable behind an array in an attribute."""
+
+    _kind = "array"  # the class is ours alone
 
     # Plain arrays have no identity; this gives the place one, so that arrays in attributes are
     # read, written, lifted and saved exactly as Variables are.

@@ -20,6 +20,7 @@ from shardax._core._jax import INLINE
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
+from shardax._core.object import kind_of
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError
@@ -185,7 +186,7 @@ class _Comparison:
                 verbs = ["writes" if position in x.written else "leaves it as" for x in self.both]
                 path = self.call.graph.flat.leaf_paths[position]
                 self._refuse(
-                    f"leave the {type(self.call.graph.leaves[position]).__name__} at "
+                    f"leave the {kind_of(self.call.graph.leaves[position])} at "
                     f"{format_path(path)} in different forms",
                     [f"{verb} {form}" for verb, form in zip(verbs, forms, strict=True)],
                     "Keep one structure, shape and dtype: v[...] = new.astype(v.dtype).",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from shardax._core._jax import INLINE
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.object import kind_of
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import LoopBody
 from shardax._transforms.errors import DecisionError
@@ -186,7 +187,7 @@ class ReadOnlyFunction:
 
     def _refuse(self, item: Any, path: Path) -> None:
         raise DecisionError(
-            f"The {self.role} of sx.{self.body.call.name} changes the {type(item).__name__} at "
+            f"The {self.role} of sx.{self.body.call.name} changes the {kind_of(item)} at "
             f"{format_path(path)}, but it only reads: it may be asked at other times than the body "
             f"runs. Write in the body (draw random numbers there, too), and keep what it needs in "
             f"the carry."

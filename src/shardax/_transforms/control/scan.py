@@ -32,7 +32,7 @@ from jax.sharding import AxisType
 from shardax._core._jax import INLINE, varying_axes
 from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_object
 from shardax._core.graph.paths import Path, format_path, plain_path
-from shardax._core.object import Object
+from shardax._core.object import Object, kind_of
 from shardax._core.variable import Variable
 from shardax._transforms.errors import CarryError, PrefixError
 from shardax._transforms.lift import engine, prefix
@@ -118,7 +118,7 @@ class LoopBody:
         self.carried_variables = tuple(sorted(written))
         paths = self.call.graph.flat.leaf_paths
         for position in self.carried_variables:
-            kind = type(self.call.graph.leaves[position]).__name__
+            kind = kind_of(self.call.graph.leaves[position])
             what = f"The {kind} at {format_path(paths[position])}"
             check_form(what, values[position], written[position], self.call.name)
         for path, index, after in zip(self.carry_paths, self.carried_plain, leaves, strict=True):

@@ -33,7 +33,7 @@ from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, local
 from shardax._core.graph.flatten import GraphDef, build, is_object
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import Object
+from shardax._core.object import Object, kind_of
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
@@ -128,7 +128,7 @@ class BackwardFrame(Frame):
         """Refuses what ``bwd`` was not given."""
         known = format_path(engine.path_of([self.function], outer)).removeprefix(".")
         raise ClosureError(
-            f"bwd of sx.custom_vjp uses the {type(outer).__name__} {known}, which it was not "
+            f"bwd of sx.custom_vjp uses the {kind_of(outer)} {known}, which it was not "
             f"given. It may run long after the call, when that value is another. Let fwd return "
             f"it among the residuals."
         )
@@ -221,7 +221,7 @@ class CustomVjpCall:
         leaves, treedef = jax.tree.flatten(nondifferentiable)
         names: list[str] = []
         for position, value in enumerate(values):
-            kind = type(self.call.graph.leaves[position]).__name__
+            kind = kind_of(self.call.graph.leaves[position])
             where = f"the {kind} at {format_path(self.written_paths[position])}"
             names += [where] * len(jax.tree.leaves(value))
         labelled = [*zip(self.call.labels, plain, strict=True), *sorted(named.items())]

@@ -46,7 +46,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
-from shardax._core.object import Object, epoch
+from shardax._core.object import Object, a_kind_of, epoch, kind_of
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
 from shardax._transforms.lift import arguments as inputs
@@ -353,7 +353,7 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
                 f"metadata of a {type(item).__name__}"
             )
         else:
-            frames.check_structural_write(item, f"a {type(item).__name__}")
+            frames.check_structural_write(item, a_kind_of(item))
     _add_fresh(objects, effects, outputs.fresh)
     for position, value in zip(effects.written, outputs.written, strict=True):
         graph.leaves[position]._value = value
@@ -397,7 +397,7 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
     for position, value in zip(outputs.effects.written, outputs.written, strict=True):
         variable = graph.leaves[position]
         path = format_path(graph.flat.leaf_paths[position])
-        frames.check_unlocked(variable, f"to the {type(variable).__name__} at {path}")
+        frames.check_unlocked(variable, f"to the {kind_of(variable)} at {path}")
         if variable._parent is not None:
             variable._check_part(value)
         home = _jax.eager() if variable._owner is None else variable._owner.trace
@@ -710,11 +710,11 @@ class SealedFrame(frames.Frame):
         """Raises if the value of a captured Variable was changed in place."""
         for item in self.captured:
             if not same_value(item.value, item.stand_in._value):
-                frames.check_unlocked(item.stand_in, f"to a {type(item.outer).__name__}")
+                frames.check_unlocked(item.stand_in, f"to {a_kind_of(item.outer)}")
 
     def seal(self, stand_in: Any, path: Path) -> None:
         """Makes the copy of a captured Variable refuse writes."""
-        label = f"{type(stand_in).__name__} {format_path(path).removeprefix('.')}"
+        label = f"{kind_of(stand_in)} {format_path(path).removeprefix('.')}"
         label = label.replace("{", "{{").replace("}", "}}")
         stand_in._lock = (
             f"Cannot write {{what}} inside sx.{self.name}: the {label} was not passed in, "

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from shardax._core.graph.paths import format_path
-from shardax._core.variable import ArrayAttribute
+from shardax._core.object import kind_of
 from shardax._transforms.errors import PrefixError, SharedWriteError
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
@@ -206,7 +206,7 @@ class _VmapCall(mapped.MappedCall):
             )
         position = self.assignment.leaf_paths.index(leaf.path)
         variable = self.call.graph.flat.leaves[position]
-        kind = "array" if isinstance(variable, ArrayAttribute) else type(variable).__name__
+        kind = kind_of(variable)
         if id(variable) in self.assignment.by_id:
             found = "is shared by all batch elements of sx.vmap (its entry in in_axes is None)"
             axes = f"{{{filter_text(type(variable), leaf.path)}: 0, ...: None}}"
