@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.threads import in_threads, switching_often  # noqa: F401 (a fixture)
 
 import shardax as sx
 from shardax.errors import ConcurrentWriteError
@@ -20,34 +20,11 @@ from shardax.errors import ConcurrentWriteError
 THREADS = 8
 
 
-@pytest.fixture(autouse=True)
-def _switching_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 def _in_threads(work: Callable[[int], Any]) -> list[Any]:
-    """Runs the work in all threads at once; returns the results, raises the first error."""
-    results: list[Any] = [None] * THREADS
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(THREADS)
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            results[number] = work(number)
-        except BaseException as error:  # noqa: BLE001 (raised again below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    """Returns the results of all threads; raises the first error."""
+    results, raised = in_threads(work, THREADS)
+    if raised:
+        raise raised[0]
     return results
 
 

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.threads import in_threads, switching_often  # noqa: F401 (a fixture)
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
@@ -18,33 +17,9 @@ import shardax as sx
 THREADS = 6
 
 
-@pytest.fixture(autouse=True)
-def _switching_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 def _in_threads(call: Callable[[int], Any], count: int) -> list[BaseException]:
     """Calls in several threads at once; returns what was raised."""
-    raised: list[BaseException] = []
-    start = threading.Barrier(THREADS)
-
-    def work(thread: int) -> None:
-        start.wait()
-        for i in range(count):
-            try:
-                call(thread + i)
-            except Exception as error:  # noqa: BLE001 (returned)
-                raised.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+    return in_threads(call, THREADS, times=count)[1]
 
 
 def _add(v: Any, x: Any = 1.0) -> None:
