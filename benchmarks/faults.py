@@ -25,7 +25,6 @@ all of them end in the same bits.
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import json
 import os
@@ -70,8 +69,6 @@ def start(
                 env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=open(folder / f"err{index}{'b' * resume}", "w"),  # noqa: SIM115
-                # A shell starts what runs in its background with SIGINT ignored.
-                preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )
         )
     if small_files:
@@ -183,6 +180,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.quick:
         given.kinds, given.faults, given.steps = ["kill"], 1, 12
+    # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     chance = random.Random(given.seed)
     drawn = {kind: cases(chance, given.processes) for kind in given.kinds}
     with tempfile.TemporaryDirectory() as name:
