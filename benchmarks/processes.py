@@ -9,7 +9,8 @@ upper bound of what they cost, not a measure of a fast network.
 
 Beside the steps, for each number of processes and, with two, for each number of layers (unrolled,
 as there the most grows): seconds to start together, to agree before the first step, to compare
-programs and copies, to trace and compile, to save and restore; and the bytes of metadata.
+programs and copies, to trace and compile, to save and restore; the bytes of the facts that are
+compared and of the metadata of a checkpoint.
 
 Bound on the median over repeats: a step of two processes takes at most 1.5 times that of one.
 
@@ -76,6 +77,15 @@ def work(given: dict[str, Any]) -> None:
     timed.of(agreement, "agree_to_start", "agree")
     timed.of(agreement, "compare_programs", "program")
     timed.of(agreement, "compare_copies", "copies")
+    sizes_of_facts: list[int] = []
+    facts_of = agreement.facts_of
+
+    def measured_facts(*args: Any) -> dict[str, str]:
+        facts = facts_of(*args)
+        sizes_of_facts.append(len(json.dumps(facts)))
+        return facts
+
+    agreement.facts_of = measured_facts
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((DEVICES // 2, 2), ("data", "model"), axis_types=kinds)
     sizes = {"embed_dim": given["embed"], "num_layers": given["layers"], "num_heads": 8}
@@ -115,7 +125,8 @@ def work(given: dict[str, Any]) -> None:
             checkpoints.restore(state, mesh=mesh, rules=trainer.rules)
             seconds["restore"] = time.perf_counter() - begin
         step = trainer.train_step
-        print(json.dumps({"seconds": seconds}), file=replies, flush=True)
+        found = {"seconds": seconds, "facts": sum(sizes_of_facts)}
+        print(json.dumps(found), file=replies, flush=True)
         for line in sys.stdin:
             for _ in range(int(line)):
                 loss = step(*state, batch)
@@ -147,7 +158,8 @@ class Job:
                     text=True,
                 )
             )
-        self.seconds = self.replies()[0]["seconds"]
+        found = self.replies()[0]
+        self.seconds, self.facts = found["seconds"], found["facts"]
 
     def replies(self) -> list[Any]:
         """Waits for a line of each process."""
@@ -178,7 +190,8 @@ class Job:
 
 def record_of(job: Job, processes: int, layers: int) -> dict[str, Any]:
     """Returns what a job measured of itself."""
-    found = {"processes": processes, "layers": layers, "metadata_bytes": job.metadata_bytes()}
+    found = {"processes": processes, "layers": layers, "facts_bytes": job.facts}
+    found["metadata_bytes"] = job.metadata_bytes()
     return found | {f"{name}_seconds": job.seconds.get(name, 0.0) for name in PHASES}
 
 
@@ -245,11 +258,12 @@ def main() -> int:
     print("\n### Once: seconds\n")
     print(
         table(
-            ["processes, layers", *PHASES, "metadata"],
+            ["processes, layers", *PHASES, "facts", "metadata"],
             [
                 [
                     f"{row['processes']}, {row['layers']}",
                     *(f"{row[f'{phase}_seconds']:.2f}" for phase in PHASES),
+                    f"{row['facts_bytes'] / 1e3:.0f} kB",
                     f"{row['metadata_bytes'] / 1e3:.0f} kB",
                 ]
                 for row in rows
