@@ -133,9 +133,9 @@ def round_of(
         running = start(folder, processes, steps, resume=False, small_files=kind == "disk")
         seconds = -1.0  # not ended
         try:
-            if kind != "disk":
-                step = 5 * chance.randrange(1, max(2, steps // 10))
-                wait_for_moment(folder, running, writing=writing, step=step)
+            # A full disk is met when the first checkpoint is written.
+            step = 0 if kind == "disk" else 5 * chance.randrange(1, max(2, steps // 10))
+            wait_for_moment(folder, running, writing=writing or kind == "disk", step=step)
             begin = time.monotonic()
             inject(kind, running, victim)
             waited = [each for i, each in enumerate(running) if kind != "hang" or i != victim]
