@@ -35,7 +35,6 @@ from shardax._core.errors import (
     ReadOnlyCopyError,
     TraceLeakError,
 )
-from shardax._core.object import a_kind_of, kind_of
 
 
 def is_eager() -> bool:
@@ -255,6 +254,17 @@ def is_writable(target: Any) -> bool:
 
 # Lock of objects that JAX rebuilt inside a plain transform: a write would be lost.
 READ_ONLY = "copy inside a plain JAX transform"
+
+
+def kind_of(item: object) -> str:
+    """Returns what messages call an object."""
+    return getattr(type(item), "_kind", type(item).__name__)
+
+
+def a_kind_of(item: object) -> str:
+    """Returns what messages call an object, with its article."""
+    kind = kind_of(item)
+    return f"{'an' if kind[0] in 'aeioAEIO' else 'a'} {kind}"
 
 
 def check_unlocked(target: Any, what: str | None = None) -> None:

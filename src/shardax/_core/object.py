@@ -73,17 +73,6 @@ class Object(Shown):
         raise NotImplementedError
 
 
-def kind_of(item: object) -> str:
-    """Returns what messages call an object."""
-    return getattr(type(item), "_kind", type(item).__name__)
-
-
-def a_kind_of(item: object) -> str:
-    """Returns what messages call an object, with its article."""
-    kind = kind_of(item)
-    return f"{'an' if kind[0] in 'aeioAEIO' else 'a'} {kind}"
-
-
 class Placeholder:
     """Immutable stand-in for an object: configuration that walks find like objects."""
 

@@ -33,11 +33,13 @@ from shardax._core.errors import MetadataError, StateMismatchError, VariableValu
 from shardax._core.frames import (
     Frame,
     Stamp,
+    a_kind_of,
     check_trace,
     check_unlocked,
     check_unwritten,
     exclusive,
     in_one_step,
+    kind_of,
     local,
     note_read,
     note_write,
@@ -51,7 +53,7 @@ from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
-from shardax._core.object import Object, a_kind_of, epoch, kind_of
+from shardax._core.object import Object, epoch
 
 if TYPE_CHECKING:
     from shardax._core.frozen import FrozenVariable

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from shardax._core._jax import INLINE
+from shardax._core.frames import kind_of
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
-from shardax._core.object import kind_of
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError

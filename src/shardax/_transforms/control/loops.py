@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core._jax import INLINE
+from shardax._core.frames import kind_of
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import kind_of
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import LoopBody
 from shardax._transforms.errors import DecisionError

@@ -30,9 +30,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardax._core._jax import INLINE, varying_axes
+from shardax._core.frames import kind_of
 from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_object
 from shardax._core.graph.paths import Path, format_path, plain_path
-from shardax._core.object import Object, kind_of
+from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import CarryError, PrefixError
 from shardax._transforms.lift import engine, prefix

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
-from shardax._core.frames import Frame, local
+from shardax._core.frames import Frame, kind_of, local
 from shardax._core.graph.flatten import GraphDef, build, is_object
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import Object, kind_of
+from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError

@@ -40,13 +40,13 @@ import numpy as np
 from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ConcurrentWriteError, TraceLeakError
-from shardax._core.frames import several
+from shardax._core.frames import a_kind_of, kind_of, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
-from shardax._core.object import Object, a_kind_of, epoch, kind_of
+from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
 from shardax._transforms.lift import arguments as inputs

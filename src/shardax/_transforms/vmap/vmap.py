@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardax._core.frames import kind_of
 from shardax._core.graph.paths import format_path
-from shardax._core.object import kind_of
 from shardax._transforms.errors import PrefixError, SharedWriteError
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
