@@ -396,10 +396,12 @@ def _table(*parts: str, **names: str) -> str:
 _LLAMA_TENSORS = _table(_ENDS, _NORMS, _ATTENTION, _GATED_MLP, _PLAIN_MLP)
 _EXPERT_TENSORS = """
 layers.mlp.router.kernel | {l}{m}.gate.weight | x e -> e x
-layers.mlp.gate | {l}{m}.experts.@.{g}.weight | m e -> x e m
-layers.mlp.up | {l}{m}.experts.@.{u}.weight | m e -> x e m
-layers.mlp.down | {l}{m}.experts.@.{d}.weight | e m -> x m e
+layers.mlp.gate | {l}{m}.experts.@.{eg}.weight | m e -> x e m
+layers.mlp.up | {l}{m}.experts.@.{eu}.weight | m e -> x e m
+layers.mlp.down | {l}{m}.experts.@.{ed}.weight | e m -> x m e
 """
+_MIXTRAL_NAMES = {"eg": "w1", "eu": "w3", "ed": "w2"}
+_QWEN_NAMES = {"eg": "gate_proj", "eu": "up_proj", "ed": "down_proj"}
 _SANDWICH = """
 layers.attn_norm.scale | {l}input_layernorm.weight | e
 layers.attn_post_norm.scale | {l}post_attention_layernorm.weight | e
@@ -572,6 +574,42 @@ FAMILIES: dict[str, Family] = {
         defaults=_UNTIED,
         derive=_qwen,
         architectures=_heads("Qwen3ForCausalLM"),
+    ),
+    "mixtral": Family(
+        {
+            **_SILU,
+            "intermediate_size": "mlp_dim expert_dim",
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "experts_per_token",
+        },
+        _table(_ENDS, _NORMS, _ATTENTION, _EXPERT_TENSORS, m="block_sparse_moe", **_MIXTRAL_NAMES),
+        defaults=_UNTIED,
+        derive=_rotary_windows,
+        architectures=_heads("MixtralForCausalLM"),
+        neutral={"router_jitter_noise": (0.0,)},
+    ),
+    "qwen3_moe": Family(
+        {
+            **_SILU,
+            **_BIASED,
+            "num_experts_per_tok": "experts_per_token",
+            "moe_intermediate_size": "expert_dim",
+            "norm_topk_prob": "normalise_experts",
+        },
+        _table(
+            _ENDS,
+            _NORMS,
+            _ATTENTION,
+            _GATED_MLP,
+            _PLAIN_MLP,
+            _EXPERT_TENSORS,
+            m="mlp",
+            **_QWEN_NAMES,
+        ),
+        fixed={"qk_norm": "head"},
+        defaults=_UNTIED,
+        derive=_experts,
+        architectures=_heads("Qwen3MoeForCausalLM"),
     ),
     "gemma": Family(
         _GEMMA_FIELDS,

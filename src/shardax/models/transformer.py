@@ -38,10 +38,19 @@ from shardax.nn.attention import (
 )
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
-from shardax.nn.linear import Linear, add_bias, as_array, at_least_float32, result_dtype
+from shardax.nn.linear import (
+    Linear,
+    add_bias,
+    align,
+    as_array,
+    at_least_float32,
+    cast_all,
+    contract,
+    result_dtype,
+)
 from shardax.nn.mlp import MLP
 from shardax.nn.normalization import LayerNorm, RMSNorm
-from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
+from shardax.nn.parameters import as_size, lecun_normal, make_parameter, ones, refuse_input, zeros
 from shardax.nn.stack import Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
@@ -348,8 +357,41 @@ class HeadsRMSNorm(Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(at_least_float32(x.dtype))
         mean_square = jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True)
-        scaled = wide * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale.value
+        places = (x.ndim - 2, x.ndim - 1)
+        scale = align(self.scale.value.astype(wide.dtype), wide, places)
+        scale = jax.lax.expand_dims(scale, range(x.ndim - 2))
+        scaled = wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale
         return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
+
+
+class Experts(Module):
+    """Gated MLPs of which each token goes to the best few, all computed."""
+
+    def __init__(self, config: TransformerConfig, rngs: Rngs) -> None:
+        count, size, hidden = config.num_experts, config.embed_dim, config.expert_dim
+        options = dtypes(config)
+        names = ("embed", "expert")
+        self.router = Linear(size, count, use_bias=False, kernel_axes=names, rngs=rngs, **options)
+
+        def make(inner: int, outer: int, *names: str) -> Any:
+            init = lecun_normal((1,), (2,), (0,))
+            shape, axes = (count, inner, outer), ("expert", *names)
+            return make_parameter(init, shape, config.param_dtype, axes, rngs)
+
+        self.gate, self.up = (make(size, hidden, "embed", "mlp") for _ in range(2))
+        self.down = make(hidden, size, "mlp", "embed")
+        self.activation = ACTIVATIONS.get(config.activation, getattr(jax.nn, config.activation))
+        self.top_k, self.normalise = config.experts_per_token, config.normalise_experts
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scores = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        best, chosen = jax.lax.top_k(scores, self.top_k)
+        if self.normalise:
+            best = best / jnp.sum(best, axis=-1, keepdims=True)
+        weights = jnp.sum(jax.nn.one_hot(chosen, scores.shape[-1]) * best[..., None], axis=-2)
+        x, gate, up, down = cast_all(x.dtype, x, self.gate.value, self.up.value, self.down.value)
+        hidden = self.activation(contract(x, gate, (1,))) * contract(x, up, (1,))
+        return contract(hidden * weights[..., None].astype(x.dtype), down, (0, 1))
 
 
 class TransformerLayer(Module):
@@ -370,7 +412,7 @@ class TransformerLayer(Module):
         self.attn = _attention(config, self.is_local, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if before and not config.shared_norm else None
-        self.mlp = _experts(config, rngs) if experts else _mlp(config, rngs)
+        self.mlp = Experts(config, rngs) if experts else _mlp(config, rngs)
         self.mlp_post_norm = make_norm(config) if behind else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
@@ -609,7 +651,7 @@ class Transformer(Module):
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.max_positions:
-            x = x + self.positions(positions)
+            x = add_bias(x, self.positions(positions))
         if config.token_types:
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.embed_norm is None else self.embed_norm(x)
@@ -630,7 +672,7 @@ class Transformer(Module):
         x = self.patches(cut.reshape(-1, count * count, side, side, channels))
         first = jnp.broadcast_to(self.first.value.astype(x.dtype), (len(x), 1, x.shape[-1]))
         x = jnp.concatenate([first, x], axis=1)
-        x = x + self.positions(jnp.arange(x.shape[1]))
+        x = add_bias(x, self.positions(jnp.arange(x.shape[1])))
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def make_cache(self, batch: int, length: int, dtype: Any = None) -> Any:

@@ -514,7 +514,7 @@ class _Files(contextlib.ExitStack):
         if (self.shape(one), self.dtype(one)) != (self.shape(other), self.dtype(other)):
             return False
         count, step = self.shape(one)[0], 4096
-        parts = (slice(at, at + step) for at in range(0, count, step))
+        parts = (slice(at, min(at + step, count)) for at in range(0, count, step))
         return all(
             self.slice(one)[part].tobytes() == self.slice(other)[part].tobytes() for part in parts
         )
