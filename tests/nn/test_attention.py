@@ -158,3 +158,141 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         layer(x, mask=np.zeros((1, 1, TIME, TIME), np.float32))
     with pytest.raises(LayerInputError, match=r"given bool\[5, 5\]"):
         layer(x, mask=np.ones((TIME, TIME), bool))
+
+
+@pytest.mark.parametrize("mesh_kind", [None, "Auto", "Explicit"])
+@pytest.mark.parametrize("kv_heads", [4, 8])
+def test_every_knob_is_as_pytorch_computes_it(mesh_kind: str | None, kv_heads: int):
+    torch = pytest.importorskip("torch", reason="the peer is PyTorch")
+    layer = sx.nn.MultiHeadAttention(
+        16,
+        8,
+        num_kv_heads=kv_heads,
+        head_dim=6,
+        causal=True,
+        use_bias=True,
+        out_bias=False,
+        window=3,
+        softcap=0.7,
+        scale=0.5,
+        query_norm=lambda: sx.nn.RMSNorm(6),
+        key_norm=lambda: sx.nn.LayerNorm(6),
+        bias_init=jax.nn.initializers.normal(0.5),
+        rngs=sx.Rngs(0),
+    )
+    x, ids = floats(4, TIME, 16), np.array([[0, 0, 0, 1, 1]] * 2 + [[0, 1, 1, 1, 1]] * 2)
+    mask = np.random.default_rng(0).random((4, 8, TIME, TIME)) > 0.3
+    mask |= np.eye(TIME, dtype=bool)
+    t = torch.tensor
+
+    def heads(linear: Any) -> Any:
+        kernel, bias = (t(np.array(one.value)) for one in (linear.kernel, linear.bias))
+        return torch.einsum("btf,fnh->bnth", t(x), kernel) + bias[:, None]
+
+    q = torch.nn.functional.rms_norm(heads(layer.q), (6,), eps=layer.query_norm.epsilon)
+    k = torch.nn.functional.layer_norm(heads(layer.k), (6,), eps=layer.key_norm.epsilon)
+    k, v = (one.repeat_interleave(8 // kv_heads, 1) for one in (k, heads(layer.v)))
+    scores = 0.7 * torch.tanh(q @ k.mT * 0.5 / 0.7)
+    gap = np.arange(TIME)[:, None] - np.arange(TIME)
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    allowed = mask & same & (gap >= 0) & (gap < 3)
+    weights = scores.masked_fill(~t(allowed), -torch.inf).softmax(-1)
+    out = t(np.array(layer.out.kernel.value))
+    expected = torch.einsum("bnth,nhf->btf", weights @ v, out).numpy()
+    if mesh_kind is None:
+        close(layer(x, mask=mask, segment_ids=ids), expected)
+        return
+    types = (getattr(jax.sharding.AxisType, mesh_kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
+    with jax.set_mesh(mesh):
+        sx.shard(layer, mesh, {"heads": "model", "kv_heads": "model"})
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        x, mask, ids = (jax.device_put(one, split) for one in (x, mask, ids))
+        call = sx.jit(lambda layer, x: layer(x, mask=mask, segment_ids=ids))
+        close(call(layer, x), expected)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_the_fused_kernel_reads_windows_and_scales_as_scores_by_hand(implementation: Any):
+    options = {"causal": True, "window": 2, "scale": 0.7}
+    layer, x = attention(**options, implementation=implementation), floats(2, TIME, FEATURES)
+    close(layer(x), attention(**options, softcap=1e4)(x))
+    assert not np.allclose(layer(x), attention(causal=True, scale=0.7)(x), atol=1e-3)
+
+
+def test_cudnn_where_it_does_not_run_is_an_error_that_says_so():
+    if jax.default_backend() == "gpu":
+        pytest.skip("here it may run")
+    layer = attention(implementation="cudnn")
+    with pytest.raises(LayerInputError, match=r'"cudnn"\) does not run .* use implementation=None'):
+        layer(floats(2, TIME, FEATURES))
+
+
+def test_a_context_has_segments_of_its_own():
+    layer, x, context = attention(), floats(1, 2, FEATURES), floats(1, 3, FEATURES)
+    found = layer(x, context, segment_ids=(np.array([[0, 1]]), np.array([[0, 1, 1]])))
+    close(found[0, 0], layer(x[:, :1], context[:, :1])[0, 0])
+    close(found[0, 1], layer(x[:, 1:], context[:, 1:])[0, 0])
+    for ids in (np.zeros((1, 2), int), (np.zeros((1, 2), int), np.zeros((1, 2), int))):
+        with pytest.raises(LayerInputError, match="segment_ids"):
+            layer(x, context, segment_ids=ids)
+
+
+def test_dropout_drops_weights_while_training():
+    layer, x = attention(dropout=0.5), floats(1, TIME, FEATURES)
+    call = sx.jit(lambda layer, x: layer(x))
+    drawn = np.stack([call(layer, x) for _ in range(600)])
+    assert len(np.unique(drawn[:, 0, 0, 0])) > 20
+    layer.eval()
+    close(layer(x), attention()(x))
+    np.testing.assert_allclose(drawn.mean(0), layer(x), atol=4 * drawn.std(0).max() / 600**0.5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_softmax_of_every_attention_can_be_selected_and_replaced(stacked: bool):
+    model = sx.nn.Sequential(attention(), attention())
+    if stacked:
+        model = sx.nn.Stack(lambda: attention(), 2)
+    places = sx.select(model).at_instances_of(sx.nn.MultiHeadAttention).at(lambda one: one.softmax)
+    flat = places.apply(lambda _: lambda scores: jnp.ones_like(scores) / scores.shape[-1])
+    x = floats(2, TIME, FEATURES)
+    mean = x.mean(1, keepdims=True)
+    for _ in range(2):
+        layer = model[0] if stacked else model.layers[0]
+        values = jnp.einsum("btf,fnh->btnh", mean, layer.v.kernel.value)
+        mean = jnp.einsum("btnh,nhf->btf", values, layer.out.kernel.value)
+    for call in (lambda m, x: m(x), sx.jit(lambda m, x: m(x))):
+        close(call(flat, x), np.broadcast_to(mean, x.shape))
+
+
+def test_fewer_angles_than_half_a_head_leave_its_rest():
+    layer, x = attention(rope_base=100.0, head_dim=8), floats(2, TIME, FEATURES)
+    frequencies = np.array([1.0, 0.25], np.float32)
+    turned = sx.nn.rotation(jnp.arange(TIME), 8, frequencies=frequencies)
+    heads = layer.q(x)
+    rotated = np.asarray(sx.nn.rotate(heads, turned))
+    close(rotated[..., 4:], heads[..., 4:])
+    whole = np.asarray(heads[..., :2] + 1j * heads[..., 2:4])
+    whole = whole * np.exp(1j * np.arange(TIME)[:, None, None] * frequencies)
+    close(rotated[..., :2], whole.real)
+    close(rotated[..., 2:4], whole.imag)
+    qkv = layer.project(x, positions=turned)
+    close(qkv.query, rotated)
+    with pytest.raises(LayerInputError, match=r"frequencies of shape \(at most 4,\)"):
+        sx.nn.rotation(jnp.arange(TIME), 8, frequencies=np.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 2}, "needs causal=True"),
+        ({"window": 0, "causal": True}, "window=0"),
+        ({"softcap": 0.0}, r"softcap=0\.0"),
+        ({"implementation": "flash"}, "'xla' or 'cudnn'"),
+        ({"implementation": "cudnn", "softcap": 1.0}, "has no soft cap"),
+        ({"dropout": 2.0}, r"rate=2\.0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(LayerConfigError, match=message):
+        attention(**options)

@@ -6,6 +6,7 @@ parameter dtype and compute dtype apart, takes arrays with any batch dimensions 
 as it is on meshes with Auto and with Explicit axes.
 """
 
+from shardax.nn.attention import AttentionCache as AttentionCache
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
 from shardax.nn.attention import QueryKeyValue as QueryKeyValue
 from shardax.nn.attention import Rotation as Rotation

@@ -11,24 +11,32 @@ Embedding", 2021) in the half-split form: the first half of a head is the real p
 half the imaginary part of ``head_dim / 2`` complex numbers. The i-th is turned by the angle
 ``position * base ** (-2 * i / head_dim)``, so that the product of a query and a key depends on the
 difference of their positions alone.
+
+``AttentionCache`` keeps the keys and values of earlier calls. What may be read of it follows from
+the position that each slot holds, never from the slot's number; so padding, and a ring whose slots
+are used again, need no rule of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.init.lazy import Initializer
+from shardax._core.frames import is_eager
+from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax._core.variable import Cache
 from shardax._transforms.errors import LayerConfigError
+from shardax.nn.dropout import Dropout
 from shardax.nn.linear import Linear, as_array, at_least_float32, explicit_entries
 from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
 
@@ -49,20 +57,24 @@ class Rotation(NamedTuple):
     sine: jax.Array
 
 
-def rotation(positions: jax.Array, head_dim: int, base: float = 10_000.0) -> Rotation:
+def rotation(
+    positions: jax.Array, head_dim: int, base: float = 10_000.0, frequencies: Any = None
+) -> Rotation:
     """Computes the rotations of positions.
 
     Args:
         positions: Integers of shape (time,) or (batch, time).
         head_dim: Size of a head, even.
         base: Sets the longest wavelength, ``2 * pi * base`` positions nearly.
+        frequencies: Angles per position, of shape (at most head_dim / 2,), instead of those that
+            ``base`` gives. With fewer, the rest of a head is not turned.
 
     Returns:
         The rotation of each position.
 
     Raises:
         LayerConfigError: If ``head_dim`` is odd.
-        LayerInputError: If the positions have another rank.
+        LayerInputError: If positions or frequencies have another shape.
 
     Example:
         >>> rotation(jnp.arange(5), head_dim=8).cosine.shape
@@ -75,7 +87,16 @@ def rotation(positions: jax.Array, head_dim: int, base: float = 10_000.0) -> Rot
             f"given {positions.dtype}{list(positions.shape)}."
         )
     half = head_dim // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if frequencies is None:
+        frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = as_array(frequencies).astype(jnp.float32)
+    if frequencies.ndim != 1 or not 0 < frequencies.shape[0] <= half:
+        refuse_input(
+            "Rotary position embedding",
+            f"frequencies of shape (at most {half},), half of head_dim={head_dim}",
+            frequencies,
+            "",
+        )
     new = (0, 2, 3) if positions.ndim == 1 else (2, 3)
     spread = jax.lax.expand_dims(positions.astype(jnp.float32), new)
     angles = spread * jax.lax.expand_dims(frequencies, (0, 1, 2))
@@ -84,6 +105,8 @@ def rotation(positions: jax.Array, head_dim: int, base: float = 10_000.0) -> Rot
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     """Turns queries or keys, in float32.
+
+    With fewer angles than half a head, what is behind twice their number is left as it is.
 
     Args:
         x: Shape (batch, time, heads, head_dim), or without the batch.
@@ -101,9 +124,14 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     cosine, sine = by
     if x.ndim == 3:
         cosine, sine = jnp.squeeze(cosine, 0), jnp.squeeze(sine, 0)
-    real, imaginary = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cosine.shape[-1]
+    if 2 * half > x.shape[-1]:
+        refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
+    real, imaginary, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    real, imaginary = real.astype(jnp.float32), imaginary.astype(jnp.float32)
     turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    turned = [one.astype(x.dtype) for one in turned]
+    return jnp.concatenate(turned + [rest] * (rest.shape[-1] > 0), axis=-1)
 
 
 def softmax(scores: jax.Array) -> jax.Array:
@@ -150,24 +178,41 @@ class MultiHeadAttention(Module):
         causal: Whether a position reads only from itself and earlier ones.
         rope_base: Base of the rotary position embedding (``shardax.nn.attention``); None for no
             positions.
-        use_bias: Whether the four projections have biases.
+        use_bias: Whether the projections of queries, keys and values have biases.
+        out_bias: Whether the projection of the result has one; None for as ``use_bias``.
+        window: How many positions a position reads at most: itself and those before it. Needs
+            ``causal``; None for all.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; None for scores as they are.
+        scale: Factor of the scores; None for ``head_dim ** -0.5``.
+        query_norm: Makes the norm of the queries, a function without arguments that returns a
+            Module for shape (..., heads, head_dim): ``lambda: nn.RMSNorm(head_dim)``. It comes
+            after the projection and before the rotation.
+        key_norm: Likewise of the keys.
+        dropout: Rate of dropout on the weights, while training.
+        implementation: That of ``jax.nn.dot_product_attention``: None, "xla" or "cudnn" (on GPUs).
         dtype: Compute dtype; None promotes input and parameters.
         param_dtype: Parameter dtype.
         kernel_init: Initializer of the kernels; None for LeCun normal.
         bias_init: Initializer of the biases.
         axes: Axis names of features, heads, kv heads and head dimension.
-        rngs: Random streams; ``params`` is used.
+        rngs: Random streams; ``params`` is used, and ``dropout`` where weights are dropped.
+        precision: That of ``jax.lax.dot_general`` in projections and attention.
+        preferred_element_type: Likewise, in the projections.
 
     Attributes:
         q: ``Linear`` with a kernel of shape (features, num_heads, head_dim).
         k: ``Linear`` with a kernel of shape (features, num_kv_heads, head_dim).
         v: Likewise.
         out: ``Linear`` with a kernel of shape (num_heads, head_dim, features).
+        query_norm: Norm of the queries, or None.
+        key_norm: Norm of the keys, or None.
+        dropout: ``Dropout`` of the weights, or None.
         softmax: Function from scores of shape (..., heads, time, other time) to weights. With
-            another than the default the scores are computed as an array of their own.
+            another than the default the scores are computed as an array of their own. To replace
+            it: ``sx.select(model).at_instances_of(nn.MultiHeadAttention).at(lambda a: a.softmax)``.
 
     Raises:
-        LayerConfigError: If sizes are not positive or do not divide.
+        LayerConfigError: If sizes are not positive or do not divide, or options do not go together.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -187,34 +232,54 @@ class MultiHeadAttention(Module):
         causal: bool = False,
         rope_base: float | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        query_norm: Callable[[], Module] | None = None,
+        key_norm: Callable[[], Module] | None = None,
+        dropout: float = 0.0,
+        implementation: Literal["xla", "cudnn"] | None = None,
         dtype: Any = None,
         param_dtype: Any = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros,
         axes: Sequence[str | None] = ("embed", "heads", "kv_heads", "head_dim"),
         rngs: Rngs | None,
+        precision: Any = None,
+        preferred_element_type: Any = None,
     ) -> None:
         sizes = attention_sizes(features, num_heads, num_kv_heads, head_dim, rope_base)
         heads, kv_heads, head_dim = sizes
         embed, queries, keys, head = as_axes("MultiHeadAttention", "axis names", axes, 4)
         linear = functools.partial(
             Linear,
-            use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
             rngs=rngs,
+            **_given(precision=precision, preferred_element_type=preferred_element_type),
         )
-        self.q = linear(features, (heads, head_dim), kernel_axes=(embed, queries, head))
-        self.k = linear(features, (kv_heads, head_dim), kernel_axes=(embed, keys, head))
-        self.v = linear(features, (kv_heads, head_dim), kernel_axes=(embed, keys, head))
-        self.out = linear((heads, head_dim), features, kernel_axes=(queries, head, embed))
+        inner = functools.partial(linear, features, use_bias=use_bias)
+        self.q = inner((heads, head_dim), kernel_axes=(embed, queries, head))
+        self.k = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        self.v = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        outer = use_bias if out_bias is None else out_bias
+        names = (queries, head, embed)
+        self.out = linear((heads, head_dim), features, use_bias=outer, kernel_axes=names)
+        self.query_norm = None if query_norm is None else query_norm()
+        self.key_norm = None if key_norm is None else key_norm()
+        self.dropout = Dropout(dropout, rngs=rngs) if dropout else None
         self.features, self.num_heads, self.num_kv_heads = features, heads, kv_heads
         self.head_dim = head_dim
         self.causal = bool(causal)
         self.rope_base = rope_base
+        self.window = None if window is None else as_size("MultiHeadAttention", "window", window)
+        self.softcap, self.scale, self.precision = softcap, scale, precision
+        self.implementation = implementation
         self.softmax: Callable[[jax.Array], jax.Array] = softmax
+        self._check_options()
 
     def __call__(
         self,
@@ -222,8 +287,10 @@ class MultiHeadAttention(Module):
         context: Any = None,
         *,
         mask: Any = None,
+        segment_ids: Any = None,
         positions: Any = None,
         context_positions: Any = None,
+        cache: AttentionCache | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
         """Attends.
@@ -233,17 +300,25 @@ class MultiHeadAttention(Module):
             context: Shape (batch, other time, features): where keys and values come from; None for
                 ``x``.
             mask: Booleans that broadcast to (batch, heads, time, other time): what may be read.
-            positions: Integers of shape (time,) or (batch, time), for the rotary embedding; or
-                their ``Rotation``, computed once for many layers. None counts from 0.
+                With a cache, of shape (batch, 1, 1, time): which of the new positions are real, so
+                that this call and later ones may read them.
+            segment_ids: Integers of shape (batch, time); only positions of the same segment are
+                read. With a context, a pair of them.
+            positions: Integers of shape (time,) or (batch, time), for the rotary embedding and the
+                cache, where -1 is padding; or their ``Rotation``, computed once for many layers.
+                None counts from 0, with a cache from the last position of each row.
             context_positions: Likewise for ``context``.
+            cache: Keys and values of earlier calls. Those of this call are written to it, and all
+                that it then holds is read.
             out_sharding: Sharding of the result over Explicit mesh axes; by default that of ``x``
                 in all but the last dimension.
 
         Returns:
-            The shape of ``x``, in the compute dtype.
+            The shape of ``x``, in the compute dtype. Where a compiled program writes more to a
+            cache than it has slots for, NaN.
 
         Raises:
-            LayerInputError: If a shape or the mask's dtype does not fit.
+            LayerInputError: If a shape or the mask's dtype does not fit, or the cache is full.
         """
         x = as_array(x)
         self._check(x, "x")
@@ -252,6 +327,11 @@ class MultiHeadAttention(Module):
             self._check(context, "context", x.ndim)
         if mask is not None:
             mask = _check_mask(as_array(mask), x.ndim)
+        if cache is not None:
+            read = self._read_cache(x, context, mask, segment_ids, positions, cache)
+            return self.out(read, out_sharding=out_sharding)
+        if segment_ids is not None:
+            mask = _within_segments(x, context, segment_ids, mask)
         qkv = self.project(x, context, positions, context_positions)
         return self.out(self.attend(qkv, mask), out_sharding=out_sharding)
 
@@ -271,42 +351,149 @@ class MultiHeadAttention(Module):
         """
         source = x if context is None else context
         query, key, value = self.q(x), self.k(source), self.v(source)
-        if self.rope_base is None:
+        query = query if self.query_norm is None else self.query_norm(query)
+        key = key if self.key_norm is None else self.key_norm(key)
+        if self.rope_base is None and not isinstance(positions, Rotation):
             return QueryKeyValue(query, key, value)
         turned = self._rotation(x, positions)
         other = turned if context is None else self._rotation(source, others)
         return QueryKeyValue(rotate(query, turned), rotate(key, other), value)
 
-    def attend(self, qkv: QueryKeyValue, mask: Any = None) -> jax.Array:
+    def attend(self, qkv: QueryKeyValue, mask: Any = None, *, ordered: bool = True) -> jax.Array:
         """Weighs the values; second half of a call, before the output projection.
 
         Args:
             qkv: Queries, keys and values.
             mask: As for calling.
+            ordered: Whether ``causal`` and ``window`` hold by the order of queries and keys; False
+                where the mask says all that may be read.
 
         Returns:
             The shape of the queries.
         """
         query, key, value = qkv
         key, value = _meet_heads(query, key), _meet_heads(query, value)
-        if self.softmax is softmax:
-            return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=self.causal)
+        causal = self.causal and ordered
+        window = self.window if ordered else None
+        dropped = self.dropout is not None and not self.dropout.deterministic
+        if self.softmax is softmax and self.softcap is None and not dropped:
+            return self._fused(query, key, value, mask, causal, window)
+        if self.implementation == "cudnn":
+            refuse_input(
+                'MultiHeadAttention(implementation="cudnn")',
+                "the default softmax, without dropout of weights",
+                query,
+                "cuDNN keeps its weights to itself: use implementation=None here.",
+            )
         if key.shape[-2] < query.shape[-2]:
             key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         scores = jnp.einsum(
             "...tnh,...snh->...nts",
             query,
             key,
+            precision=self.precision,
             preferred_element_type=at_least_float32(query.dtype),
-        ) / math.sqrt(self.head_dim)
-        if self.causal:
-            earlier = jnp.tri(*scores.shape[-2:], dtype=bool)
-            earlier = jnp.expand_dims(earlier, tuple(range(scores.ndim - 2)))
-            mask = earlier if mask is None else mask & earlier
+        ) * (1 / math.sqrt(self.head_dim) if self.scale is None else self.scale)
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        if causal:
+            order = jnp.tri(*scores.shape[-2:], dtype=bool)
+            if window is not None:
+                order &= ~jnp.tri(*scores.shape[-2:], -window, dtype=bool)
+            order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
+            mask = order if mask is None else mask & order
         if mask is not None:  # what may not be read has the weight 0, as in jax.nn
             scores = jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
-        weights = self.softmax(scores).astype(value.dtype)
-        return jnp.einsum("...nts,...snh->...tnh", weights, value)
+        weights = self.softmax(scores)
+        weights = weights if self.dropout is None else self.dropout(weights)
+        weights = weights.astype(value.dtype)
+        return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=self.precision)
+
+    def _fused(
+        self, query: Any, key: Any, value: Any, mask: Any, causal: bool, window: int | None
+    ) -> jax.Array:
+        """Runs ``jax.nn.dot_product_attention``."""
+        near = None if window is None else (window - 1, 0)
+        precision = contextlib.nullcontext()
+        if self.precision is not None:
+            precision = jax.default_matmul_precision(jax.lax.Precision(self.precision).name.lower())
+        options: dict[str, Any] = {"is_causal": causal, "scale": self.scale, "mask": mask}
+        try:
+            with precision:
+                return jax.nn.dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    **options,
+                    local_window_size=near,
+                    implementation=self.implementation,
+                )
+        except Exception as error:
+            if self.implementation != "cudnn":
+                raise
+            found = f"{query.dtype}{list(query.shape)} on {jax.default_backend()}"
+            raise LayerInputError(
+                f'MultiHeadAttention(implementation="cudnn") does not run for queries {found} '
+                f"({error}). cuDNN takes float16 and bfloat16 on NVIDIA GPUs; elsewhere use "
+                f"implementation=None."
+            ) from error
+
+    def _read_cache(
+        self, x: Any, context: Any, mask: Any, segment_ids: Any, positions: Any, cache: Any
+    ) -> jax.Array:
+        """Writes this call's keys and values to the cache and reads it."""
+        given = {"a context": context, "segment ids": segment_ids}
+        for name, value in given.items():
+            if value is not None or x.ndim == 2:
+                what = name if value is not None else "an input without batch"
+                refuse_input(
+                    "A cache of MultiHeadAttention", f"no call with {what}", x, "Call it without."
+                )
+        batch, time = x.shape[:2]
+        if mask is not None:
+            if mask.shape != (batch, 1, 1, time):
+                hint = "It says which of the new positions are real."
+                refuse_input("A cache", f"a mask of shape {(batch, 1, 1, time)}", mask, hint)
+            mask = mask[:, 0, 0]
+        cache.check(self, batch)
+        integers = None if isinstance(positions, Rotation) else positions
+        places = cache.places(time, integers, mask)
+        if positions is None and self.rope_base is not None:
+            positions = places
+        query, key, value = self.project(x, None, positions)
+        keys, values, held, is_full = cache.update(key, value, places, self.window)
+        seen = held[:, None, None, :]
+        allowed = seen >= 0
+        if self.causal:
+            own = places[:, None, :, None]
+            allowed &= seen <= own
+            allowed = allowed if self.window is None else allowed & (seen > own - self.window)
+        qkv = QueryKeyValue(query, keys.astype(query.dtype), values.astype(query.dtype))
+        read = self.attend(qkv, allowed, ordered=False)
+        return read if is_full is None else jnp.where(is_full, jnp.nan, read)
+
+    def _check_options(self) -> None:
+        """Raises if options do not go together."""
+        name = "MultiHeadAttention"
+        if self.window is not None and not self.causal:
+            raise LayerConfigError(
+                f"{name} has window={self.window}, positions up to its own, which needs "
+                f"causal=True. For another window give mask=."
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise LayerConfigError(
+                f"{name} needs softcap to be positive, but softcap={self.softcap!r}."
+            )
+        if self.implementation not in (None, "xla", "cudnn"):
+            raise LayerConfigError(
+                f"{name} takes implementation=None, 'xla' or 'cudnn', but was given "
+                f"{self.implementation!r}."
+            )
+        if self.implementation == "cudnn" and self.softcap is not None:
+            raise LayerConfigError(
+                f'{name}(softcap={self.softcap}) does not run with implementation="cudnn", which '
+                f"has no soft cap. Use implementation=None."
+            )
 
     def _rotation(self, x: jax.Array, positions: Any) -> Rotation:
         if isinstance(positions, Rotation):
@@ -326,6 +513,221 @@ class MultiHeadAttention(Module):
                 x,
                 "Reshape further batch dimensions into one, or use vmap.",
             )
+
+
+class AttentionCache(Module):
+    """Keys and values of one attention, kept between calls.
+
+    It is lazy and has axis names, so ``sx.shard(cache, mesh, rules)`` makes it where the model is.
+
+    Args:
+        batch: How many rows.
+        length: How many slots each row has.
+        num_kv_heads: Heads of keys and values.
+        head_dim: Size of a head.
+        dtype: Dtype of keys and values.
+        ring: Whether slots are used again, oldest first; for attention with a window of at most
+            ``length``.
+        num_layers: Size of a leading dimension, for the layers of a ``Stack``; None for one layer.
+        axis_name: Name of that dimension; that of the ``Stack``.
+
+    Attributes:
+        key: ``Cache`` of shape (batch, length, num_kv_heads, head_dim).
+        value: Likewise.
+        position: ``Cache`` of shape (batch, length): the position that a slot holds, or -1.
+        count: ``Cache`` of no dimensions: how many slots were written.
+
+    Raises:
+        LayerConfigError: If a size is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> attention = sx.nn.MultiHeadAttention(8, 2, causal=True, rngs=sx.Rngs(0))
+        >>> cache = sx.nn.AttentionCache(1, 4, num_kv_heads=2, head_dim=4)
+        >>> x = jnp.arange(32.0).reshape(1, 4, 8)
+        >>> parts = [attention(x[:, :3], cache=cache), attention(x[:, 3:], cache=cache)]
+        >>> bool(jnp.allclose(jnp.concatenate(parts, 1), attention(x), atol=1e-5))
+        True
+        >>> cache.position[...].tolist()
+        [[0, 1, 2, 3]]
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: Any = np.float32,
+        ring: bool = False,
+        num_layers: int | None = None,
+        axis_name: str = "layers",
+    ) -> None:
+        names = ("batch", "length", "num_kv_heads", "head_dim")
+        values = (batch, length, num_kv_heads, head_dim)
+        sizes = [
+            as_size("AttentionCache", name, size) for name, size in zip(names, values, strict=True)
+        ]
+        layers = (
+            () if num_layers is None else (as_size("AttentionCache", "num_layers", num_layers),)
+        )
+        axes = ("batch", "cache", "kv_heads", "head_dim")
+
+        def make(fill: int, dtype: Any, count: int) -> Cache[Any]:
+            init = Init(
+                jax.nn.initializers.constant(fill), (*layers, *sizes[:count]), dtype, rngs=None
+            )
+            return Cache(init, axes=(*(axis_name,) * len(layers), *axes[:count]))
+
+        self.key, self.value = make(0, dtype, 4), make(0, dtype, 4)
+        self.position, self.count = make(-1, np.int32, 2), make(0, np.int32, 0)
+        self.length = sizes[1]
+        self.ring = bool(ring)
+
+    def check(self, attention: MultiHeadAttention, batch: int) -> None:
+        """Raises if it is not a cache of this attention for this many rows.
+
+        Args:
+            attention: The attention.
+            batch: Rows of its input.
+        """
+        wanted = (batch, self.length, attention.num_kv_heads, attention.head_dim)
+        if self.key.shape != wanted:
+            refuse_input(
+                "MultiHeadAttention",
+                f"a cache with keys of shape {wanted}",
+                self.key,
+                f"Make it with nn.AttentionCache{wanted}, one for each layer.",
+            )
+        if self.ring and (attention.window is None or attention.window > self.length):
+            raise LayerInputError(
+                f"A ring of {self.length} slots forgets positions that attention with "
+                f"window={attention.window} reads. Make the cache with ring=False, or as long as "
+                f"the window."
+            )
+
+    def places(self, time: int, positions: Any = None, mask: Any = None) -> jax.Array:
+        """Returns the positions of the next tokens, -1 for those that are padding.
+
+        Args:
+            time: How many tokens in each row.
+            positions: Integers of shape (time,) or (batch, time); None counts on in each row.
+            mask: Booleans of shape (batch, time), True for real tokens; None for all.
+
+        Returns:
+            Integers of shape (batch, time).
+        """
+        held = self.position.value
+        shape = (held.shape[0], time)
+        if positions is None:
+            real = jnp.ones(shape, np.int32) if mask is None else mask.astype(np.int32)
+            positions = _laid_out(jnp.cumsum(real, 1), held) + jnp.max(held, 1, keepdims=True)
+        positions = jnp.broadcast_to(as_array(positions), shape).astype(np.int32)
+        positions = positions if mask is None else jnp.where(mask, positions, -1)
+        return _laid_out(positions, held)
+
+    def update(
+        self, key: jax.Array, value: jax.Array, positions: jax.Array, window: int | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Writes keys and values to the next slots.
+
+        Args:
+            key: Shape (batch, time, kv heads, head_dim).
+            value: Likewise.
+            positions: Shape (batch, time), what ``places`` returned.
+            window: How many positions the reader reads at most.
+
+        Returns:
+            Keys, values and positions to read, and whether more was written than there are slots
+            (None if that cannot be).
+
+        Raises:
+            LayerInputError: If there are not as many slots left.
+        """
+        time, count = positions.shape[1], self.count.value
+        pairs = ((self.key, key), (self.value, value), (self.position, positions))
+        old = [variable.value for variable, _ in pairs]
+        new = [_laid_out(one.astype(v.dtype), v.value) for v, one in pairs]
+        is_full = None
+        if not self.ring:
+            is_full = count + time > self.length
+            if time > self.length or (is_eager() and bool(is_full)):
+                raise LayerInputError(
+                    f"An AttentionCache of {self.length} slots is full: it was to take {time} more "
+                    f"positions. Make a longer one, or one with ring=True for attention with a "
+                    f"window."
+                )
+            written = [_write(*pair, count) for pair in zip(old, new, strict=True)]
+            read = written
+        else:
+            kept = min(time, self.length)
+            start = count + (time - kept)
+            last = [one[:, time - kept :] for one in new]
+            written = [_write_ring(*pair, start) for pair in zip(old, last, strict=True)]
+            # What is overwritten may still be read by the first of many new positions.
+            fits = time == 1 or time + (window or 0) <= self.length + 1
+            read = (
+                written
+                if fits
+                else [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
+            )
+        for (variable, _), one in zip(pairs, written, strict=True):
+            variable.value = one
+        self.count.value = count + time
+        return (*read, is_full)
+
+
+def _write(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+
+
+def _write_ring(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
+    length, time = old.shape[1], new.shape[1]
+    start %= length
+    if time == 1:
+        return _write(old, new, start)
+    # Slot s takes what is new at (s - start) modulo the length.
+    source = (jnp.arange(length, dtype=np.int32) - start) % length
+    rest = (1,) * (old.ndim - 2)
+    taken = jnp.take(new, jnp.minimum(source, time - 1), axis=1)
+    return jnp.where((source < time).reshape(1, length, *rest), taken, old)
+
+
+def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Lays an array out as another of its rank, over Explicit mesh axes."""
+    have, wanted = jax.typeof(new).sharding, jax.typeof(old).sharding
+    if explicit_entries(new) == explicit_entries(old):
+        return new
+    mesh = wanted.mesh if explicit_entries(old) is not None else have.mesh
+    return jax.sharding.reshard(new, NamedSharding(mesh, wanted.spec))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _within_segments(x: jax.Array, context: Any, segment_ids: Any, mask: Any) -> jax.Array:
+    """Narrows a mask to positions of the same segment."""
+    is_pair = isinstance(segment_ids, tuple)
+    pair = segment_ids if is_pair else (segment_ids, segment_ids)
+    sources = (x, x if context is None else context)
+    if is_pair != (context is not None) or len(pair) != 2:
+        raise LayerInputError(
+            "MultiHeadAttention takes segment_ids as an array, and with a context as a pair, those "
+            "of x and of the context."
+        )
+    ids = [as_array(one) for one in pair]
+    for one, source in zip(ids, sources, strict=True):
+        if one.shape != source.shape[:-1] or not jnp.issubdtype(one.dtype, np.integer):
+            refuse_input(
+                "MultiHeadAttention",
+                f"segment_ids, integers of shape {source.shape[:-1]}",
+                one,
+                "There is one for each position.",
+            )
+    same = ids[0][..., None, :, None] == ids[1][..., None, None, :]
+    return same if mask is None else mask & same
 
 
 def attention_sizes(

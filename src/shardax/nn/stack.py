@@ -152,7 +152,8 @@ class Stack(Module):
 
         Args:
             x: What goes from layer to layer: an array or a pytree of arrays.
-            *args: Given to every layer, whole.
+            *args: Given to every layer, whole; but of a Module whose Variables all have the stack's
+                ``axis_name`` first, such as a cache of all layers, each layer gets its part.
             **kwargs: Likewise.
 
         Returns:
@@ -219,16 +220,23 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         args, kwargs = treedef.unflatten(leaves)
         return layer(x, *args, **kwargs)
 
+    by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
     of_layer = StateAxes({_IsShared(stack.shared): None, ...: 0}) if stack.shared else 0
     loop = scan(
         rematerialised(body, stack.remat, in_loop=True),
-        in_axes=(Carry, of_layer, None),
+        in_axes=(Carry, of_layer, by_layer),
         out_axes=Carry,
         length=stack.length,
         unroll=stack.unroll,
         metadata={PARTITION_NAME: stack.axis_name},
     )
     return loop(x, stack.stacked, given)
+
+
+def _is_stacked(given: Any, axis_name: str) -> bool:
+    """Whether an argument holds one part for each layer."""
+    names = [v.axes for _, v in iter_variables(given)] if isinstance(given, Module) else []
+    return bool(names) and all(axes and axes[0] == axis_name for axes in names)
 
 
 _run_compiled = jit(_run, static_argnums=3)
