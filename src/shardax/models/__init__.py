@@ -5,6 +5,14 @@ from shardax.models.decoder import DECODER_RULES as DECODER_RULES
 from shardax.models.decoder import Decoder as Decoder
 from shardax.models.decoder import DecoderConfig as DecoderConfig
 from shardax.models.decoder import DecoderLayer as DecoderLayer
+from shardax.models.families import register as register
 from shardax.models.generation import cross_entropy as cross_entropy
 from shardax.models.generation import generate as generate
 from shardax.models.generation import next_token_loss as next_token_loss
+from shardax.models.transformer import Rope as Rope
+from shardax.models.transformer import Transformer as Transformer
+from shardax.models.transformer import TransformerConfig as TransformerConfig
+from shardax.models.transformer import TransformerLayer as TransformerLayer
+from shardax.models.weights import from_pretrained as from_pretrained
+from shardax.models.weights import load_tokenizer as load_tokenizer
+from shardax.models.weights import save_pretrained as save_pretrained

@@ -127,11 +127,13 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     half = cosine.shape[-1]
     if 2 * half > x.shape[-1]:
         refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
-    real, imaginary, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    # No part without elements, as its gradient would be a part of the program.
+    cuts = [end for end in (half, 2 * half) if end < x.shape[-1]]
+    real, imaginary, *rest = jnp.split(x, cuts, axis=-1)
     real, imaginary = real.astype(jnp.float32), imaginary.astype(jnp.float32)
     turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
     turned = [one.astype(x.dtype) for one in turned]
-    return jnp.concatenate(turned + [rest] * (rest.shape[-1] > 0), axis=-1)
+    return jnp.concatenate([*turned, *rest], axis=-1)
 
 
 def softmax(scores: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ from shardax._core.graph.static import PARTITION_NAME, Static
 from shardax._core.graph.views import part_of, stack_objects, stack_values, unstack_objects, view
 from shardax._core.module import Module
 from shardax._core.object import Object, epoch
-from shardax._core.state.split_merge import iter_modules, iter_variables
+from shardax._core.state.split_merge import find_duplicates, iter_modules, iter_variables
 from shardax._core.state.state import Origin, State
 from shardax._transforms.control.scan import scan
 from shardax._transforms.errors import LayerConfigError
@@ -221,7 +221,7 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         return layer(x, *args, **kwargs)
 
     by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
-    of_layer = StateAxes({_IsShared(stack.shared): None, ...: 0}) if stack.shared else 0
+    of_layer = StateAxes({_IsShared(_all_shared(stack)): None, ...: 0}) if stack.shared else 0
     loop = scan(
         rematerialised(body, stack.remat, in_loop=True),
         in_axes=(Carry, of_layer, by_layer),
@@ -242,6 +242,14 @@ def _is_stacked(given: Any, axis_name: str) -> bool:
 _run_compiled = jit(_run, static_argnums=3)
 """Outside of traces: a loop that is not compiled with what is around it would be compiled anew at
 every call."""
+
+
+def _all_shared(stack: Stack) -> tuple[Path, ...]:
+    """Returns every path to what all layers share."""
+    # A layer may reach it by several, such as one stream of two dropouts.
+    is_shared = _IsShared(stack.shared)
+    groups = [group for group in find_duplicates(stack.stacked) if any(map(is_shared, group, group))]
+    return (*stack.shared, *(path for group in groups for path in group))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

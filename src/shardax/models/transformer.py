@@ -1,0 +1,820 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One transformer for all families: its parts are chosen by a config.
+
+A layer adds attention and a feed-forward network to what goes through it. Where norms stand:
+
+    pre        x + part(norm(x))
+    post       x + norm(part(x))
+    sandwich   x + norm(part(norm(x)))
+    after      norm(x + part(x))
+
+A parallel layer adds both parts at once, each of the same input. Layers may take turns: layers with
+a window have their own rotary embedding, and layers with experts stand among those without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core.containers import List
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.variable import Cache
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.attention import (
+    AttentionCache,
+    MultiHeadAttention,
+    Rotation,
+    attention_sizes,
+    rotation,
+)
+from shardax.nn.dropout import Dropout
+from shardax.nn.embedding import Embed
+from shardax.nn.linear import (
+    Linear,
+    add_bias,
+    align,
+    as_array,
+    at_least_float32,
+    cast_all,
+    contract,
+    result_dtype,
+)
+from shardax.nn.mlp import MLP
+from shardax.nn.normalization import LayerNorm, RMSNorm
+from shardax.nn.parameters import as_size, lecun_normal, make_parameter, ones, refuse_input, zeros
+from shardax.nn.stack import Stack, check_policy, rematerialised
+from shardax.partition.constraints import constrain
+from shardax.partition.context import current_rules
+from shardax.partition.mesh import resolve_mesh
+from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
+
+NORMS = ("rms", "rms_offset", "layer")
+PLACEMENTS = ("pre", "post", "sandwich", "after")
+HEADS = (None, "tokens", "first")
+
+
+def exact_gelu(x: Any) -> jax.Array:
+    """Returns the gelu without the approximation by tanh."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def quick_gelu(x: Any) -> jax.Array:
+    """Returns ``x * sigmoid(1.702 * x)``."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = {"exact_gelu": exact_gelu, "quick_gelu": quick_gelu}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, and how it is stretched to longer texts.
+
+    Attributes:
+        base: Base of the wavelengths.
+        fraction: The part of a head that is turned.
+        kind: ``"default"``, ``"linear"``, ``"llama3"`` or ``"yarn"``.
+        factor: By how much the longest wavelengths are stretched.
+        low: Llama3: wavelengths above ``length / low`` are stretched. YaRN: ``beta_slow``.
+        high: Llama3: wavelengths below ``length / high`` are kept. YaRN: ``beta_fast``.
+        length: Length of the texts before stretching.
+        attention_factor: YaRN: multiplies cosine and sine; None follows from ``factor``.
+        truncate: YaRN: whether the bounds of the ramp are whole numbers.
+    """
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    length: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def rotation(self, positions: jax.Array, head_dim: int) -> Rotation:
+        """Computes the rotations of integer positions."""
+        size = int(head_dim * self.fraction)
+        if self.kind == "default":
+            return rotation(positions, size, self.base)
+        turned = rotation(positions, size, self.base, frequencies=self._frequencies(size))
+        factor = 1.0
+        if self.kind == "yarn":
+            factor = self.attention_factor
+            factor = max(0.1 * math.log(self.factor) + 1, 1.0) if factor is None else factor
+        return turned if factor == 1 else Rotation(*(factor * each for each in turned))
+
+    def _frequencies(self, size: int) -> np.ndarray:
+        """Returns the angle of each pair per position."""
+        plain = 1 / self.base ** (np.arange(0, size, 2) / size)
+        if self.kind == "linear":
+            return np.float32(plain / self.factor)
+        if self.kind == "llama3":
+            turns = self.length * plain / (2 * math.pi)
+            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        else:
+            ends = [
+                size * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+                for turns in (self.high, self.low)
+            ]
+            first, last = (math.floor(ends[0]), math.ceil(ends[1])) if self.truncate else ends
+            first, last = max(first, 0), min(last, size - 1)
+            width = last - first or 0.001
+            kept = 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
+        return np.float32(kept * plain + (1 - kept) * plain / self.factor)
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes, parts and dtypes of a transformer.
+
+    Attributes:
+        vocab_size: Number of tokens; 0 for a model of images.
+        num_layers: Number of layers.
+        embed_dim: Size of a token's vector.
+        num_heads: Heads of queries.
+        num_kv_heads: Heads of keys and values, a divisor of ``num_heads``.
+        head_dim: Size of a head.
+        mlp_dim: Size of the MLP's hidden layer.
+        causal: Whether a position reads only from itself and earlier ones.
+        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1) or ``"layer"``.
+        norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
+        norm_epsilon: Added to mean squares before dividing by their root.
+        parallel: Whether attention and MLP read the same input.
+        shared_norm: Whether a parallel layer has one norm for both.
+        qk_norm: Norm of queries and keys: None, ``"head"`` (of each head) or ``"all"`` (of all
+            heads together).
+        activation: Function of ``jax.nn`` by name, or ``"exact_gelu"`` or ``"quick_gelu"``.
+        gated: Whether the MLP is gated.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        out_bias: Whether attention's output projection has one.
+        mlp_bias: Whether the MLP has biases.
+        head_bias: Whether the head has one.
+        rope: The rotary embedding; None for none.
+        local_rope: That of layers with a window; None for the same.
+        max_positions: Number of learned positions; 0 for none.
+        window: How many positions a position of a local layer reads; None for all.
+        local_layers: Which layers are local; None for all.
+        attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
+        attention_softcap: Bound of the scores, by tanh.
+        final_softcap: Bound of the logits, by tanh.
+        embed_scale: Multiplies the embedding.
+        embed_norm: Whether the embedding is normalised.
+        token_types: Number of kinds of tokens that have an embedding.
+        num_experts: Number of experts of a layer; 0 for none.
+        experts_per_token: How many of them a token goes to.
+        expert_dim: Size of an expert's hidden layer.
+        normalise_experts: Whether the weights of a token's experts add up to 1.
+        dense_layers: The layers that have an MLP nevertheless.
+        image_size: Height and width of images; 0 for a model of tokens.
+        patch_size: Height and width of the patches of an image.
+        channels: Channels of images.
+        head: ``"tokens"`` (logits of each position), ``"first"`` (of the first), or None (the last
+            layer's result).
+        num_classes: Number of logits of the head ``"first"``.
+        head_transform: Whether a dense layer with a norm stands before the head.
+        pooler: Whether there is a dense layer on the first position.
+        tied_head: Whether the head is the transposed embedding.
+        dropout: Rate of dropout on what each part adds, while training.
+        embed_dropout: Rate of dropout on the embedding.
+        attention_dropout: Rate of dropout on the weights of attention.
+        scan_layers: Whether layers are stored stacked and run by a loop.
+        remat: As for ``DecoderConfig``.
+        dtype: Compute dtype, by name; that of the logits.
+        param_dtype: Parameter dtype, by name.
+        source: The ``config.json`` that it was read from, as text.
+
+    Raises:
+        LayerConfigError: If sizes are not positive or do not fit together.
+
+    Example:
+        >>> import shardax as sx
+        >>> config = sx.models.TransformerConfig(num_layers=1, window=8, norm_placement="post")
+        >>> model = sx.models.Transformer(config, rngs=sx.Rngs(0))
+        >>> model.layers[0].attn_norm is None, model.layers[0].attn_post_norm.features
+        (True, 64)
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 2
+    embed_dim: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    mlp_dim: int = 192
+    causal: bool = True
+    norm: str = "rms"
+    norm_placement: str = "pre"
+    norm_epsilon: float = 1e-6
+    parallel: bool = False
+    shared_norm: bool = False
+    qk_norm: str | None = None
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    rope: Rope | None = Rope()
+    local_rope: Rope | None = None
+    max_positions: int = 0
+    window: int | None = None
+    local_layers: tuple[bool, ...] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    embed_scale: float | None = None
+    embed_norm: bool = False
+    token_types: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_dim: int = 0
+    normalise_experts: bool = True
+    dense_layers: tuple[int, ...] = ()
+    image_size: int = 0
+    patch_size: int = 0
+    channels: int = 3
+    head: str | None = "tokens"
+    num_classes: int = 0
+    head_transform: bool = False
+    pooler: bool = False
+    tied_head: bool = False
+    dropout: float = 0.0
+    embed_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    scan_layers: bool = False
+    remat: str | None = None
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        where = type(self).__name__
+        for name, wanted in (("norm", NORMS), ("norm_placement", PLACEMENTS), ("head", HEADS)):
+            _check(where, name, getattr(self, name), getattr(self, name) in wanted, str(wanted))
+        _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
+        if self.image_size:
+            whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
+            _check(where, "patch_size", self.patch_size, whole, f"a divisor of {self.image_size}")
+        if self.local_layers is not None:
+            fits = len(self.local_layers) == self.num_layers
+            _check(where, "local_layers", self.local_layers, fits, f"{self.num_layers} booleans")
+
+    def kind_of(self, index: int) -> tuple[bool, bool]:
+        """Whether a layer is local, and whether it has experts."""
+        local = self.window is not None and (self.local_layers is None or self.local_layers[index])
+        return local, self.num_experts > 0 and index not in self.dense_layers
+
+    @property
+    def period(self) -> int:
+        """After how many layers their kinds repeat."""
+        kinds = [self.kind_of(index) for index in range(self.num_layers)]
+        return next(
+            period
+            for period in range(1, self.num_layers + 1)
+            if all(kinds[i] == kinds[i % period] for i in range(self.num_layers))
+        )
+
+
+def check_config(config: Any) -> None:
+    """Raises if sizes of a model's config do not fit."""
+    where = type(config).__name__
+    images = getattr(config, "image_size", 0)
+    for name in ("num_layers", "mlp_dim") if images else ("vocab_size", "num_layers", "mlp_dim"):
+        as_size(where, name, getattr(config, name))
+    rope = getattr(config, "rope", None)
+    base = getattr(config, "rope_base", None if rope is None else rope.base)
+    whole = rope is None or rope.fraction == 1
+    attention_sizes(
+        config.embed_dim,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        base if whole else None,
+    )
+    for name in ("dropout", "embed_dropout", "attention_dropout"):
+        rate = getattr(config, name, 0.0)
+        _check(where, name, rate, 0 <= rate < 1, "from 0 up to, but not, 1")
+    if base is not None:
+        _check(where, "rope_base", base, base > 0, "positive")
+    _check(where, "norm_epsilon", config.norm_epsilon, config.norm_epsilon >= 0, "at least 0")
+    named = config.remat is None or isinstance(config.remat, str)
+    _check(where, "remat", config.remat, named, "None or the name of a policy")
+    check_policy(where, config.remat)
+    for name in ("dtype", "param_dtype"):
+        object.__setattr__(config, name, _dtype_name(where, name, getattr(config, name)))
+
+
+def _check(where: str, name: str, value: Any, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise LayerConfigError(f"{where} needs {name} to be {wanted}, but {name}={value!r}.")
+
+
+def _dtype_name(where: str, name: str, dtype: Any) -> str:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise LayerConfigError(f"{where} has {name}={dtype!r}, not a dtype.") from error
+    if not jnp.issubdtype(found, jnp.floating):
+        raise LayerConfigError(
+            f"{where} has {name}={dtype!r}, but a model computes with floating dtypes, such as "
+            f"'float32' or 'bfloat16'."
+        )
+    return found.name
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Root mean square normalization whose scale is added to 1."""
+
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__(features, scale_init=zeros, **options)
+
+    def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
+        scaled = normed + super()._scaled(normed, normed).astype(normed.dtype)
+        return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
+
+
+class HeadsRMSNorm(Module):
+    """Root mean square normalization over all heads together."""
+
+    def __init__(
+        self, heads: int, head_dim: int, axes: tuple[str, str], epsilon: float, dtypes: Any
+    ) -> None:
+        self.scale = make_parameter(ones, (heads, head_dim), dtypes["param_dtype"], axes, None)
+        self.epsilon = epsilon
+        self.dtype = dtypes["dtype"]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(at_least_float32(x.dtype))
+        mean_square = jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True)
+        places = (x.ndim - 2, x.ndim - 1)
+        scale = align(self.scale.value.astype(wide.dtype), wide, places)
+        scale = jax.lax.expand_dims(scale, range(x.ndim - 2))
+        scaled = wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale
+        return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
+
+
+class Experts(Module):
+    """Gated MLPs of which each token goes to the best few, all computed."""
+
+    def __init__(self, config: TransformerConfig, rngs: Rngs) -> None:
+        count, size, hidden = config.num_experts, config.embed_dim, config.expert_dim
+        options = dtypes(config)
+        names = ("embed", "expert")
+        self.router = Linear(size, count, use_bias=False, kernel_axes=names, rngs=rngs, **options)
+
+        def make(inner: int, outer: int, *names: str) -> Any:
+            init = lecun_normal((1,), (2,), (0,))
+            shape, axes = (count, inner, outer), ("expert", *names)
+            return make_parameter(init, shape, config.param_dtype, axes, rngs)
+
+        self.gate, self.up = (make(size, hidden, "embed", "mlp") for _ in range(2))
+        self.down = make(hidden, size, "mlp", "embed")
+        self.activation = ACTIVATIONS.get(config.activation, getattr(jax.nn, config.activation))
+        self.top_k, self.normalise = config.experts_per_token, config.normalise_experts
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scores = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        best, chosen = jax.lax.top_k(scores, self.top_k)
+        if self.normalise:
+            best = best / jnp.sum(best, axis=-1, keepdims=True)
+        weights = jnp.sum(jax.nn.one_hot(chosen, scores.shape[-1]) * best[..., None], axis=-2)
+        x, gate, up, down = cast_all(x.dtype, x, self.gate.value, self.up.value, self.down.value)
+        hidden = self.activation(contract(x, gate, (1,))) * contract(x, up, (1,))
+        return contract(hidden * weights[..., None].astype(x.dtype), down, (0, 1))
+
+
+class TransformerLayer(Module):
+    """Attention and MLP or experts, each with norms, added to the input.
+
+    Args:
+        config: The model's sizes and parts.
+        index: Which layer it is, as layers may differ.
+        rngs: Random streams.
+    """
+
+    def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
+        self.is_local, experts = config.kind_of(index)
+        self.norm_placement, self.parallel = config.norm_placement, config.parallel
+        before = config.norm_placement in ("pre", "sandwich")
+        behind = config.norm_placement != "pre"
+        self.attn_norm = make_norm(config) if before else None
+        self.attn = _attention(config, self.is_local, rngs)
+        self.attn_post_norm = make_norm(config) if behind else None
+        self.mlp_norm = make_norm(config) if before and not config.shared_norm else None
+        self.mlp = Experts(config, rngs) if experts else _mlp(config, rngs)
+        self.mlp_post_norm = make_norm(config) if behind else None
+        self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: Any = None,
+        local_positions: Any = None,
+        mask: Any = None,
+        cache: Any = None,
+    ) -> jax.Array:
+        """Runs the layer.
+
+        Args:
+            x: Shape (batch, time, embed).
+            positions: As for attention.
+            local_positions: Those of a layer with a window; None for the same.
+            mask: As for attention.
+            cache: The ``AttentionCache`` of this layer.
+
+        Returns:
+            The same shape.
+        """
+        if self.is_local and local_positions is not None:
+            positions = local_positions
+        given = {"positions": positions, "mask": mask}
+        if cache is not None:
+            given["cache"] = cache
+        normed = x if self.attn_norm is None else self.attn_norm(x)
+        added = self._added(self.attn(normed, **given), self.attn_post_norm)
+        if self.parallel:
+            normed = normed if self.mlp_norm is None else self.mlp_norm(x)
+            return _constrain(x + added + self._added(self.mlp(normed), self.mlp_post_norm))
+        x = self._joined(x, added, self.attn_post_norm)
+        normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        added = self._added(self.mlp(normed), self.mlp_post_norm)
+        return _constrain(self._joined(x, added, self.mlp_post_norm))
+
+    def _added(self, x: jax.Array, norm: Any) -> jax.Array:
+        x = x if norm is None or self.norm_placement == "after" else norm(x)
+        return x if self.dropout is None else self.dropout(x)
+
+    def _joined(self, x: jax.Array, added: jax.Array, norm: Any) -> jax.Array:
+        return norm(x + added) if self.norm_placement == "after" else x + added
+
+
+class TransformerBlock(Module):
+    """Layers of different kinds that repeat together, for a stack of such."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+
+    def __call__(self, x: jax.Array, *, cache: Any = None, **given: Any) -> jax.Array:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cache=None if cache is None else cache.layers[index], **given)
+        return x
+
+
+class BlockCache(Module):
+    """The cache of stacked blocks, and of the layers left over."""
+
+    def __init__(self, stacked: TransformerBlock, rest: list[Any]) -> None:
+        self.stacked = stacked
+        self.rest = rest
+
+
+class Transformer(Module):
+    """A transformer over tokens or images, its parts chosen by a config.
+
+    Its parameters are lazy, and have axis names: ``sx.shard(model, mesh, sx.models.DECODER_RULES)``
+    makes them where they belong.
+
+    Args:
+        config: Sizes and parts.
+        rngs: Random streams; ``params`` is used, and ``dropout`` if the config asks for it.
+
+    Attributes:
+        config: The config.
+        embed: The ``Embed`` of tokens, or None for images.
+        layers: The layers: a list, or a ``Stack`` of them.
+        rest: With scanned layers of several kinds, the layers left over; else None.
+        final_norm: The norm before the head, or None.
+        head: ``Linear`` from embed to logits, or None.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> model = Transformer(TransformerConfig(num_layers=1, gated=False), rngs=sx.Rngs(0))
+        >>> model(jnp.zeros((2, 8), int)).shape
+        (2, 8, 256)
+    """
+
+    def __init__(self, config: Any, *, rngs: Rngs) -> None:
+        self.config = config
+        self._build(self._parts, rngs)
+
+    @property
+    def _parts(self) -> TransformerConfig:
+        return getattr(self.config, "transformer", self.config)
+
+    def _build(self, config: TransformerConfig, rngs: Rngs) -> None:
+        options, size = dtypes(config), config.embed_dim
+        if config.image_size:
+            self._build_patches(config, rngs)
+        else:
+            self.embed = Embed(config.vocab_size, size, rngs=rngs, **options)
+        for name, count in (("positions", config.max_positions), ("types", config.token_types)):
+            if count:
+                names = ("position" if name == "positions" else None, "embed")
+                setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options))
+        self.embed_norm = make_norm(config) if config.embed_norm else None
+        self.embed_dropout = (
+            Dropout(config.embed_dropout, rngs=rngs) if config.embed_dropout else None
+        )
+        self.layers, self.rest = self._make_layers(config, rngs)
+        self.final_norm = None if config.norm_placement == "after" else make_norm(config)
+        self._build_head(config, rngs)
+
+    def _build_patches(self, config: TransformerConfig, rngs: Rngs) -> None:
+        side, size, options = config.patch_size, config.embed_dim, dtypes(config)
+        names = (None, None, None, "embed")
+        sizes = (side, side, config.channels)
+        self.embed = None
+        self.patches = Linear(sizes, size, kernel_axes=names, rngs=rngs, **options)
+        self.first = make_parameter(zeros, (size,), config.param_dtype, ("embed",), None)
+
+    def _make_layer(self, index: int, rngs: Rngs) -> Any:
+        return TransformerLayer(self._parts, index, rngs=rngs)
+
+    def _make_layers(self, config: TransformerConfig, rngs: Rngs) -> tuple[Any, Any]:
+        period, count = config.period, config.num_layers
+        if not config.scan_layers:
+            return [self._make_layer(index, rngs) for index in range(count)], None
+        if period == 1:
+            return Stack(lambda: self._make_layer(0, rngs), count, remat=config.remat), None
+
+        def make() -> TransformerBlock:
+            return TransformerBlock([self._make_layer(index, rngs) for index in range(period)])
+
+        stack = Stack(make, count // period, remat=config.remat)
+        rest = [self._make_layer(index, rngs) for index in range(count % period)]
+        return stack, rest or None
+
+    def _build_head(self, config: TransformerConfig, rngs: Rngs) -> None:
+        options, size = dtypes(config), config.embed_dim
+        self.head = None
+        square = {"kernel_axes": ("embed", None), "rngs": rngs, **options}
+        if config.pooler:
+            self.pooler = Linear(size, size, **square)
+        if config.head_transform:
+            self.head_dense = Linear(size, size, **square)
+            self.head_norm = make_norm(config)
+        if config.head == "first":
+            self.head = Linear(size, config.num_classes, **square)
+        elif config.head == "tokens" and not config.tied_head:
+            self.head = Linear(
+                size,
+                config.vocab_size,
+                use_bias=config.head_bias,
+                kernel_axes=("embed", "vocab"),
+                rngs=rngs,
+                **options,
+            )
+        elif config.head == "tokens" and config.head_bias:
+            shape, names = (config.vocab_size,), ("vocab",)
+            self.head_bias = make_parameter(zeros, shape, config.param_dtype, names, None)
+
+    def __call__(
+        self,
+        tokens: Any,
+        *,
+        mask: Any = None,
+        positions: Any = None,
+        cache: Any = None,
+        token_types: Any = None,
+    ) -> jax.Array:
+        """Computes the logits.
+
+        Args:
+            tokens: Integers of shape (batch, time), or (time,); of a model of images, images of
+                shape (batch, height, width, channels).
+            mask: Booleans of shape (batch, time), True for real tokens; None for all.
+            positions: Integers of shape (time,) or (batch, time); None counts from the first real
+                token.
+            cache: What ``make_cache`` returned, which is written.
+            token_types: Integers of the shape of the tokens; None for zeros.
+
+        Returns:
+            Logits of shape (batch, time, vocab_size), in the compute dtype; of the head
+            ``"first"``, (batch, num_classes); without a head, (batch, time, embed).
+
+        Raises:
+            LayerInputError: If the tokens are not integers of that rank, or images of that shape.
+        """
+        tokens = as_array(tokens)
+        if self.embed is None:
+            return self._logits(self._run(self._embed_images(tokens), {}, cache))
+        if tokens.ndim not in (1, 2):
+            where = type(self).__name__
+            refuse_input(where, "tokens of shape (batch, time) or (time,)", tokens, "")
+        given, positions = self._given(tokens, mask, positions, cache)
+        x = self._embed_tokens(tokens, positions, token_types)
+        return self._logits(self._run(x, given, cache))
+
+    def pool(self, hidden: jax.Array) -> jax.Array:
+        """Returns the tanh of the pooler on the first position."""
+        return jnp.tanh(self.pooler(hidden[..., 0, :]))
+
+    def _given(
+        self, tokens: jax.Array, mask: Any, positions: Any, cache: Any
+    ) -> tuple[dict[str, Any], Any]:
+        """Returns what every layer is given, and the positions."""
+        config = self._parts
+        if mask is not None:
+            mask = as_array(mask).astype(bool)
+            if mask.shape != tokens.shape:
+                hint = "True is for real tokens, False for padding."
+                refuse_input(type(self).__name__, f"a mask of shape {tokens.shape}", mask, hint)
+        if positions is None and (mask is not None or cache is not None):
+            real = jnp.ones_like(tokens) if mask is None else mask
+            counted = jnp.cumsum(real, -1, dtype=jnp.int32)
+            positions = jnp.maximum(counted + _last_positions(cache), 0)
+        if positions is None:
+            positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+        mask = None if mask is None else mask[..., None, None, :]
+        positions = as_array(positions)
+        given = {} if mask is None else {"mask": mask}
+        for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
+            if rope is not None:
+                given[name] = rope.rotation(positions, config.head_dim)
+        return given, positions
+
+    def _embed_tokens(self, tokens: jax.Array, positions: Any, token_types: Any) -> jax.Array:
+        config = self._parts
+        x = self.embed(tokens)
+        if config.embed_scale is not None:
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
+        if config.max_positions:
+            x = add_bias(x, self.positions(positions))
+        if config.token_types:
+            x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
+        x = x if self.embed_norm is None else self.embed_norm(x)
+        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+
+    def _embed_images(self, images: jax.Array) -> jax.Array:
+        config = self._parts
+        size, side, channels = config.image_size, config.patch_size, config.channels
+        if images.ndim != 4 or images.shape[1:] != (size, size, channels):
+            refuse_input(
+                type(self).__name__,
+                f"images of shape (batch, {size}, {size}, {channels})",
+                images,
+                "Channels are last: images.transpose(0, 2, 3, 1) of PyTorch's.",
+            )
+        count = size // side
+        cut = images.reshape(-1, count, side, count, side, channels).swapaxes(2, 3)
+        x = self.patches(cut.reshape(-1, count * count, side, side, channels))
+        first = jnp.broadcast_to(self.first.value.astype(x.dtype), (len(x), 1, x.shape[-1]))
+        x = jnp.concatenate([first, x], axis=1)
+        x = add_bias(x, self.positions(jnp.arange(x.shape[1])))
+        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+
+    def make_cache(self, batch: int, length: int, dtype: Any = None) -> Any:
+        """Makes what ``cache=`` takes: keys and values of all layers, lazy.
+
+        Args:
+            batch: How many rows.
+            length: How many positions a row holds; a layer with a window keeps no more than that.
+            dtype: Dtype of keys and values; None for the compute dtype.
+
+        Returns:
+            A list of ``nn.AttentionCache``, or one of all layers if they are stacked.
+
+        Raises:
+            LayerConfigError: If the model is not causal.
+        """
+        config = self._parts
+        if not config.causal:
+            raise LayerConfigError(f"{type(self).__name__} is not causal, so there is no cache.")
+        dtype = config.dtype if dtype is None else dtype
+
+        def one(index: int, num_layers: int | None = None) -> AttentionCache:
+            window = config.window if config.kind_of(index)[0] else None
+            ring = window is not None and window < length
+            sizes = (window if ring else length, config.num_kv_heads, config.head_dim)
+            return AttentionCache(batch, *sizes, dtype=dtype, ring=ring, num_layers=num_layers)
+
+        if not isinstance(self.layers, Stack):
+            return List([one(index) for index in range(config.num_layers)])
+        if config.period == 1:
+            return one(0, self.layers.length)
+        rest = [one(index) for index in range(config.num_layers % config.period)]
+        stacked = [one(index, self.layers.length) for index in range(config.period)]
+        return BlockCache(TransformerBlock(stacked), rest)
+
+    def _run(self, x: jax.Array, given: dict[str, Any], cache: Any) -> jax.Array:
+        layers, caches = self.layers, cache
+        if isinstance(layers, Stack):
+            if isinstance(cache, BlockCache):
+                cache, caches = cache.stacked, cache.rest
+            x = layers(x, **given, **({} if cache is None else {"cache": cache}))
+            layers = self.rest or ()
+        for index, layer in enumerate(layers):
+            own = {} if cache is None else {"cache": caches[index]}
+            x = rematerialised(layer, self._parts.remat)(x, **given, **own)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        config = self._parts
+        if config.head is None:
+            return x
+        if config.head == "first":
+            return self.head(self.pool(x) if config.pooler else x[..., 0, :])
+        if config.head_transform:
+            x = self.head_norm(ACTIVATIONS.get(config.activation, jax.nn.gelu)(self.head_dense(x)))
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        if self.head is None and config.head_bias:
+            logits = add_bias(logits, self.head_bias.value)
+        if config.final_softcap is not None:
+            logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
+        return logits
+
+
+def dtypes(config: Any) -> dict[str, Any]:
+    """Returns the dtypes of a config, as layers take them."""
+    return {"dtype": config.dtype, "param_dtype": config.param_dtype}
+
+
+def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) -> Any:
+    """Makes a norm of the config's kind."""
+    kinds: dict[str, Callable[..., Any]] = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm}
+    kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
+    size = config.embed_dim if features is None else features
+    return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
+
+
+def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHeadAttention:
+    def norm(heads: int, axis: str) -> Callable[[], Any] | None:
+        if config.qk_norm is None:
+            return None
+        if config.qk_norm == "head":
+            return lambda: make_norm(config, config.head_dim, ("head_dim",))
+        names, epsilon = (axis, "head_dim"), config.norm_epsilon
+        return lambda: HeadsRMSNorm(heads, config.head_dim, names, epsilon, dtypes(config))
+
+    rope = config.local_rope if is_local and config.local_rope else config.rope
+    return MultiHeadAttention(
+        config.embed_dim,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        causal=config.causal,
+        rope_base=None if rope is None else rope.base,
+        use_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        window=config.window if is_local else None,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale,
+        query_norm=norm(config.num_heads, "heads"),
+        key_norm=norm(config.num_kv_heads, "kv_heads"),
+        dropout=config.attention_dropout,
+        rngs=rngs,
+        **dtypes(config),
+    )
+
+
+def _last_positions(cache: Any) -> Any:
+    """Returns the last position that each row of a cache holds, or -1."""
+    if cache is None:
+        return -1
+    held = next(v for path, v in iter_variables(cache, Cache) if path[-1] == "position").value
+    held = held if held.ndim == 2 else held[0]
+    return jnp.max(held, axis=-1, keepdims=True)
+
+
+def _mlp(config: TransformerConfig, rngs: Rngs) -> MLP:
+    return MLP(
+        config.embed_dim,
+        config.mlp_dim,
+        activation=ACTIVATIONS.get(config.activation, config.activation),
+        gated=config.gated,
+        use_bias=config.mlp_bias,
+        rngs=rngs,
+        **dtypes(config),
+    )
+
+
+def _constrain(x: jax.Array) -> jax.Array:
+    """Lays activations out by rules in scope that map the batch."""
+    # Rules about parameters alone leave activations to the compiler. So does a dimension that the
+    # mesh does not divide, such as the batch of one while sampling.
+    rules = current_rules()
+    mesh = resolve_mesh() if "batch" in rules.names else None
+    if mesh is None:
+        return x
+    names = ("batch", "seq", "embed")[-x.ndim :]
+    parts = [
+        math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
+        for entry in rules.spec(names)
+    ]
+    kept = [
+        name if size % count == 0 else UNCONSTRAINED
+        for name, size, count in zip(names, x.shape, parts, strict=True)
+    ]
+    return constrain(x, kept, mesh)

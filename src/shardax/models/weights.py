@@ -1,0 +1,737 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published weights: straight into shards, and back into files.
+
+The tables of ``shardax.models.families`` say where each parameter stands. A parameter is read by
+the slices that the devices of this process hold, one after the other, so that host memory holds
+what this process keeps and one slice besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax import distributed
+from shardax._core.graph.paths import Path as VariablePath
+from shardax._core.graph.paths import format_path
+from shardax._core.init.rng import Rngs
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.variable import Param
+from shardax.models.decoder import DECODER_RULES
+from shardax.models.families import Family, PretrainedError, find_family
+from shardax.models.transformer import Transformer, TransformerConfig
+from shardax.nn.stack import Stack
+from shardax.partition.context import current_rules
+from shardax.partition.errors import raise_on_errors
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.placement import shard
+from shardax.partition.rules import RulesLike
+from shardax.partition.specs import shardings
+from shardax.partition.tree_check import check
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+LARGEST_FILE = 5 * 2**30
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_WANTED = ["*.json", "*.safetensors", "tokenizer*"]
+
+
+def from_pretrained(
+    directory: str | Path,
+    *,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    strict: bool = True,
+    scan_layers: bool = False,
+    remat: str | None = None,
+    rngs: Rngs | None = None,
+) -> Transformer:
+    """Loads a published model, each device its own part.
+
+    The files are those of Hugging Face: ``config.json`` and safetensors, in one file or several
+    with an index. Everything is checked before anything is made. The model is in evaluation:
+    ``model.train()`` turns its dropout on.
+
+    Args:
+        directory: The folder of the files; or the name of a model on the hub, such as
+            ``"org/name"``, which is downloaded by ``huggingface_hub`` (``pip install
+            'shardax[hub]'``).
+        mesh: The mesh; None for the one in scope, and without any one device.
+        rules: Rules for the names of axes; None for the current ones, or ``DECODER_RULES``.
+        dtype: Compute dtype; None for that of the parameters.
+        param_dtype: Dtype of the parameters; None for that in the files.
+        strict: Whether tensors that the model has no place for are an error, and parameters that no
+            tensor is for. If not, such parameters are initialised.
+        scan_layers: Whether layers are stacked and run by a loop.
+        remat: As for ``TransformerConfig``.
+        rngs: Random streams for dropout and for what is initialised; None for ``Rngs(0)``.
+
+    Returns:
+        The model; ``model.config`` says what it is made of.
+
+    Raises:
+        PretrainedError: If there is no such model, the type of the model or a field of its config
+            is unknown or unsupported, or tensors are missing, left over or of another shape; names
+            them all.
+        PartitionCheckError: If the rules do not fit the mesh.
+        ImportError: If ``safetensors`` is missing, or ``huggingface_hub`` for a name.
+
+    Example:
+        >>> import tempfile, shardax as sx
+        >>> model = sx.models.Decoder(sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
+        >>> folder = tempfile.mkdtemp() + "/model"
+        >>> sx.models.save_pretrained(model, folder)
+        >>> loaded = sx.models.from_pretrained(folder, scan_layers=True)
+        >>> loaded.layers.stacked.mlp.up.kernel.shape
+        (1, 64, 192)
+    """
+    folder = find_directory(directory)
+    given = _read_json(folder / CONFIG)
+    family = find_family(given.get("model_type"), str(folder / CONFIG))
+    config = family.config(given, str(folder / CONFIG))
+    with _Files(folder) as files:
+        stored = files.common_dtype() if param_dtype is None else param_dtype
+        config = replace(
+            config,
+            dtype=stored if dtype is None else dtype,
+            param_dtype=stored,
+            scan_layers=scan_layers,
+            remat=remat,
+        )
+        model = Transformer(config, rngs=Rngs(0) if rngs is None else rngs)
+        table = _Table(model, family, files.names)
+        table.check(files, str(folder), strict)
+        where = resolve_mesh(mesh)
+        if rules is None and not current_rules().names:
+            rules = DECODER_RULES
+        places: Mapping[Any, Any] = {}
+        if where is not None:
+            raise_on_errors(check(model, where, rules))
+            places = shardings(model, where, rules).flat()
+        cast = None if param_dtype is None else jnp.dtype(param_dtype)
+        for entry in table.entries:
+            if all(name in files.names for name in entry.names()):
+                entry.variable.value = _read(entry, files, places.get(entry.path), cast)
+    if where is not None:
+        shard(model, where, rules)
+    model.eval()
+    return model
+
+
+def save_pretrained(
+    model: Any, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
+) -> None:
+    """Writes a model as it is published: ``config.json`` and safetensors.
+
+    What was loaded is written with its own ``config.json``, and tensors that are equal bit for bit.
+    A ``Decoder`` is written as a llama. In a run of several processes all must call it, and the
+    first writes.
+
+    Args:
+        model: A ``Transformer``, such as ``from_pretrained`` returns, or a ``Decoder``.
+        directory: The folder; made if it is not there, and without tensors if it is.
+        max_file_bytes: Size above which tensors go to another file.
+
+    Raises:
+        PretrainedError: If the model is of no family, has other parameters than its family, or its
+            config says something else than its ``config.json``; or the folder has tensors already.
+        ImportError: If ``safetensors`` is missing.
+
+    Example:
+        >>> import pathlib, tempfile, shardax as sx
+        >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+        >>> sx.models.save_pretrained(sx.models.Decoder(
+        ...     sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0)), folder)
+        >>> sorted(path.name for path in folder.iterdir())
+        ['config.json', 'model.safetensors']
+    """
+    folder = Path(directory)
+    given, family = _config_of(model)
+    table = _Table(model, family, None)
+    table.check_complete()
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        raise PretrainedError(f"{folder} holds tensors already. Give another folder, or clear it.")
+    sizes = {name: sum(map(_bytes_of, some)) for name, some in table.by_name.items()}
+    files: list[list[str]] = [[]]
+    for name in sizes:
+        filled = sum(sizes[other] for other in files[-1])
+        if files[-1] and filled + sizes[name] > max_file_bytes:
+            files.append([])
+        files[-1].append(name)
+    titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    titles = [SINGLE] if len(files) == 1 else titles
+    is_main = distributed.is_main()
+    if is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+    whole = functools.lru_cache(maxsize=8)(_whole)  # fused tensors ask for one another's parts
+    for title, names in zip(titles, files, strict=True):
+        arrays = {name: table.tensor(name, whole) for name in names}
+        if is_main:
+            _write_tensors(folder / title, arrays)
+    if is_main:
+        if len(files) > 1:
+            places = {
+                name: title for title, names in zip(titles, files, strict=True) for name in names
+            }
+            total = {"total_size": sum(sizes.values())}
+            _write_json(folder / INDEX, {"metadata": total, "weight_map": places})
+        _write_json(folder / CONFIG, given)
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """Loads the tokenizer of a published model.
+
+    Args:
+        directory: As for ``from_pretrained``.
+
+    Returns:
+        A ``tokenizers.Tokenizer``: ``encode(text).ids``, ``decode(ids)``.
+
+    Raises:
+        PretrainedError: If there is no ``tokenizer.json``.
+        ImportError: If ``tokenizers`` is missing.
+
+    Example:
+        >>> import json, pathlib, tempfile, shardax as sx
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> model = {"type": "WordLevel", "vocab": {"hi": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+        >>> _ = (folder / "tokenizer.json").write_text(json.dumps({"model": model}))
+        >>> sx.models.load_tokenizer(folder).encode("hi").ids
+        [0]
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError(
+            "Tokenizers come with the extra hub: pip install 'shardax[hub]'."
+        ) from error
+    file = find_directory(directory) / "tokenizer.json"
+    if not file.is_file():
+        raise PretrainedError(f"{file} is not there; the model has no tokenizer of that kind.")
+    return Tokenizer.from_file(str(file))
+
+
+def find_directory(directory: str | Path) -> Path:
+    """Returns the folder of a model; one of the hub is downloaded."""
+    folder = Path(directory).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) or folder.is_absolute():
+        raise PretrainedError(f"{directory} is neither a folder nor a name of the hub, org/name.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError(
+            f"{directory} is no folder here. To download it from the hub: pip install "
+            f"'shardax[hub]'."
+        ) from error
+    return Path(snapshot_download(str(directory), allow_patterns=_WANTED))
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of a tensor: what it is made of, from the outside."""
+
+    parts: tuple[str | tuple[int, int], ...]  # a name; or one of several equal parts
+    joined: bool  # whether parameters stand in it one after the other
+
+    def factors(self, ranges: Mapping[str, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Returns size, first and end of each part."""
+        return [
+            ranges[part] if isinstance(part, str) else (part[1], part[0], part[0] + 1)
+            for part in self.parts
+        ]
+
+
+class _Row(NamedTuple):
+    """A row of a family's table."""
+
+    path: str
+    name: str
+    there: tuple[_Axis, ...]
+    here: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(tensors: str) -> tuple[_Row, ...]:
+    return tuple(map(_row, filter(str.strip, tensors.splitlines())))
+
+
+def _row(line: str) -> _Row:
+    path, name, axes = (part.strip() for part in line.split("|"))
+    left, _, right = axes.partition("->")
+    there = []
+    for joined, group, single in re.findall(r"(\+?)(?:\(([^)]*)\)|(\S+))", left):
+        parts = (group or single).split()
+        there.append(_Axis(tuple(map(_part, parts)), joined == "+"))
+    return _Row(path, name, tuple(there), tuple((right or left).split()))
+
+
+def _part(text: str) -> str | tuple[int, int]:
+    place, slash, count = text.partition("/")
+    return (int(place), int(count)) if slash else text
+
+
+class _Entry(NamedTuple):
+    """A parameter, its row, and the layers that it holds."""
+
+    path: VariablePath
+    variable: Any
+    row: _Row
+    layers: tuple[int, ...]  # () for what belongs to no layer
+    stacked: bool
+    prefix: str  # that the names of tensors do without
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        shape = self.variable.shape[1:] if self.stacked else self.variable.shape
+        return dict(zip(self.row.here, shape, strict=True))
+
+    def name(self, layer: int, expert: int = 0) -> str:
+        """Returns the name of a tensor."""
+        name = self.row.name.replace("#", str(layer)).replace("@", str(expert))
+        return name.removeprefix(self.prefix)
+
+    @property
+    def experts(self) -> int:
+        """How many tensors a layer has, each for one expert."""
+        return self.sizes[self.row.here[0]] if "@" in self.row.name else 1
+
+    def names(self) -> list[str]:
+        """Returns the names of all its tensors."""
+        experts = range(self.experts)
+        return [self.name(i, x) for i in self.layers or (0,) for x in experts]
+
+    def axis_sizes(self) -> list[int]:
+        """Returns the shape of its tensor, of which others may have parts."""
+        ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
+        return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.row.there]
+
+
+class _Table:
+    """Where each parameter of a model stands in the files."""
+
+    def __init__(self, model: Any, family: Family, names: Any) -> None:
+        rows = {row.path: row for row in _rows(family.tensors)}
+        parts: TransformerConfig = getattr(model.config, "transformer", model.config)
+        self.tied = parts.tied_head and parts.head == "tokens"
+        self.buffers = tuple(family.buffers)
+        self.rows = rows
+        # Models without a head, and some old files, do without the prefix.
+        bare = parts.head is None
+        if names is not None:
+            bare = not any(name.startswith(family.prefix) for name in names)
+        self.prefix = family.prefix if bare else ""
+        self.entries: list[_Entry] = []
+        self.unknown: list[str] = []
+        for path, variable in iter_variables(model, Param):
+            place, layers, stacked = _place(path, model, parts)
+            row = rows.get(place)
+            if row is None:
+                self.unknown.append(format_path(path))
+            else:
+                self.entries.append(_Entry(path, variable, row, layers, stacked, self.prefix))
+        order = list(rows)
+        self.entries.sort(key=lambda entry: (entry.layers[:1], order.index(entry.row.path)))
+        self.by_name: dict[str, list[tuple[_Entry, int, int]]] = {}
+        for entry in self.entries:
+            for layer in entry.layers or (0,):
+                for expert in range(entry.experts):
+                    place = (entry, layer, expert)
+                    self.by_name.setdefault(entry.name(layer, expert), []).append(place)
+
+    def check_complete(self) -> None:
+        """Raises if there are parameters that no row is for."""
+        if self.unknown:
+            raise PretrainedError(
+                f"The model has parameters that its family has no tensors for: "
+                f"{', '.join(self.unknown)}. Of LoRA, merge them first."
+            )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor, all its parts together."""
+        entries = [entry for entry, _, _ in self.by_name[name]]
+        sizes = [entry.axis_sizes() for entry in entries]
+        return tuple(
+            sum(size[i] for size in sizes) if axis.joined else sizes[0][i]
+            for i, axis in enumerate(entries[0].row.there)
+        )
+
+    def offset(self, entry: _Entry, layer: int, axis: int) -> int:
+        """Returns where a parameter begins on an axis that it shares."""
+        if not entry.row.there[axis].joined:
+            return 0
+        others = [other for other, _, _ in self.by_name[entry.name(layer)]]
+        return sum(other.axis_sizes()[axis] for other in others[: others.index(entry)])
+
+    def check(self, files: _Files, where: str, strict: bool) -> None:
+        """Raises with all that is wrong with the tensors, or completes entries."""
+        self.check_complete()
+        wrong = []
+        missing = [name for name in self.by_name if name not in files.names]
+        used = {*self.by_name, *self._duplicates(files)}
+        unused = [
+            name
+            for name in files.names
+            if name not in used and not name.endswith(self.buffers or ("\0",))
+        ]
+        if strict and missing:
+            wrong.append(f"missing are {', '.join(missing)}")
+        if strict and unused:
+            wrong.append(f"the model has no place for {', '.join(unused)}")
+        for name in self.by_name:
+            if name in files.names:
+                shape, expected = files.shape(name), self.shape(name)
+                if shape != expected:
+                    wrong.append(f"{name} has the shape {shape}, but the config says {expected}")
+                elif files.dtype(name) not in _DTYPES:
+                    wrong.append(f"{name} has the dtype {files.dtype(name)}")
+        if wrong:
+            hint = " strict=False passes over missing and further ones." if strict else ""
+            raise PretrainedError(f"The tensors in {where} do not fit: {'; '.join(wrong)}.{hint}")
+        for entry in self.entries:
+            for axis in range(len(entry.row.there)):
+                offsets = self.offset(entry, (entry.layers or (0,))[0], axis)
+                files.offsets[entry.path, axis] = offsets
+
+    def _duplicates(self, files: _Files) -> Iterator[str]:
+        """Yields tensors of a tied head, which are the embedding's."""
+        rows = [
+            self.rows[place] for place in ("head.kernel", "embed.embedding") if place in self.rows
+        ]
+        names = [row.name.removeprefix(self.prefix) for row in rows]
+        if not self.tied or len(names) < 2 or names[0] not in files.names:
+            return
+        if files.equal(*names):
+            yield names[0]
+
+    def tensor(self, name: str, whole: Any) -> np.ndarray:
+        """Puts a tensor together from parameters."""
+        places = self.by_name[name]
+        result: np.ndarray | None = None
+        for entry, layer, expert in places:
+            value = whole(entry.variable)
+            value = value[entry.layers.index(layer)] if entry.stacked else value
+            value = value[expert] if "@" in entry.row.name else value
+            if result is None:
+                result = np.empty(self.shape(name), value.dtype)
+            if result.dtype != value.dtype:
+                raise PretrainedError(f"{name} is made of {result.dtype} and {value.dtype}.")
+            _fill(result, value, entry, [self.offset(entry, layer, i) for i in range(result.ndim)])
+        assert result is not None
+        return result
+
+
+def _place(
+    path: VariablePath, model: Any, config: TransformerConfig
+) -> tuple[str, tuple[int, ...], bool]:
+    """Returns the path in a table, the layers at a path, and if stacked."""
+    count = config.num_layers
+    if path[0] == "rest":
+        first = count - count % config.period
+        return ".".join(("layers", *map(str, path[2:]))), (first + int(path[1]),), False
+    if path[0] != "layers":
+        return ".".join(map(str, path)), (), False
+    if not isinstance(model.layers, Stack):
+        return ".".join(("layers", *map(str, path[2:]))), (int(path[1]),), False
+    if config.period == 1:
+        return ".".join(("layers", *map(str, path[2:]))), tuple(range(count)), True
+    layers = tuple(range(int(path[3]), count - count % config.period, config.period))
+    return ".".join(("layers", *map(str, path[4:]))), layers, True
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class _Files(contextlib.ExitStack):
+    """The tensors of a folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
+        self.offsets: dict[Any, int] = {}
+        index = folder / INDEX
+        if index.is_file():
+            places: dict[str, str] = _read_json(index).get("weight_map", {})
+        elif (folder / SINGLE).is_file():
+            places = {SINGLE: SINGLE}
+        else:
+            raise PretrainedError(
+                f"{folder} has neither {SINGLE} nor {INDEX}. Files of PyTorch (.bin) are not read; "
+                f"save the model anew by transformers' save_pretrained."
+            )
+        absent = [name for name in sorted({*places.values()}) if not (folder / name).is_file()]
+        if absent:
+            raise PretrainedError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names.")
+        opened = {
+            name: self.enter_context(safe_open(folder / name, framework="np"))
+            for name in sorted({*places.values()})
+        }
+        self.names: dict[str, Any] = {
+            key: file for file in opened.values() for key in sorted(file.keys())
+        }
+
+    def slice(self, name: str) -> Any:
+        """Returns what reads parts of a tensor."""
+        return self.names[name].get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor."""
+        return tuple(self.slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Returns the dtype of a tensor, as safetensors names it."""
+        return self.slice(name).get_dtype()
+
+    def common_dtype(self) -> str:
+        """Returns the dtype of most tensors."""
+        counts = Counter(self.dtype(name) for name in self.names)
+        found = [name for name, _ in counts.most_common() if name in _DTYPES]
+        return _DTYPES[found[0]] if found else "float32"
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are the same, to the last bit."""
+        if (self.shape(one), self.dtype(one)) != (self.shape(other), self.dtype(other)):
+            return False
+        count, step = self.shape(one)[0], 4096
+        parts = (slice(at, min(at + step, count)) for at in range(0, count, step))
+        return all(
+            self.slice(one)[part].tobytes() == self.slice(other)[part].tobytes() for part in parts
+        )
+
+
+def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
+    """Reads a parameter, each device its own part."""
+    shape = tuple(entry.variable.shape)
+
+    def block(index: Sequence[slice]) -> np.ndarray:
+        bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        found = _read_block(entry, files, bounds)
+        return found if cast is None else found.astype(cast)
+
+    if place is None:
+        return jnp.asarray(block((slice(None),) * len(shape)))
+    by_index: dict[Any, list[Any]] = {}
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        key = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        by_index.setdefault(key, []).append(device)
+    arrays: list[jax.Array] = []
+    for bounds, devices in by_index.items():
+        found = block(tuple(slice(*each) for each in bounds))
+        arrays += [jax.device_put(found, device) for device in devices]
+        jax.block_until_ready(arrays)  # before the next slice is read
+    return jax.make_array_from_single_device_arrays(shape, place, arrays)
+
+
+def _read_block(entry: _Entry, files: _Files, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+    if entry.stacked:
+        layers, bounds = entry.layers[slice(*bounds[0])], bounds[1:]
+        return _stacked([_read_layer(entry, files, bounds, layer) for layer in layers], bounds)
+    return _read_layer(entry, files, bounds, (entry.layers or (0,))[0])
+
+
+def _stacked(blocks: Sequence[np.ndarray], bounds: Any) -> np.ndarray:
+    return np.stack(blocks) if blocks else np.empty((0, *(b - a for a, b in bounds)), np.float32)
+
+
+def _read_layer(
+    entry: _Entry, files: _Files, bounds: Sequence[tuple[int, int]], layer: int
+) -> np.ndarray:
+    if "@" not in entry.row.name:
+        return _read_tensor(entry, files, entry.name(layer), bounds)
+    experts = range(*bounds[0])
+    names = [entry.name(layer, expert) for expert in experts]
+    return _stacked([_read_tensor(entry, files, name, bounds) for name in names], bounds[1:])
+
+
+def _read_tensor(
+    entry: _Entry, files: _Files, name: str, bounds: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Reads part of a tensor, and brings its axes into the order here."""
+    offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.row.there))]
+    runs, sizes, order = _cut(entry, bounds, offsets)
+    source = files.slice(name)
+    if all(len(some) == 1 for some in runs):
+        found = source[tuple(slice(*some[0]) for some in runs)]
+    else:
+        ends = [list(itertools.accumulate(b - a for a, b in some)) for some in runs]
+        found = np.empty([end[-1] if end else 0 for end in ends], _DTYPES[files.dtype(name)])
+        for places in itertools.product(*(range(len(some)) for some in runs)):
+            part = [runs[i][k] for i, k in enumerate(places)]
+            to = tuple(
+                slice(ends[i][k] - (runs[i][k][1] - runs[i][k][0]), ends[i][k])
+                for i, k in enumerate(places)
+            )
+            found[to] = source[tuple(slice(*each) for each in part)]
+    return np.ascontiguousarray(found.reshape(sizes).transpose(order))
+
+
+def _cut(
+    entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[int]
+) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
+    """Returns what to read of each axis, the sizes of its parts, and their order."""
+    row, sizes = entry.row, entry.sizes
+    ranges = {name: (sizes[name], *bound) for name, bound in zip(row.here, bounds, strict=True)}
+    runs, shape, names = [], [], []
+    for axis, offset in zip(row.there, offsets, strict=True):
+        factors = axis.factors(ranges)
+        runs.append([(a + offset, b + offset) for a, b in _runs(factors)])
+        for part, (_, first, end) in zip(axis.parts, factors, strict=True):
+            if isinstance(part, str):
+                shape.append(end - first)
+                names.append(part)
+    wanted = [name for name in row.here if name in names]
+    return runs, shape, [names.index(name) for name in wanted]
+
+
+def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Returns the contiguous parts of an axis that is made of several."""
+    if not factors:
+        return [(0, 1)]
+    inner, size = _runs(factors[1:]), math.prod(each[0] for each in factors[1:])
+    _, first, end = factors[0]
+    if inner == [(0, size)]:
+        return [(first * size, end * size)]
+    return [(k * size + a, k * size + b) for k in range(first, end) for a, b in inner]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequence[int]) -> None:
+    """Writes a parameter to its place in a tensor."""
+    own = entry.row.here[1:] if "@" in entry.row.name else entry.row.here
+    index, shape, names = [], [], []
+    for axis, offset, size in zip(entry.row.there, offsets, entry.axis_sizes(), strict=True):
+        index.append(slice(offset, offset + size))
+        for part in axis.parts:
+            shape.append(entry.sizes[part] if isinstance(part, str) else part[1])
+            names.append(part)
+    place = tuple(slice(None) if isinstance(part, str) else part[0] for part in names)
+    kept = [part for part in names if isinstance(part, str)]
+    block = result[tuple(index)]
+    view = block.reshape(shape)  # a copy where a joined axis is cut
+    view[place] = value.transpose([own.index(name) for name in kept])
+    if not np.shares_memory(view, result):
+        result[tuple(index)] = view.reshape(block.shape)
+
+
+def _whole(variable: Any) -> np.ndarray:
+    value = variable.value
+    if not getattr(value, "is_fully_addressable", True):
+        value = distributed.gather(value)
+    return np.asarray(value)
+
+
+def _bytes_of(place: tuple[_Entry, int, int]) -> int:
+    entry = place[0]
+    return math.prod(entry.axis_sizes()) * jnp.dtype(entry.variable.dtype).itemsize
+
+
+def _write_tensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    from safetensors import TensorSpec, serialize_file
+
+    specs = {
+        name: TensorSpec(
+            dtype=array.dtype.name,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in arrays.items()
+    }
+    serialize_file(specs, path, {"format": "pt"})
+    path.chmod(0o666 & path.parent.stat().st_mode)  # it is made private
+
+
+def _config_of(model: Any) -> tuple[dict[str, Any], Family]:
+    """Returns the ``config.json`` of a model, and its family."""
+    config = getattr(model, "config", None)
+    parts = getattr(config, "transformer", config)
+    if not isinstance(parts, TransformerConfig):
+        raise PretrainedError(
+            f"{type(model).__name__} is of no family: sx.models.Transformer and Decoder are saved."
+        )
+    given = _as_llama(parts) if parts.source is None else json.loads(parts.source)
+    family = find_family(given.get("model_type"), CONFIG)
+    read = family.config(given, CONFIG)
+    ours = {"dtype", "param_dtype", "scan_layers", "remat", "source"}
+    if parts.source is None:
+        ours |= {"dropout", "embed_dropout"}
+    differing = [
+        f"{each.name}={getattr(parts, each.name)!r} (there {getattr(read, each.name)!r})"
+        for each in fields(parts)
+        if each.name not in ours and getattr(parts, each.name) != getattr(read, each.name)
+    ]
+    if differing:
+        kind = given["model_type"]
+        raise PretrainedError(
+            f"The model is not what its {CONFIG}, a {kind}'s, says: {', '.join(differing)}. Give "
+            f"the config a source that says so: dataclasses.replace(config, source=JSON)."
+        )
+    counts = Counter(variable.dtype for _, variable in iter_variables(model, Param))
+    stored = jnp.dtype(counts.most_common(1)[0][0]).name
+    for name in ("dtype", "torch_dtype"):
+        if name in given:
+            given[name] = stored
+    return given, family
+
+
+def _as_llama(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the ``config.json`` of a decoder that was not loaded."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_parameters": {
+            "rope_theta": 10_000.0 if config.rope is None else config.rope.base,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": config.tied_head,
+        "max_position_embeddings": 2048,
+        "dtype": config.param_dtype,
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise PretrainedError(f"{path} is not there, so {path.parent} holds no published model.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PretrainedError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise PretrainedError(f"{path} holds no table of fields.")
+    return found
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of ``transformers``, of every family, with knobs that are not the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 4, "pad_token_id": 0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0} | {
+    "original_max_position_embeddings": 16
+}
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+
+# By name: the class of the config, of the model, and what is not the default.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**GROUPED, "rope_parameters": LLAMA3}),
+    "llama-biases": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama-linear": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**SIZES, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e3}},
+    ),
+    "llama-yarn": ("LlamaConfig", "LlamaForCausalLM", {**GROUPED, "rope_parameters": YARN}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 3}),
+    "qwen2": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {**GROUPED, "head_dim": 6, "attention_bias": True},
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**GROUPED, "num_local_experts": 4, "sliding_window": 5},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**GROUPED, "head_dim": 6}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "sliding_window": 3,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "sliding_window": 3,
+            "query_pre_attn_scalar": 20,
+            "num_hidden_layers": 8,
+            "rope_parameters": GEMMA3_ROPES,
+        },
+    ),
+    "phi": ("PhiConfig", "PhiForCausalLM", {**GROUPED, "hidden_size": 64}),
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {**GROUPED, "hidden_size": 64, "sliding_window": 4, "rope_parameters": PARTIAL},
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**GROUPED, "attention_bias": True}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": 64, "n_positions": 64, "n_embd": 24, "n_layer": 3, "n_head": 8}
+        | {"n_inner": 40, "activation_function": "gelu"},
+    ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {**SIZES, "hidden_size": 64, "rope_parameters": PARTIAL},
+    ),
+    "gpt_neox-serial": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {**SIZES, "hidden_size": 64, "use_parallel_residual": False},
+    ),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**GROUPED, "sliding_window": 3}),
+    "bert": ("BertConfig", "BertForMaskedLM", SIZES),
+    "bert-bare": ("BertConfig", "BertModel", SIZES),
+    "bert-classes": ("BertConfig", "BertForSequenceClassification", {**SIZES, "num_labels": 5}),
+}
+IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def make(folder: Path, name: str, *, dtype: str = "float32", **saving: Any) -> Any:
+    """Makes a model with drawn parameters, saves it, and returns it."""
+    config, model, options = CASES[name]
+    return make_model(folder, config, model, options, dtype=dtype, **saving)
+
+
+def make_model(
+    folder: Path, config: str, model: str, options: Any, *, dtype: str = "float32", **saving: Any
+) -> Any:
+    """Makes a model of ``transformers`` by the names of its classes."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    peer = getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
+    for parameter in peer.parameters():
+        parameter.data.normal_(0, 0.2)
+    peer = peer.to(getattr(torch, dtype))
+    peer.save_pretrained(folder, **saving)
+    return peer
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and their mask: the second row is padded on the left."""
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 12))
+    mask = np.ones((2, 12), bool)
+    mask[1, :5] = False
+    return tokens, mask
+
+
+def logits(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Computes what the model of ``transformers`` returns first, in float32."""
+    import torch
+
+    positions = torch.from_numpy(np.maximum(np.cumsum(mask, 1) - 1, 0))
+    given = {"attention_mask": torch.from_numpy(mask.astype(int)), "position_ids": positions}
+    with torch.no_grad():
+        return peer(torch.from_numpy(tokens), **given)[0].float().numpy()
