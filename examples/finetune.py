@@ -48,8 +48,8 @@ def train(model: Any, wrt: Any, steps: int, count_by: int) -> list[float]:
 
 def publish(folder: Path, steps: int) -> None:
     """Makes a tiny model that counts upwards, and writes it."""
-    sizes = {"vocab_size": 32, "embed_dim": 32, "mlp_dim": 64, "head_dim": 8}
-    model = sx.models.Decoder(sx.models.DecoderConfig(**sizes), rngs=sx.Rngs(0))
+    config = sx.models.DecoderConfig(vocab_size=32, embed_dim=32, mlp_dim=64, head_dim=8)
+    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
     train(model, sx.Param, steps, count_by=1)
     sx.models.save_pretrained(model, folder)
 

@@ -101,7 +101,7 @@ class RunSettings:
             )
 
     def make_model(self, mesh: Any = None) -> Any:
-        """Makes the model: the decoder, lazy, or the published one, loaded over a mesh."""
+        """Makes the decoder, lazy, or loads the published model."""
         if self.source is None:
             return Decoder(self.model, rngs=Rngs(params=self.seed))
         streams = {"rngs": Rngs(self.seed), "rules": self.layout_rules}

@@ -300,9 +300,10 @@ class _TrainingRun:
 
 
 def _absolute(source: str | None) -> str | None:
-    """Makes the path of a folder absolute, and leaves a name of the hub."""
-    is_folder = source is not None and Path(source).is_dir()
-    return str(Path(source).absolute()) if is_folder else source
+    """Makes the path of a folder absolute."""
+    if source is None or not Path(source).is_dir():
+        return source
+    return str(Path(source).absolute())
 
 
 class _Tokens:
@@ -320,7 +321,7 @@ class _Tokens:
             )
 
     def batches(self, part: Any) -> train.RowBatches:
-        """Returns rows to train on, in an order of their own in each epoch."""
+        """Returns rows to train on, shuffled in each epoch."""
         rows, seed, size = self._rows(part), self.settings.seed, self.settings.batch_size
         name = f"{part.fingerprint} {self.settings.seq_len} {seed} {rows.shape}"
 
@@ -337,7 +338,7 @@ class _Tokens:
         return train.RowBatches(read, batch_size=size, name=name)
 
     def held_out(self, part: Any) -> list[dict[str, np.ndarray]]:
-        """Returns batches of one shape; rows that fill the last one do not count."""
+        """Returns batches of one shape, the last one filled up."""
         size = self.settings.batch_size
         rows = self._rows(part)[: size * self.settings.eval_batches]
         filled = np.pad(rows, ((0, -len(rows) % size), (0, 0)))
