@@ -47,11 +47,13 @@ GROUND_MAY_USE = {"jax", "numpy", "shardax", *sys.stdlib_module_names}
 # Imported inside the functions that need them, so that no face brings them in.
 IMPORTED_WHERE_USED = {
     "cloudpickle",
+    "huggingface_hub",
     "optax",
     "orbax",
     "rich",
     "safetensors",
     "scipy",
+    "tokenizers",
     "torch",
     "treescope",
     "tyro",

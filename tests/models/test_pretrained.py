@@ -258,8 +258,7 @@ def test_without_strict_missing_parameters_are_initialised(tmp_path: Path):
     peers.make(tmp_path, "llama")
     drop(tmp_path, "lm_head.weight", extra=np.ones(3, np.float32))
     model = from_pretrained(tmp_path, strict=False)
-    fresh = Decoder(DecoderConfig(vocab_size=64, embed_dim=32), rngs=sx.Rngs(0))
-    assert model.head.kernel.value.shape == fresh.head.kernel.value.shape
+    assert float(jnp.std(model.head.kernel.value)) > 0
     assert np.isfinite(run(model, TOKENS, MASK)).all()
 
 

@@ -50,6 +50,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "mlp_dim": _WIDTH,
     "num_layers": (1, 10_000, "a number from 1 to 10,000"),
     "checkpoint_every": _SOME,
+    "lora": (1, 2**16, f"a number from 1 to {2**16:,}"),
     "seed": (0, 2**32 - 1, f"a number from 0 to {2**32 - 1:,}"),
     "length": (0, 10**6, "a number from 0 to 1,000,000"),
     **dict.fromkeys(("devices", "processes"), (1, 4096, "a number from 1 to 4,096")),

@@ -19,9 +19,10 @@ from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hint
 import jax
 import tyro
 
-from shardax import models, partition, train, view
+from shardax import models, nn, partition, surgery, train, view
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import OptState
+from shardax._select.selection import select
 from shardax.cli.inputs import (
     CommandError,
     check_outputs,
@@ -67,6 +68,8 @@ class RunSettings:
     checkpoint_every: int
     zero: bool = False  # whether the optimizer's state is split over the mesh axis data too
     rules: dict[str, Any] | None = None  # other than the decoder's: ``rules_file.entry_to_data``
+    source: str | None = None  # of a published model, which is trained instead of the decoder
+    lora: int | None = None  # rank of its adapters; None to train all of it
 
     @property
     def layout_rules(self) -> Rules:
@@ -97,9 +100,20 @@ class RunSettings:
                 f"step are more than {LARGEST_BATCH:,}; give fewer."
             )
 
-    def make_model(self) -> Decoder:
-        """Makes the model, lazy."""
-        return Decoder(self.model, rngs=Rngs(params=self.seed))
+    def make_model(self, mesh: Any = None) -> Any:
+        """Makes the decoder, lazy, or loads the published model."""
+        if self.source is None:
+            return Decoder(self.model, rngs=Rngs(params=self.seed))
+        streams = {"rngs": Rngs(self.seed), "rules": self.layout_rules}
+        model = models.from_pretrained(self.source, mesh=mesh, **streams)
+        if not model.config.causal or model.config.head != "tokens":
+            raise CommandError(f"--from {self.source}: it does not predict the next token.")
+        model.train()
+        if self.lora is None:
+            return model
+        linears = select(model).at_instances_of(nn.Linear)
+        chosen = linears.where(lambda path, _: path[0] in ("layers", "rest"))
+        return surgery.lora(chosen, self.lora, rngs=Rngs(self.seed))
 
 
 def _check_settings(kind: type, settings: Mapping[str, Any], of: str) -> None:

@@ -8,16 +8,18 @@ import os
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+import tyro
 
-from shardax import distributed, models, train, view
+from shardax import distributed, models, surgery, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax.cli import inputs
 from shardax.cli.runs import RunSettings, read_settings, sample_text, write_settings
+from shardax.models.weights import find_directory
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
 from shardax.train.errors import TextNotFoundError, TextSourceError
@@ -47,6 +49,11 @@ class Train:
     # Split the optimizer's state over the mesh axis data too, so that each device holds and updates
     # its part of it.
     zero: bool = False
+    # Fine-tune the published model in this folder (config.json and safetensors), or of this name on
+    # the hub, instead of a new decoder. Text goes through its tokenizer.json, or is read as bytes.
+    source: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    # Train adapters of this rank around the layers' matrices, instead of all parameters.
+    lora: int | None = None
     # A text file or a folder of them. By default the source of Python's standard library.
     text: Path | None = None
     # Folder of the run.
@@ -97,6 +104,8 @@ class Train:
                 f"--rules {self.rules} names no mesh, and without one there is nothing to lay out; "
                 "name it, such as --mesh data=2,model=4."
             )
+        if settings.lora is not None and settings.source is None:
+            raise inputs.CommandError("--lora needs --from, the model that the adapters are for.")
         settings.check()
         inputs.use_devices(settings.devices)
         distributed.agree("run.json", settings)
@@ -141,6 +150,8 @@ class Train:
             eval_batches=preset.eval_batches,
             checkpoint_every=self.checkpoint_every,
             zero=self.zero,
+            source=_absolute(self.source),
+            lora=self.lora,
             rules=None if given is None else entry_to_data(replace(given, mesh=None)),
             **sizes,
         )
@@ -158,7 +169,10 @@ class Train:
             )
         ]
         if differing and not self.override:
-            options = ", ".join(f"--{name.replace('_', '-')} {given}" for name, given in differing)
+            options = ", ".join(
+                f"--{'from' if name == 'source' else name.replace('_', '-')} {given}"
+                for name, given in differing
+            )
             raise inputs.CommandError(
                 f"The run in {self.out} was started with other settings than {options}. Leave them "
                 "out to go on with it, change it with --override, or start another run: no "
@@ -188,14 +202,19 @@ class _TrainingRun:
         except (TextNotFoundError, TextSourceError) as error:
             raise inputs.CommandError(f"--text {settings.text}: {error}") from error
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
-        self.held_out = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
-        self.model = settings.make_model()
+        self.model = settings.make_model(self.mesh)
+        batches: Any = train.TrainBatches(training, **shape, seed=settings.seed)
+        self.held_out: Any = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
+        if settings.source is not None:
+            tokens = _Tokens(settings, self.model.config.vocab_size)
+            if tokens.tokenizer is not None:
+                batches, self.held_out = tokens.batches(training), tokens.held_out(held_out)
         optimizer = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
         self.trainer = train.Trainer(
             self.model,
-            train.Optimizer(self.model, optimizer),
+            train.Optimizer(self.model, optimizer, *([] if settings.lora is None else ["lora"])),
             models.next_token_loss,
-            train.TrainBatches(training, **shape, seed=settings.seed),
+            batches,
             directory=out,
             settings=train.TrainerSettings(
                 steps=settings.steps,
@@ -212,7 +231,8 @@ class _TrainingRun:
         settings = self.settings
         table = view.table(self.model, mesh=self.mesh, rules=self.trainer.rules)
         print(table, "\n", sep="")
-        entropy = _byte_entropy(self.held_out.part)
+        tuned = settings.source is not None
+        entropy = {} if tuned else _byte_entropy(self.held_out.part)
         started = time.monotonic()
         result = self.trainer.run(**how)
         if result.stopped is not None:
@@ -222,6 +242,8 @@ class _TrainingRun:
             )
             # Whoever asked one of several processes to stop did not ask the others.
             return 0 if jax.process_count() > 1 else 128 + result.stopped
+        if tuned:
+            return self._finish_tuning(result)
         seconds = time.monotonic() - started
         pictures = self._show_shardings()
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per byte")
@@ -255,6 +277,16 @@ class _TrainingRun:
         print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nreport      {report}")
         return 0
 
+    def _finish_tuning(self, result: Any) -> int:
+        """Writes a fine-tuned model as it was published; returns the exit status."""
+        merged = self.model if self.settings.lora is None else surgery.merge_lora(self.model)
+        folder = self.out / f"model-{result.step:08}"
+        if not folder.is_dir():  # else of this step, before the run was resumed
+            models.save_pretrained(merged, folder)
+        print(f"\nheld-out loss     {result.eval_loss:.4f} nats per token")
+        print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nmodel       {folder}")
+        return 0
+
     def _show_shardings(self) -> dict[str, str]:
         """Prints pictures of two parameters and returns them as SVG by caption."""
         by_path = {format_path(path): variable for path, variable in iter_variables(self.model)}
@@ -265,6 +297,73 @@ class _TrainingRun:
             view.show_sharding(variable)
             pictures[f"{path} {variable.axes}"] = view.sharding_svg(variable)
         return pictures
+
+
+def _absolute(source: str | None) -> str | None:
+    """Makes the path of a folder absolute."""
+    if source is None or not Path(source).is_dir():
+        return source
+    return str(Path(source).absolute())
+
+
+class _Tokens:
+    """A text as tokens of a published model, in rows."""
+
+    def __init__(self, settings: RunSettings, vocab_size: int) -> None:
+        assert settings.source is not None
+        self.settings, self.tokenizer = settings, None
+        if (find_directory(settings.source) / "tokenizer.json").is_file():
+            self.tokenizer = models.load_tokenizer(settings.source)
+        elif vocab_size < 256:
+            raise inputs.CommandError(
+                f"--from {settings.source}: it has no tokenizer.json, and its {vocab_size} tokens "
+                "are too few for bytes."
+            )
+
+    def batches(self, part: Any) -> train.RowBatches:
+        """Returns rows to train on, shuffled in each epoch."""
+        rows, seed, size = self._rows(part), self.settings.seed, self.settings.batch_size
+        name = f"{part.fingerprint} {self.settings.seq_len} {seed} {rows.shape}"
+
+        def read(start: int, stop: int) -> dict[str, np.ndarray]:
+            numbers = np.arange(start, stop)
+            places = [
+                np.random.default_rng((seed, number // len(rows))).permutation(len(rows))[
+                    number % len(rows)
+                ]
+                for number in numbers.tolist()
+            ]
+            return {"inputs": rows[places, :-1], "targets": rows[places, 1:]}
+
+        return train.RowBatches(read, batch_size=size, name=name)
+
+    def held_out(self, part: Any) -> list[dict[str, np.ndarray]]:
+        """Returns batches of one shape, the last one filled up."""
+        size = self.settings.batch_size
+        rows = self._rows(part)[: size * self.settings.eval_batches]
+        filled = np.pad(rows, ((0, -len(rows) % size), (0, 0)))
+        real = np.broadcast_to((np.arange(len(filled)) < len(rows))[:, None], filled[:, 1:].shape)
+        whole = {"inputs": filled[:, :-1], "targets": filled[:, 1:], "mask": real}
+        return [
+            {name: each[at : at + size] for name, each in whole.items()}
+            for at in range(0, len(filled), size)
+        ]
+
+    def _rows(self, part: Any) -> np.ndarray:
+        """Returns windows of tokens, each one longer than the inputs."""
+        assert self.tokenizer is not None
+        found: list[int] = []
+        for segment in part.segments():
+            text = bytes(segment).decode(errors="replace")
+            found += self.tokenizer.encode(text, add_special_tokens=False).ids
+        length = self.settings.seq_len
+        count = (len(found) - 1) // length
+        if count < 1:
+            raise inputs.CommandError(
+                f"--text: {part!r} has {len(found)} tokens, too few for --seq-len {length}."
+            )
+        starts = length * np.arange(count)[:, None] + np.arange(length + 1)[None]
+        return np.asarray(found, np.int32)[starts]
 
 
 def _byte_entropy(part: Any) -> dict[str, float]:

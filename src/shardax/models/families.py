@@ -25,7 +25,7 @@ from shardax.models.transformer import Rope, TransformerConfig
 
 
 class PretrainedError(ShardaxError, ValueError):
-    """Files of a published model cannot be read, or a model cannot be written as such.
+    """A published model cannot be read, or a model be written.
 
     The type of the model or a field of its config is unknown or unsupported, or tensors are
     missing, left over or of another shape.
@@ -87,32 +87,27 @@ Taker = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a type of models.
+    """What is known of a type of models."""
 
-    Attributes:
-        fields: By field of ``config.json`` those of ``TransformerConfig`` that it sets, separated
-            by spaces.
-        tensors: The table of tensors.
-        fixed: Fields of ``TransformerConfig`` that all models of the family share.
-        defaults: Values of fields of ``config.json`` that may be left out.
-        derive: Called with a function that takes a field by name, returns further fields of
-            ``TransformerConfig``.
-        architectures: By name the fields of ``TransformerConfig`` that it sets.
-        neutral: Fields of ``config.json`` that may only have one of these values.
-        harmless: Fields that change nothing.
-        prefix: Of the names of tensors, in all models but those without a head.
-        buffers: Ends of the names of tensors that are no parameters.
-    """
-
+    # By field of ``config.json`` those of ``TransformerConfig`` that it sets, separated by spaces.
     fields: Mapping[str, str]
+    # The table of tensors.
     tensors: str
+    # Fields of ``TransformerConfig`` that all models of the family share.
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    # Values of fields of ``config.json`` that may be left out.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Called with a function that takes a field by name; returns fields of ``TransformerConfig``.
     derive: Callable[[Taker], Mapping[str, Any]] | None = None
+    # By name of the class the fields of ``TransformerConfig`` that it sets.
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Fields of ``config.json`` that may only have one of these values.
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Fields that change nothing.
     harmless: Iterable[str] = ()
+    # Of the names of tensors, in all models but those without a head.
     prefix: str = "model."
+    # Ends of the names of tensors that are no parameters.
     buffers: Iterable[str] = ("rotary_emb.inv_freq",)
 
     def config(self, given: Mapping[str, Any], where: str) -> TransformerConfig:
@@ -128,7 +123,7 @@ class Family:
                     wrong.append(f"{name} is missing")
             return value
 
-        values = dict(self.fixed)
+        values: dict[str, Any] = dict(self.fixed)
         values.update(self._of_architecture(given, wrong))
         for name, targets in self.fields.items():
             value = take(name)
@@ -180,14 +175,14 @@ def _rope(take: Taker, values: Mapping[str, Any] | None = None, **options: Any) 
         scaling = take("rope_scaling", None) or {}
         theta, part = take("rope_theta", None), take("partial_rotary_factor", None)
         if values is None:
-            values = dict(scaling)
+            values = dict[str, Any](scaling)
         values = {**({} if theta is None else {"rope_theta": theta}), **values}
         if part is not None:
             values.setdefault("partial_rotary_factor", part)
     left = {name: value for name, value in values.items() if value is not None}
     kind = left.pop("rope_type", left.pop("type", "default"))
     left.pop("type", None)
-    found = {
+    found: dict[str, Any] = {
         "base": float(left.pop("rope_theta", options.get("base", 10_000.0))),
         "fraction": float(left.pop("partial_rotary_factor", options.get("fraction", 1.0))),
     }

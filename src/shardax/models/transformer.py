@@ -75,6 +75,11 @@ def quick_gelu(x: Any) -> jax.Array:
 ACTIVATIONS = {"exact_gelu": exact_gelu, "quick_gelu": quick_gelu}
 
 
+def find_activation(name: str) -> Callable[[Any], Any]:
+    """Returns an activation by its name in a config."""
+    return ACTIVATIONS[name] if name in ACTIVATIONS else getattr(jax.nn, name)
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding, and how it is stretched to longer texts.
@@ -89,6 +94,10 @@ class Rope:
         length: Length of the texts before stretching.
         attention_factor: YaRN: multiplies cosine and sine; None follows from ``factor``.
         truncate: YaRN: whether the bounds of the ramp are whole numbers.
+
+    Example:
+        >>> Rope(kind="linear", factor=2.0).rotation(jnp.arange(3), 4).cosine.shape
+        (1, 3, 1, 2)
     """
 
     base: float = 10_000.0
@@ -117,7 +126,7 @@ class Rope:
         """Returns the angle of each pair per position."""
         plain = 1 / self.base ** (np.arange(0, size, 2) / size)
         if self.kind == "linear":
-            return np.float32(plain / self.factor)
+            return np.asarray(plain / self.factor, np.float32)
         if self.kind == "llama3":
             turns = self.length * plain / (2 * math.pi)
             kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
@@ -130,7 +139,7 @@ class Rope:
             first, last = max(first, 0), min(last, size - 1)
             width = last - first or 0.001
             kept = 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
-        return np.float32(kept * plain + (1 - kept) * plain / self.factor)
+        return np.asarray(kept * plain + (1 - kept) * plain / self.factor, np.float32)
 
 
 @dataclass(frozen=True)
@@ -341,7 +350,8 @@ class OffsetRMSNorm(RMSNorm):
 
     def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
         scaled = normed + super()._scaled(normed, normed).astype(normed.dtype)
-        return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
+        scale = None if self.scale is None else self.scale.value
+        return scaled.astype(result_dtype(self.dtype, x, scale))
 
 
 class HeadsRMSNorm(Module):
@@ -365,7 +375,7 @@ class HeadsRMSNorm(Module):
 
 
 class Experts(Module):
-    """Gated MLPs of which each token goes to the best few, all computed."""
+    """Gated MLPs; a token takes the best few, all are computed."""
 
     def __init__(self, config: TransformerConfig, rngs: Rngs) -> None:
         count, size, hidden = config.num_experts, config.embed_dim, config.expert_dim
@@ -380,7 +390,7 @@ class Experts(Module):
 
         self.gate, self.up = (make(size, hidden, "embed", "mlp") for _ in range(2))
         self.down = make(hidden, size, "mlp", "embed")
-        self.activation = ACTIVATIONS.get(config.activation, getattr(jax.nn, config.activation))
+        self.activation = find_activation(config.activation)
         self.top_k, self.normalise = config.experts_per_token, config.normalise_experts
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -401,6 +411,12 @@ class TransformerLayer(Module):
         config: The model's sizes and parts.
         index: Which layer it is, as layers may differ.
         rngs: Random streams.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = TransformerLayer(TransformerConfig(), rngs=sx.Rngs(0))
+        >>> layer(jnp.ones((2, 8, 64))).shape
+        (2, 8, 64)
     """
 
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
@@ -408,7 +424,7 @@ class TransformerLayer(Module):
         self.norm_placement, self.parallel = config.norm_placement, config.parallel
         before = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
-        self.attn_norm = make_norm(config) if before else None
+        self.attn_norm: Any = make_norm(config) if before else None
         self.attn = _attention(config, self.is_local, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if before and not config.shared_norm else None
@@ -515,6 +531,7 @@ class Transformer(Module):
 
     def _build(self, config: TransformerConfig, rngs: Rngs) -> None:
         options, size = dtypes(config), config.embed_dim
+        self.embed: Any = None
         if config.image_size:
             self._build_patches(config, rngs)
         else:
@@ -535,7 +552,6 @@ class Transformer(Module):
         side, size, options = config.patch_size, config.embed_dim, dtypes(config)
         names = (None, None, None, "embed")
         sizes = (side, side, config.channels)
-        self.embed = None
         self.patches = Linear(sizes, size, kernel_axes=names, rngs=rngs, **options)
         self.first = make_parameter(zeros, (size,), config.param_dtype, ("embed",), None)
 
@@ -558,7 +574,7 @@ class Transformer(Module):
 
     def _build_head(self, config: TransformerConfig, rngs: Rngs) -> None:
         options, size = dtypes(config), config.embed_dim
-        self.head = None
+        self.head: Any = None
         square = {"kernel_axes": ("embed", None), "rngs": rngs, **options}
         if config.pooler:
             self.pooler = Linear(size, size, **square)
@@ -697,8 +713,9 @@ class Transformer(Module):
         def one(index: int, num_layers: int | None = None) -> AttentionCache:
             window = config.window if config.kind_of(index)[0] else None
             ring = window is not None and window < length
-            sizes = (window if ring else length, config.num_kv_heads, config.head_dim)
-            return AttentionCache(batch, *sizes, dtype=dtype, ring=ring, num_layers=num_layers)
+            slots = length if window is None else min(window, length)
+            sizes = (batch, slots, config.num_kv_heads, config.head_dim)
+            return AttentionCache(*sizes, dtype=dtype, ring=ring, num_layers=num_layers)
 
         if not isinstance(self.layers, Stack):
             return List([one(index) for index in range(config.num_layers)])
@@ -727,7 +744,7 @@ class Transformer(Module):
         if config.head == "first":
             return self.head(self.pool(x) if config.pooler else x[..., 0, :])
         if config.head_transform:
-            x = self.head_norm(ACTIVATIONS.get(config.activation, jax.nn.gelu)(self.head_dense(x)))
+            x = self.head_norm(find_activation(config.activation)(self.head_dense(x)))
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         if self.head is None and config.head_bias:
             logits = add_bias(logits, self.head_bias.value)
@@ -780,7 +797,7 @@ def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHe
 
 
 def _last_positions(cache: Any) -> Any:
-    """Returns the last position that each row of a cache holds, or -1."""
+    """Returns the last position of each row of a cache, or -1."""
     if cache is None:
         return -1
     held = next(v for path, v in iter_variables(cache, Cache) if path[-1] == "position").value

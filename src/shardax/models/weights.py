@@ -247,7 +247,7 @@ def find_directory(directory: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis of a tensor: what it is made of, from the outside."""
+    """An axis of a tensor, by its parts from the outside."""
 
     parts: tuple[str | tuple[int, int], ...]  # a name; or one of several equal parts
     joined: bool  # whether parameters stand in it one after the other
@@ -442,18 +442,18 @@ class _Table:
 def _place(
     path: VariablePath, model: Any, config: TransformerConfig
 ) -> tuple[str, tuple[int, ...], bool]:
-    """Returns the path in a table, the layers at a path, and if stacked."""
+    """Returns a path's name in a table, its layers, and if stacked."""
     count = config.num_layers
     if path[0] == "rest":
         first = count - count % config.period
-        return ".".join(("layers", *map(str, path[2:]))), (first + int(path[1]),), False
+        return ".".join(("layers", *map(str, path[2:]))), (first + int(str(path[1])),), False
     if path[0] != "layers":
         return ".".join(map(str, path)), (), False
     if not isinstance(model.layers, Stack):
-        return ".".join(("layers", *map(str, path[2:]))), (int(path[1]),), False
+        return ".".join(("layers", *map(str, path[2:]))), (int(str(path[1])),), False
     if config.period == 1:
         return ".".join(("layers", *map(str, path[2:]))), tuple(range(count)), True
-    layers = tuple(range(int(path[3]), count - count % config.period, config.period))
+    layers = tuple(range(int(str(path[3])), count - count % config.period, config.period))
     return ".".join(("layers", *map(str, path[4:]))), layers, True
 
 
@@ -567,7 +567,7 @@ def _read_layer(
 def _read_tensor(
     entry: _Entry, files: _Files, name: str, bounds: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Reads part of a tensor, and brings its axes into the order here."""
+    """Reads part of a tensor, with its axes in order."""
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.row.there))]
     runs, sizes, order = _cut(entry, bounds, offsets)
     source = files.slice(name)
@@ -589,7 +589,7 @@ def _read_tensor(
 def _cut(
     entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[int]
 ) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
-    """Returns what to read of each axis, the sizes of its parts, and their order."""
+    """Returns what to read of each axis, sizes, and their order."""
     row, sizes = entry.row, entry.sizes
     ranges = {name: (sizes[name], *bound) for name, bound in zip(row.here, bounds, strict=True)}
     runs, shape, names = [], [], []

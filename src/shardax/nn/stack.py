@@ -248,7 +248,8 @@ def _all_shared(stack: Stack) -> tuple[Path, ...]:
     """Returns every path to what all layers share."""
     # A layer may reach it by several, such as one stream of two dropouts.
     is_shared = _IsShared(stack.shared)
-    groups = [group for group in find_duplicates(stack.stacked) if any(map(is_shared, group, group))]
+    found = find_duplicates(stack.stacked)
+    groups = [group for group in found if any(is_shared(path, None) for path in group)]
     return (*stack.shared, *(path for group in groups for path in group))
 
 

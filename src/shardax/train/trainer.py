@@ -398,7 +398,9 @@ class Trainer:
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
         """Compiled step: ``train_step(model, optimizer, batch)`` returns the loss."""
-        gradient = accumulated_value_and_grad(self.loss, self.settings.grad_accumulation)
+        gradient = accumulated_value_and_grad(
+            self.loss, self.settings.grad_accumulation, wrt=self.optimizer.wrt
+        )
 
         def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
             with prefetch.in_device_memory((model, optimizer)):

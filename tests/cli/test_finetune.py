@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardax train --from``: a published model is trained, and published again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardax as sx
+from shardax.cli import main
+from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
+
+pytest.importorskip("optax", reason="pip install 'shardax[train]'")
+pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
+
+SIZES = ["--preset", "tiny", "--batch-size", "4", "--seq-len", "8", "--checkpoint-every", "0"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("one two three four\n" * 400)
+    return file
+
+
+def publish(folder: Path, vocab_size: int) -> dict[str, np.ndarray]:
+    model = Decoder(DecoderConfig(vocab_size=vocab_size, num_layers=1), rngs=sx.Rngs(0))
+    save_pretrained(model, folder)
+    return arrays(folder)
+
+
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def add_tokenizer(folder: Path) -> None:
+    words = ["one", "two", "three", "four", "[UNK]"]
+    content = {
+        "model": {"type": "WordLevel", "unk_token": "[UNK]"}
+        | {"vocab": {word: number for number, word in enumerate(words)}},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def eval_losses(run: Path) -> list[float]:
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return [json.loads(line)["eval_loss"] for line in lines if "eval_loss" in line]
+
+
+def test_adapters_are_trained_on_tokens_and_merged(tmp_path: Path, text: Path):
+    before = publish(tmp_path / "model", vocab_size=8)
+    add_tokenizer(tmp_path / "model")
+    given = ["--from", str(tmp_path / "model"), "--lora", "2", "--text", str(text), *SIZES]
+    run = tmp_path / "run"
+    rate = ["--steps", "30", "--learning-rate", "0.05"]
+    assert main(["train", *given, *rate, "--out", str(run)]) == 0
+    after = arrays(run / "model-00000030")
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {name for name in before if "_proj" in name}
+    losses = eval_losses(run)
+    assert losses[-1] < losses[0]
+    assert losses[-1] < np.log(4)  # below that of the four words by their frequency
+    tokens = np.array([[0, 1, 2, 3]])
+    assert from_pretrained(run / "model-00000030")(tokens)[0, :-1].argmax(-1).tolist() == [1, 2, 3]
+
+
+def test_without_a_tokenizer_all_is_trained_on_bytes_and_resumed(tmp_path: Path, text: Path):
+    before = publish(tmp_path / "model", vocab_size=256)
+    run = tmp_path / "run"
+    given = ["--from", str(tmp_path / "model"), "--text", str(text), *SIZES, "--out", str(run)]
+    assert main(["train", *given, "--steps", "2"]) == 0
+    assert main(["train", *given, "--steps", "3", "--resume", "--override"]) == 0
+    after = arrays(run / "model-00000003")
+    assert all(not np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora", "2"], "--lora needs --from"),
+        (["--from", "{}"], "8 tokens are too few for bytes"),
+        (["--from", "{}/none"], "neither a folder nor a name of the hub"),
+        (["--from", "{}", "--lora", "0"], "--lora 0: give a number from 1"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(
+    options: list[str], message: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+):
+    publish(tmp_path / "model", vocab_size=8)
+    filled = [option.format(tmp_path / "model") for option in options]
+    out = ["--text", str(text), "--out", str(tmp_path / "run"), *SIZES]
+    assert main(["train", *filled, *out]) > 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
