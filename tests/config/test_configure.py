@@ -20,6 +20,7 @@ import pytest
 import shardax as sx
 from shardax._core.init import defaults
 from shardax._core.init import rng as key_reuse
+from shardax._transforms.jit.jit import comparing
 from shardax.config import configure as configure_module
 from shardax.config.configure import (
     ConfiguredTooLateError,
@@ -34,7 +35,7 @@ def everything() -> dict[str, Any]:
     """All that ``configure`` may change."""
     return {
         **jax.config.values,
-        "process": (defaults.process_defaults(), len(key_reuse._process)),
+        "process": (defaults.process_defaults(), len(key_reuse._process), len(comparing)),
         "stream": sx.random.get_state(),
     }
 
@@ -49,6 +50,7 @@ def put_back() -> Iterator[None]:
     defaults.set_process_dtype(None)
     defaults.set_process_device(None)
     key_reuse.check_whole_process(False)
+    comparing.clear()
     sx.random.set_state(state)
 
 
@@ -88,6 +90,7 @@ def test_settings_change_what_they_name_and_nothing_else(tmp_path: Path) -> None
         debug_nans=True,
         debug_infs=True,
         debug_key_reuse=True,
+        debug_processes=True,
         log_compiles=True,
     )
     folder = str(tmp_path / "new" / "cache")
@@ -101,7 +104,7 @@ def test_settings_change_what_they_name_and_nothing_else(tmp_path: Path) -> None
         "jax_debug_infs": True,
         "jax_debug_key_reuse": True,
         "jax_log_compiles": True,
-        "process": ((jnp.dtype("float64"), "cpu:3"), 1),
+        "process": ((jnp.dtype("float64"), "cpu:3"), 1, 1),
         "stream": seeded,
     }
     assert os.stat(folder).st_mode & 0o777 == 0o700
@@ -174,6 +177,7 @@ def test_a_folder_that_others_can_write_into_is_noted(tmp_path: Path) -> None:
         ({"x64": 1}, "x64=1 is neither True nor False"),
         ({"debug_nans": "off"}, "debug_nans='off'"),
         ({"debug_key_reuse": 1}, "debug_key_reuse=1"),
+        ({"debug_processes": "on"}, "debug_processes='on'"),
         ({"dtype": "int8"}, "dtype='int8'.*cannot be int8"),
         ({"dtype": "float64"}, "dtype='float64'.*needs 64 bits"),
         ({"dtype": "float64", "x64": False}, "needs 64 bits"),

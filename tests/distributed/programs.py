@@ -182,8 +182,22 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
         "agree": lambda: sx.distributed.agree("width", {"a": 1, "b": [2, 3 if other else 4]}),
         "barrier": lambda: sx.distributed.barrier("here" if other else "there"),
     }
+
+    @sx.jit
+    def scaled(array: Any, options: Any, *, shift: Any = 0.0) -> Any:
+        return array * options["rate"] + shift
+
+    rate_here = np.float32(0.5 if other else 0.25)
+    attempts |= {
+        "numpy": lambda: scaled(spans, {"rate": rate_here}),
+        "number": lambda: scaled(spans, {"rate": 1.0}, shift=2.0 if other else 3.0),
+        # Nothing spans processes, and nothing differs.
+        "own numpy": lambda: scaled(jnp.ones(2), {"rate": rate_here}),
+        "equal numpy": lambda: scaled(spans, {"rate": np.float32(1)}),
+    }
     found = {}
     for name, attempt in attempts.items():
+        sx.configure(debug_processes="num" in name)
         begin = time.monotonic()
         try:
             attempt()

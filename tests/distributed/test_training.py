@@ -80,6 +80,9 @@ def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: P
     }.items():
         assert first[name].startswith(start), (name, first[name])
         assert shown in first[name], (name, first[name])
+    start_of = {name: first[name].partition(": float")[0] for name in ("numpy", "number")}
+    assert start_of == {"numpy": f"{start}  options.rate", "number": f"{start}  shift"}
+    assert first["own numpy"] == first["equal numpy"] == "nothing was raised"
     assert "Copies of one array differ between processes" in first["copies"]
     assert ".model.scale: " in first["copies"]
     assert "after placing, before the first step" in first["copies"]

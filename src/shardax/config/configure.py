@@ -31,6 +31,7 @@ from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.init import defaults
 from shardax._core.init.rng import check_whole_process
+from shardax._transforms.jit.jit import comparing
 from shardax.partition.errors import did_you_mean
 
 GPUS = ("cuda", "rocm")
@@ -115,6 +116,7 @@ def configure(
     debug_nans: bool | None = None,
     debug_infs: bool | None = None,
     debug_key_reuse: bool | None = None,
+    debug_processes: bool | None = None,
     log_compiles: bool | None = None,
 ) -> Configuration:
     """Sets up the process; called once, at the top of a script.
@@ -141,6 +143,8 @@ def configure(
         debug_infs: Whether to stop at the operation that makes an infinity.
         debug_key_reuse: Whether to stop where a random key is used twice, as
             ``shardax.debug_key_reuse`` in all threads.
+        debug_processes: Whether each call of ``sx.jit`` with arrays that span processes compares
+            its NumPy arrays and Python numbers over the processes.
         log_compiles: Whether to log what is compiled.
 
     Returns:
@@ -226,6 +230,7 @@ def _settings_now(seed: Any, runs: bool) -> dict[str, Any]:
         **({} if seed is None else {"seed": seed}),
         **{name: options[option] for name, (option, _) in CHOICES.items()},
         **{name: options[option] for name, option in SWITCHES.items()},
+        "debug_processes": bool(comparing),
     }
 
 
@@ -317,6 +322,11 @@ def _switches(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problem
             yield f"{name}={value!r} is neither True nor False."
     if type(given.get("debug_key_reuse")) is bool:
         changes.actions.append(partial(check_whole_process, given["debug_key_reuse"]))
+    compares = given.get("debug_processes")
+    if type(compares) is bool:
+        changes.actions.append(partial(comparing.__setitem__, slice(None), [True] * compares))
+    elif compares is not None:
+        yield f"debug_processes={compares!r} is neither True nor False."
     if runs and given.get("x64") not in (None, jax.config.values[SWITCHES["x64"]]):
         changes.notes.append("x64: arrays that exist keep their dtypes.")
 

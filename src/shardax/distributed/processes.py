@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Variable
@@ -216,6 +216,32 @@ def compare(facts: Mapping[str, str], at: str) -> None:
             + "\n".join(lines)
             + "\nStart all of them with the same program, arguments, files and packages."
         )
+
+
+def compare_arguments(given: Mapping[str, Any], at: str) -> None:
+    """Raises DisagreementError if NumPy arrays or numbers differ beside arrays over processes."""
+    if jax.process_count() == 1:
+        return
+    facts: dict[str, str] = {}
+    spans = False
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        dict(given), is_leaf=lambda leaf: isinstance(leaf, Object)
+    )
+    for path, leaf in leaves:
+        if isinstance(leaf, Object):
+            held = [variable._here()._value for _, variable in iter_variables(leaf)]
+            spans = spans or any(map(_spans_processes, jax.tree.leaves(held)))
+        elif isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+            facts[format_path(plain_path(path)).removeprefix(".")] = array_text(np.asarray(leaf))
+        else:
+            spans = spans or _spans_processes(leaf)
+    # A program of one process alone is no other's matter.
+    if spans:
+        compare(facts, at)
+
+
+def _spans_processes(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def from_main(value: Any, name: str) -> Any:

@@ -200,6 +200,9 @@ class BoundJit(Wrapper):
 # A program that donates holds both, when it is compiled: nothing reads what it uses up.
 calling = threading.RLock()
 
+# Not empty while calls compare their arguments over processes, for debugging.
+comparing: list[bool] = []
+
 # Not empty once a call has donated Variables: others must not read them while it runs.
 donating: list[bool] = []
 
@@ -374,7 +377,7 @@ class Jit(PickledByName, Wrapper):
         return Jit, (self.__wrapped__, self.options)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if not self._simple or kwargs or local.frame is not None:
+        if not self._simple or kwargs or local.frame is not None or comparing:
             return self._call_by_template(args, kwargs)
         if self._auto and not all_dynamic(args, self._static_types):
             return self._call_by_template(args, kwargs)
@@ -409,6 +412,8 @@ class Jit(PickledByName, Wrapper):
         # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
             return self._call_uncached(args, kwargs)
+        if comparing:
+            self._compare(args, kwargs)
         args, kwargs = self.resolve(args, kwargs)
         if self._auto and self._simple:
             call = flatten_call(args, kwargs, self._static_types)
@@ -424,6 +429,14 @@ class Jit(PickledByName, Wrapper):
         if entry is None or entry.epoch != epoch.current:
             return self._call_uncached(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
+
+    def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises DisagreementError if numbers given to this call differ over processes."""
+        from shardax.distributed.processes import compare_arguments
+
+        labels = [inputs.parameter_name(self.__wrapped__, i) for i in range(len(args))]
+        given = dict(zip(labels, args, strict=True)) | dict(kwargs)
+        compare_arguments(given, f"a call of {self!r}")
 
     def _call_flat(self, call: FlatCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with leaves that are static, found by type."""
