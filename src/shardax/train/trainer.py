@@ -615,6 +615,8 @@ class Trainer:
             if run.step % settings.log_every == 0 or run.step == settings.steps:
                 loss, speed = float(run.pending), run.throughput.speed()
                 known = {} if speed is None else {"tokens_per_second": speed}
+                if run.saving:
+                    known["checkpoint_seconds"], run.saving = run.saving, 0.0
                 self.folder.check()
                 run.log.write(step=run.step, loss=loss, **known)
                 run.shown.step(run.step, loss, speed)
@@ -725,7 +727,10 @@ class Trainer:
         _require_finite(run)
         self.folder.check()
         extra = {"data": run.source.state(), "settings": self.run_settings}
+        # The step has ended, as its loss was read: what follows holds up the loop.
+        begin = time.perf_counter()
         run.checkpoints.save(run.step, self._trained, extra=extra)
+        run.saving += time.perf_counter() - begin
         run.saved = run.step
 
 
@@ -761,6 +766,7 @@ class _Run:
     step: int
     saved: int  # the last step of which there is a checkpoint, or -1
     pending: Any = None  # the loss of the last step, still on its devices
+    saving: float = 0.0  # seconds that saves held up the loop since the last record
     throughput: Throughput = field(default_factory=Throughput)
 
 
