@@ -422,3 +422,11 @@ def test_nothing_at_a_path_is_not_damage(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert saved_steps(tmp_path, 1).latest() == 1
+
+
+def test_an_option_that_is_off_is_none() -> None:
+    assert differences({"a": "1"}, {"a": "1", "b": "None", "c": "False"}) == []
+    assert differences({"a": "1"}, {"b": "2"}) == [
+        "a: 1 when saved, nothing now",
+        "b: nothing when saved, 2 now",
+    ]

@@ -421,7 +421,7 @@ class TransformerLayer(Module):
 
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
         self.is_local, experts = config.kind_of(index)
-        self.norm_placement, self.parallel = config.norm_placement, config.parallel
+        self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
         before = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
         self.attn_norm: Any = make_norm(config) if before else None
@@ -469,11 +469,11 @@ class TransformerLayer(Module):
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
     def _added(self, x: jax.Array, norm: Any) -> jax.Array:
-        x = x if norm is None or self.norm_placement == "after" else norm(x)
+        x = x if norm is None or self.norm_after else norm(x)
         return x if self.dropout is None else self.dropout(x)
 
     def _joined(self, x: jax.Array, added: jax.Array, norm: Any) -> jax.Array:
-        return norm(x + added) if self.norm_placement == "after" else x + added
+        return norm(x + added) if self.norm_after else x + added
 
 
 class TransformerBlock(Module):

@@ -131,10 +131,12 @@ def _static_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
     """Returns the settings that differ, a phrase each."""
+    # An option that a version did not have yet was off in it.
     return [
         f"{path}: {saved.get(path, 'nothing')} when saved, {own.get(path, 'nothing')} now"
         for path in sorted({*saved, *own})
         if saved.get(path) != own.get(path)
+        and {saved.get(path), own.get(path)} - {None, "None", "False"}
     ]
 
 
