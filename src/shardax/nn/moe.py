@@ -147,7 +147,7 @@ class MoE(Module):
         x, gate, up, down = cast_all(self.dtype, x, gate, up, down)
         operands = (x, logits, gate, up, down)
         shardings = [found for one in operands if (found := explicit_sharding(one)) is not None]
-        compute = self._compute
+        compute: Any = self._compute
         if shardings:
             # Sorting and gathering by expert have no layout of their own in the types of arrays:
             # the compiler chooses it, as over Auto axes.
