@@ -18,6 +18,7 @@ from shardax.nn.embedding import Embed as Embed
 from shardax.nn.linear import Linear as Linear
 from shardax.nn.mlp import MLP as MLP
 from shardax.nn.mlp import Sequential as Sequential
+from shardax.nn.moe import MoE as MoE
 from shardax.nn.normalization import BatchNorm as BatchNorm
 from shardax.nn.normalization import LayerNorm as LayerNorm
 from shardax.nn.normalization import RMSNorm as RMSNorm

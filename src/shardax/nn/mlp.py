@@ -81,7 +81,7 @@ class MLP(Module):
         hidden = as_size("MLP", "hidden_features", hidden_features)
         outputs = features if out_features is None else as_size("MLP", "out_features", out_features)
         outer, inner = as_axes("MLP", "axis names", axes, 2)
-        _find_activation(activation)
+        find_activation(activation)
 
         linear = functools.partial(
             Linear,
@@ -111,18 +111,19 @@ class MLP(Module):
         Raises:
             LayerInputError: If the last dimension is not ``features``.
         """
-        activate = _find_activation(self.activation)
+        activate = find_activation(self.activation)
         gate = None if self.gate is None else activate(self.gate(x))
         hidden = activate(self.up(x)) if gate is None else gate * self.up(x)
         return self.down(hidden, out_sharding=out_sharding)
 
 
-def _find_activation(activation: Activation) -> Callable[[Any], Any]:
+def find_activation(activation: Activation, layer: str = "MLP") -> Callable[[Any], Any]:
+    """Returns a function, or the one of ``jax.nn`` with a name."""
     found = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
     if not callable(found):
         raise LayerConfigError(
-            f"MLP has activation={activation!r}, which is neither a function nor the name of one "
-            f"in jax.nn, such as 'silu', 'gelu' or 'relu'."
+            f"{layer} has activation={activation!r}, which is neither a function nor the name "
+            f"of one in jax.nn, such as 'silu', 'gelu' or 'relu'."
         )
     return found
 

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: gated feed-forward layers, of which each token uses a few.
+
+The router's softmax over all experts is in float32. The load-balance loss is that of Fedus et al.,
+"Switch Transformers", 2021, equation 4, with the shares of all choices added up as Mixtral does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax._core.init.lazy import Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.linear import Linear, cast_all, explicit_sharding, take_features
+from shardax.nn.mlp import Activation, find_activation
+from shardax.nn.parameters import as_axes, as_size, canonical_dtype, lecun_normal, make_parameter
+
+Dispatch = Literal["dense", "dropless", "capacity"]
+
+
+class MoE(Module):
+    """Mixture of gated feed-forward experts with top-k routing.
+
+    Each token gets ``sum(weight * down(activation(gate(x)) * up(x)))`` over its ``top_k`` experts.
+
+    Args:
+        features: Size of the last dimension of input and output.
+        hidden: Size of the hidden layer of an expert.
+        num_experts: Number of experts.
+        top_k: Number of experts of a token.
+        dispatch: ``"dense"`` computes all experts for all tokens; ``"dropless"`` sorts tokens by
+            expert and multiplies with ``jax.lax.ragged_dot``; ``"capacity"`` gives each expert
+            ``ceil(capacity_factor * top_k * tokens / num_experts)`` places, first choices first,
+            then in the order of tokens: a choice without a place adds nothing.
+        capacity_factor: Places of an expert over its even share.
+        normalise: Whether the weights of a token add up to 1, which is a softmax over the chosen
+            experts (Mixtral; Qwen3-MoE with ``norm_topk_prob``); else they are those of a softmax
+            over all experts.
+        activation: Name of a function of ``jax.nn``, or a function.
+        deterministic: Whether no loss is recorded; ``model.eval()`` sets it.
+        dtype: Compute dtype; None promotes input and parameters.
+        param_dtype: Parameter dtype.
+        kernel_init: Initializer of the kernels; None for LeCun normal.
+        axes: Axis names of the experts, of the features and of the hidden layer.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        router: ``Linear`` without bias from features to experts.
+        gate: ``Param`` of shape (num_experts, features, hidden).
+        up: ``Param`` likewise.
+        down: ``Param`` of shape (num_experts, hidden, features).
+        load_balance_loss: ``Intermediate``, a tuple with the loss of each call since
+            ``sx.pop(model, sx.Intermediate)``: ``num_experts * sum(share of tokens * mean
+            probability)``, which is ``top_k`` if balanced; absent before the first call.
+
+    Raises:
+        LayerConfigError: If a size, the dispatch, the factor or the activation is wrong.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> moe = sx.nn.MoE(4, 8, num_experts=4, top_k=2, rngs=sx.Rngs(0))
+        >>> moe(jnp.ones((2, 3, 4))).shape, moe.up.axes, len(moe.load_balance_loss.value)
+        ((2, 3, 4), ('expert', 'embed', 'mlp'), 1)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        num_experts: int,
+        top_k: int = 2,
+        dispatch: Dispatch = "dropless",
+        capacity_factor: float = 1.25,
+        normalise: bool = True,
+        activation: Activation = "silu",
+        deterministic: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        kernel_init: Initializer | None = None,
+        axes: Sequence[str | None] = ("expert", "embed", "mlp"),
+        rngs: Rngs | None,
+    ) -> None:
+        features, hidden = as_size("MoE", "features", features), as_size("MoE", "hidden", hidden)
+        count, top_k = as_size("MoE", "num_experts", num_experts), as_size("MoE", "top_k", top_k)
+        if top_k > count:
+            raise LayerConfigError(f"MoE chooses top_k={top_k} of num_experts={count}.")
+        if dispatch not in get_args(Dispatch):
+            raise LayerConfigError(
+                f"MoE has dispatch={dispatch!r}, which is none of {get_args(Dispatch)}."
+            )
+        if not 0 < capacity_factor < math.inf:
+            raise LayerConfigError(
+                f"MoE needs capacity_factor to be positive and finite, but "
+                f"capacity_factor={capacity_factor!r}."
+            )
+        find_activation(activation, "MoE")
+        expert, outer, inner = as_axes("MoE", "axis names", axes, 3)
+        init = lecun_normal((1,), (2,), (0,)) if kernel_init is None else kernel_init
+        self.router = Linear(
+            features,
+            count,
+            use_bias=False,
+            dtype=np.float32,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            kernel_axes=(outer, expert),
+            rngs=rngs,
+        )
+        wide, narrow = (count, features, hidden), (count, hidden, features)
+        self.gate = make_parameter(init, wide, param_dtype, (expert, outer, inner), rngs)
+        self.up = make_parameter(init, wide, param_dtype, (expert, outer, inner), rngs)
+        self.down = make_parameter(init, narrow, param_dtype, (expert, inner, outer), rngs)
+        self.top_k = top_k
+        self.dispatch = dispatch
+        self.capacity_factor = float(capacity_factor)
+        self.normalise = normalise
+        self.activation = activation
+        self.deterministic = deterministic
+        self.dtype = canonical_dtype(dtype)
+
+    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+        """Maps an input, and records the load-balance loss.
+
+        Args:
+            x: Shape (..., features); tokens are all dimensions but the last.
+            out_sharding: Sharding of the result over Explicit mesh axes; by default the input's.
+
+        Returns:
+            Shape (..., features), in the compute dtype.
+
+        Raises:
+            LayerInputError: If the last dimension is not ``features``.
+        """
+        gate, up, down = self.gate.value, self.up.value, self.down.value
+        x = take_features("MoE", x, (gate.shape[1],))
+        logits = self.router(x)
+        x, gate, up, down = cast_all(self.dtype, x, gate, up, down)
+        operands = (x, logits, gate, up, down)
+        shardings = [found for one in operands if (found := explicit_sharding(one)) is not None]
+        compute: Any = self._compute
+        if shardings:
+            # Sorting and gathering by expert have no layout of their own in the types of arrays:
+            # the compiler chooses it, as over Auto axes.
+            whole = NamedSharding(shardings[0].mesh, PartitionSpec())
+            wanted = out_sharding or explicit_sharding(x) or whole
+            compute = jax.sharding.auto_axes(compute, out_sharding=(wanted, whole))
+        y, loss = compute(*operands)
+        if not self.deterministic:
+            self.sow("load_balance_loss", loss)
+        return y
+
+    def _compute(
+        self, x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the result and the loss; sees no Explicit axes."""
+        tokens, count = x.reshape(-1, x.shape[-1]), logits.shape[-1]
+        probabilities = jax.nn.softmax(logits.reshape(-1, count), axis=-1)
+        weights, experts = jax.lax.top_k(probabilities, self.top_k)
+        chosen = jax.nn.one_hot(experts, count, dtype=weights.dtype)  # (tokens, top_k, experts)
+        size = max(len(tokens), 1)  # the loss of no tokens is 0
+        loss = count * jnp.vdot(chosen.sum((0, 1)) / size, probabilities.sum(0) / size)
+        if self.normalise:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        apply = {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}
+        y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, gate, up, down)
+        return y.reshape(x.shape), loss
+
+    def _experts(self, equation: str, x: jax.Array, *kernels: jax.Array) -> jax.Array:
+        activate, (gate, up, down) = find_activation(self.activation, "MoE"), kernels
+        hidden = activate(jnp.einsum(equation, x, gate)) * jnp.einsum(equation, x, up)
+        return jnp.einsum("eth,ehd->etd", hidden, down)
+
+    def _dense(
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
+    ) -> jax.Array:
+        chosen = jax.nn.one_hot(experts, len(kernels[0]), dtype=x.dtype)
+        combined = jnp.einsum("tk,tke->et", weights, chosen)
+        return jnp.einsum("et,etd->td", combined, self._experts("td,edh->eth", x, *kernels))
+
+    def _dropless(
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
+    ) -> jax.Array:
+        activate, (gate, up, down) = find_activation(self.activation, "MoE"), kernels
+        order = jnp.argsort(experts.reshape(-1), stable=True)
+        sizes = jnp.bincount(experts.reshape(-1), length=len(gate)).astype(jnp.int32)
+        token = order // self.top_k
+        rows = x[token]
+        hidden = activate(jax.lax.ragged_dot(rows, gate, sizes))
+        hidden = hidden * jax.lax.ragged_dot(rows, up, sizes)
+        y = jax.lax.ragged_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None]
+        return jnp.zeros_like(x).at[token].add(y)
+
+    def _capacity(
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
+    ) -> jax.Array:
+        count, chosen = len(kernels[0]), experts.T.reshape(-1)  # first choices first
+        places = math.ceil(self.capacity_factor * experts.size / count)
+        before = jnp.cumsum(jax.nn.one_hot(chosen, count, dtype=jnp.int32), axis=0)
+        place = jnp.take_along_axis(before, chosen[:, None], axis=1)[:, 0] - 1
+        rows = jnp.tile(x, (self.top_k, 1))
+        given = jnp.zeros((count, places, x.shape[-1]), x.dtype)
+        given = given.at[chosen, place].set(rows, mode="drop")
+        y = self._experts("etd,edh->eth", given, *kernels)
+        y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
+        return y.reshape(self.top_k, *x.shape).sum(axis=0)
