@@ -44,6 +44,8 @@ class MLP(Module):
         kernel_init: Initializer of the kernels; None for LeCun normal.
         bias_init: Initializer of the biases.
         axes: Axis names of the features and of the hidden layer.
+        precision: As for ``Linear``, of every linear map.
+        preferred_element_type: As for ``Linear``, of every linear map.
         rngs: Random streams; ``params`` is used.
 
     Attributes:
@@ -75,13 +77,15 @@ class MLP(Module):
         kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros,
         axes: Sequence[str | None] = ("embed", "mlp"),
+        precision: Any = None,
+        preferred_element_type: Any = None,
         rngs: Rngs | None,
     ) -> None:
         features = as_size("MLP", "features", features)
         hidden = as_size("MLP", "hidden_features", hidden_features)
         outputs = features if out_features is None else as_size("MLP", "out_features", out_features)
         outer, inner = as_axes("MLP", "axis names", axes, 2)
-        _find_activation(activation)
+        find_activation(activation)
 
         linear = functools.partial(
             Linear,
@@ -90,6 +94,8 @@ class MLP(Module):
             param_dtype=param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
             rngs=rngs,
         )
         self.gate = linear(features, hidden, kernel_axes=(outer, inner)) if gated else None
@@ -111,17 +117,18 @@ class MLP(Module):
         Raises:
             LayerInputError: If the last dimension is not ``features``.
         """
-        activate = _find_activation(self.activation)
+        activate = find_activation(self.activation)
         gate = None if self.gate is None else activate(self.gate(x))
         hidden = activate(self.up(x)) if gate is None else gate * self.up(x)
         return self.down(hidden, out_sharding=out_sharding)
 
 
-def _find_activation(activation: Activation) -> Callable[[Any], Any]:
+def find_activation(activation: Activation, layer: str = "MLP") -> Callable[[Any], Any]:
+    """Returns a function of ``jax.nn`` by name, or the function itself."""
     found = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
     if not callable(found):
         raise LayerConfigError(
-            f"MLP has activation={activation!r}, which is neither a function nor the name of one "
+            f"{layer} has activation={activation!r}, which is neither a function nor the name of one "
             f"in jax.nn, such as 'silu', 'gelu' or 'relu'."
         )
     return found
