@@ -63,7 +63,7 @@ def check_against_flax(layer: Any, peer: Any, x: np.ndarray) -> None:
 def test_a_convolution_and_its_gradients_are_those_of_flax(rank: int, options: dict[str, Any]):
     options = dict(options)
     if isinstance(options.get("padding"), list):
-        options["padding"] *= rank
+        options["padding"] = options["padding"] * rank
     layer = sx.nn.Conv(4, 8, (3, 2, 3)[:rank], **options, rngs=sx.Rngs(0))
     rename = {"dilation": "kernel_dilation", "groups": "feature_group_count"}
     given = {rename.get(name, name): value for name, value in options.items()}
@@ -98,7 +98,7 @@ def test_a_causal_convolution_reads_nothing_behind_and_is_that_of_flax():
 def test_a_transposed_convolution_is_that_of_flax(rank: int, options: dict[str, Any]):
     options = dict(options)
     if isinstance(options.get("padding"), list):
-        options["padding"] *= rank
+        options["padding"] = options["padding"] * rank
     steps = (options.pop("strides", 1),) * rank
     layer = sx.nn.ConvTranspose(4, 6, (3, 4, 2)[:rank], strides=steps, **options, rngs=sx.Rngs(0))
     given = {"kernel_dilation" if n == "dilation" else n: v for n, v in options.items()}

@@ -187,7 +187,7 @@ class Conv(_Conv):
         strides: Step of the kernel, one for all dimensions or one each.
         padding: ``"SAME"``, ``"SAME_LOWER"`` or ``"VALID"`` as in JAX; ``"CIRCULAR"`` and
             ``"REFLECT"``, which extend the input by itself; ``"CAUSAL"`` (1-D), where a result
-            depends on nothing behind it; or numbers: one, one or a pair (before, after) a dimension.
+            depends on nothing behind it; or numbers: one, or one or a pair a dimension.
         dilation: Distance between the kernel's elements.
         groups: Into how many groups the channels are split; each is convolved by itself.
         use_bias: Whether to add a bias.

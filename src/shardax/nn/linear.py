@@ -131,6 +131,7 @@ class Linear(Module):
 
 
 def numbered(name: str, count: int) -> tuple[str, ...]:
+    """Returns a name, or several with numbers."""
     return (name,) if count == 1 else tuple(f"{name}_{position}" for position in range(count))
 
 
@@ -211,8 +212,8 @@ def contract(
     preferred: Any = None,
 ) -> jax.Array:
     """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
-    # The result has the shape (..., *remaining dimensions of the kernel) and the preferred dtype, else
-    # that of ``x``.
+    # The result has the shape (..., *remaining dimensions of the kernel) and the preferred
+    # dtype, else that of ``x``.
     free = x.ndim - len(dimensions)
     if out_sharding is None:
         rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]

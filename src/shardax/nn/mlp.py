@@ -128,8 +128,8 @@ def find_activation(activation: Activation, layer: str = "MLP") -> Callable[[Any
     found = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
     if not callable(found):
         raise LayerConfigError(
-            f"{layer} has activation={activation!r}, which is neither a function nor the name of one "
-            f"in jax.nn, such as 'silu', 'gelu' or 'relu'."
+            f"{layer} has activation={activation!r}, which is neither a function nor the name of "
+            f"one in jax.nn, such as 'silu', 'gelu' or 'relu'."
         )
     return found
 
