@@ -102,6 +102,18 @@ DESCRIPTORS = {
         (4, 4, 3, 2),
         {("kernel",): ("e", "h", "d"), ("bias",): ("h", "d")},
     ),
+    "Conv": Descriptor(
+        lambda rngs, dtype: sx.nn.Conv(8, 12, (3, 2), groups=2, dtype=dtype, rngs=rngs),
+        floats(4, 5, 6, 8),
+        (4, 5, 6, 12),
+        {("kernel",): ("window_0", "window_1", "in", "out"), ("bias",): ("out",)},
+    ),
+    "ConvTranspose": Descriptor(
+        lambda rngs, dtype: sx.nn.ConvTranspose(8, 12, 3, strides=2, dtype=dtype, rngs=rngs),
+        floats(4, 5, 8),
+        (4, 10, 12),
+        {("kernel",): ("window", "in", "out"), ("bias",): ("out",)},
+    ),
     "Embed": Descriptor(
         lambda rngs, dtype: sx.nn.Embed(16, 8, dtype=dtype, rngs=rngs),
         integers(4, 3),

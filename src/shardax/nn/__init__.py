@@ -12,6 +12,10 @@ from shardax.nn.attention import QueryKeyValue as QueryKeyValue
 from shardax.nn.attention import Rotation as Rotation
 from shardax.nn.attention import rotate as rotate
 from shardax.nn.attention import rotation as rotation
+from shardax.nn.conv import Conv as Conv
+from shardax.nn.conv import ConvTranspose as ConvTranspose
+from shardax.nn.conv import avg_pool as avg_pool
+from shardax.nn.conv import max_pool as max_pool
 from shardax.nn.dropout import Dropout as Dropout
 from shardax.nn.einsum import Einsum as Einsum
 from shardax.nn.embedding import Embed as Embed

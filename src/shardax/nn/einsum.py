@@ -23,7 +23,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.nn.linear import add_bias, as_array, cast_all, einsum
+from shardax.nn.linear import add_bias, as_array, cast_all, einsum, take_precision
 
 _FORM = re.compile(r"(\.\.\.)?([A-Za-z]+),([A-Za-z]+)->(\.\.\.)?([A-Za-z]*)")
 
@@ -98,6 +98,8 @@ class Einsum(Module):
         bias_init: Initializer of the bias.
         kernel_axes: Axis names of the kernel; None for the equation's letters. The bias has those
             of its dimensions.
+        precision: As in ``jax.lax.dot_general``.
+        preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
 
     Attributes:
@@ -115,6 +117,9 @@ class Einsum(Module):
         ((3, 5, 4, 2), ('e', 'h', 'd'))
     """
 
+    precision: Any = None
+    preferred_element_type: Any = None
+
     def __init__(
         self,
         equation: str,
@@ -126,6 +131,8 @@ class Einsum(Module):
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
+        precision: Any = None,
+        preferred_element_type: Any = None,
         rngs: Rngs | None,
     ) -> None:
         parsed = Equation.parse(equation)
@@ -156,6 +163,7 @@ class Einsum(Module):
             )
         self.equation = parsed
         self.dtype = parameters.canonical_dtype(dtype)
+        take_precision(self, precision, preferred_element_type)
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Maps an input.
@@ -184,7 +192,14 @@ class Einsum(Module):
                 f"The kernel has the shape {kernel.shape}.",
             )
         x, kernel = cast_all(self.dtype, x, kernel)
-        y = einsum(equation.spelled_out(extra), x, kernel, out_sharding)
+        y = einsum(
+            equation.spelled_out(extra),
+            x,
+            kernel,
+            out_sharding,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+        )
         if self.bias is None:
             return y
         extra = y.ndim - len(equation.output)

@@ -14,7 +14,14 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.nn import parameters
-from shardax.nn.linear import as_array, cast_all, contract, joined_sharding, take_features
+from shardax.nn.linear import (
+    as_array,
+    cast_all,
+    contract,
+    joined_sharding,
+    take_features,
+    take_precision,
+)
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", out_axis=0
@@ -32,6 +39,9 @@ class Embed(Module):
         param_dtype: Parameter dtype.
         embedding_init: Initializer of the table; by default normal with variance 1 / features.
         axes: Axis names of the table.
+        precision: As in ``jax.lax.dot_general``, of ``attend``.
+        preferred_element_type: Dtype of the sums and of the result of ``attend``; None for the
+            compute dtype.
         rngs: Random streams; ``params`` is used.
 
     Attributes:
@@ -48,6 +58,9 @@ class Embed(Module):
         ((1, 3, 4), (1, 3, 10))
     """
 
+    precision: Any = None
+    preferred_element_type: Any = None
+
     def __init__(
         self,
         num_embeddings: int,
@@ -57,6 +70,8 @@ class Embed(Module):
         param_dtype: Any = np.float32,
         embedding_init: Initializer = default_embedding_init,
         axes: Sequence[str | None] = ("vocab", "embed"),
+        precision: Any = None,
+        preferred_element_type: Any = None,
         rngs: Rngs | None,
     ) -> None:
         shape = (
@@ -67,6 +82,7 @@ class Embed(Module):
         self.embedding = parameters.make_parameter(embedding_init, shape, param_dtype, names, rngs)
         self.num_embeddings, self.features = shape
         self.dtype = parameters.canonical_dtype(dtype)
+        take_precision(self, precision, preferred_element_type)
 
     def __call__(self, indices: Any, *, out_sharding: Any = None) -> jax.Array:
         """Looks vectors up.
@@ -119,4 +135,5 @@ class Embed(Module):
         hint = "It is the transpose of the lookup, so it takes what the lookup gives."
         x = take_features(name, x, (self.features,), hint=hint)
         x, table = cast_all(self.dtype, x, self.embedding.value)
-        return contract(x, table, (1,), out_sharding)
+        options = self.precision, self.preferred_element_type
+        return contract(x, table, (1,), out_sharding, *options)

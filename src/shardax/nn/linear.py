@@ -18,7 +18,7 @@ nothing is done.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from shardax._core._jax import INLINE
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
 from shardax.partition.rules import SpecEntry, mesh_axes_of
 
@@ -48,6 +49,8 @@ class Linear(Module):
         bias_init: Initializer of the bias.
         kernel_axes: Axis names of the kernel; None for ``("in", "out")``, numbered where there are
             several dimensions: ``("in", "out_0", "out_1")``. The bias has those of its dimensions.
+        precision: As in ``jax.lax.dot_general``.
+        preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
 
     Attributes:
@@ -64,6 +67,9 @@ class Linear(Module):
         ((3, 4, 2), ('embed', 'heads', None), ('heads', None))
     """
 
+    precision: Any = None
+    preferred_element_type: Any = None
+
     def __init__(
         self,
         in_features: parameters.Sizes,
@@ -75,13 +81,15 @@ class Linear(Module):
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
+        precision: Any = None,
+        preferred_element_type: Any = None,
         rngs: Rngs | None,
     ) -> None:
         inputs = parameters.as_sizes("Linear", "in_features", in_features)
         outputs = parameters.as_sizes("Linear", "out_features", out_features)
         shape, count = inputs + outputs, len(inputs)
         if kernel_axes is None:
-            kernel_axes = (*_numbered("in", count), *_numbered("out", len(outputs)))
+            kernel_axes = (*numbered("in", count), *numbered("out", len(outputs)))
         axes = parameters.as_axes("Linear", "kernel_axes", kernel_axes, len(shape))
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(
@@ -96,6 +104,7 @@ class Linear(Module):
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = parameters.canonical_dtype(dtype)
+        take_precision(self, precision, preferred_element_type)
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Maps an input.
@@ -116,12 +125,41 @@ class Linear(Module):
         name = f"Linear(in_features={self.in_features}, out_features={self.out_features})"
         x = take_features(name, x, kernel.shape[:count], "in_features")
         x, kernel = cast_all(self.dtype, x, kernel)
-        y = contract(x, kernel, range(count), out_sharding)
+        options = self.precision, self.preferred_element_type
+        y = contract(x, kernel, range(count), out_sharding, *options)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
 
-def _numbered(name: str, count: int) -> tuple[str, ...]:
+def numbered(name: str, count: int) -> tuple[str, ...]:
+    """Returns a name, or several with numbers."""
     return (name,) if count == 1 else tuple(f"{name}_{position}" for position in range(count))
+
+
+def take_precision(layer: Module, precision: Any, preferred_element_type: Any) -> None:
+    """Sets how a layer multiplies, or raises if it cannot be."""
+    # Set only where given: a layer that has the defaults looks as it did before there were others.
+    if precision is not None:
+        try:
+            for one in precision if isinstance(precision, tuple) else (precision,):
+                if not isinstance(one, jax.lax.DotAlgorithmPreset):
+                    jax.lax.Precision(one)
+        except (TypeError, ValueError) as error:
+            raise LayerConfigError(
+                f"{type(layer).__name__} has precision={precision!r}. It takes None, 'default', "
+                f"'high', 'highest', or a jax.lax.Precision."
+            ) from error
+        layer.precision = precision
+    if preferred_element_type is not None:
+        layer.preferred_element_type = parameters.canonical_dtype(preferred_element_type)
+
+
+def with_layout(
+    function: Callable[..., jax.Array], out_sharding: Any, *arrays: jax.Array
+) -> jax.Array:
+    """Runs a function with Explicit mesh axes as Auto; its result has a layout."""
+    if out_sharding is None:
+        return function(*arrays)
+    return jax.sharding.auto_axes(function, out_sharding=out_sharding)(*arrays)
 
 
 def as_array(value: Any) -> jax.Array:
@@ -166,10 +204,16 @@ def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any
 
 
 def contract(
-    x: jax.Array, kernel: jax.Array, dimensions: Sequence[int], out_sharding: Any = None
+    x: jax.Array,
+    kernel: jax.Array,
+    dimensions: Sequence[int],
+    out_sharding: Any = None,
+    precision: Any = None,
+    preferred: Any = None,
 ) -> jax.Array:
     """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
-    # The result has the shape (..., *remaining dimensions of the kernel) and the dtype of ``x``.
+    # The result has the shape (..., *remaining dimensions of the kernel) and the preferred
+    # dtype, else that of ``x``.
     free = x.ndim - len(dimensions)
     if out_sharding is None:
         rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]
@@ -177,18 +221,27 @@ def contract(
     # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
     # on CPU then copies both operands.
     contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
-    return _dot_general(x, kernel, contracted, out_sharding)
+    return _dot_general(x, kernel, contracted, out_sharding, precision, preferred)
 
 
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
-@functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
-def _dot_general(x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
+def _dot_general(
+    x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any, precision: Any, wide: Any
+) -> jax.Array:
     return jax.lax.dot_general(
-        x, kernel, (contracted, ((), ())), preferred_element_type=x.dtype, out_sharding=out_sharding
+        x,
+        kernel,
+        (contracted, ((), ())),
+        precision=precision,
+        preferred_element_type=x.dtype if wide is None else wide,
+        out_sharding=out_sharding,
     )
 
 
-def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = None) -> jax.Array:
+def einsum(
+    equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = None, **options: Any
+) -> jax.Array:
     """Runs ``jnp.einsum`` without ellipses, laid out over Explicit mesh axes."""
     if out_sharding is None:
         inputs, output = equation.split("->")
@@ -198,7 +251,7 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array, out_sharding: Any = N
             for letter in output
         ]
         out_sharding = joined_sharding(parts)
-    return jnp.einsum(equation, x, kernel, out_sharding=out_sharding)
+    return jnp.einsum(equation, x, kernel, out_sharding=out_sharding, **options)
 
 
 def add_bias(y: jax.Array, bias: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:

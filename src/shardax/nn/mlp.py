@@ -44,6 +44,8 @@ class MLP(Module):
         kernel_init: Initializer of the kernels; None for LeCun normal.
         bias_init: Initializer of the biases.
         axes: Axis names of the features and of the hidden layer.
+        precision: As for ``Linear``, of every linear map.
+        preferred_element_type: As for ``Linear``, of every linear map.
         rngs: Random streams; ``params`` is used.
 
     Attributes:
@@ -75,6 +77,8 @@ class MLP(Module):
         kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros,
         axes: Sequence[str | None] = ("embed", "mlp"),
+        precision: Any = None,
+        preferred_element_type: Any = None,
         rngs: Rngs | None,
     ) -> None:
         features = as_size("MLP", "features", features)
@@ -90,6 +94,8 @@ class MLP(Module):
             param_dtype=param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
             rngs=rngs,
         )
         self.gate = linear(features, hidden, kernel_axes=(outer, inner)) if gated else None
@@ -118,12 +124,12 @@ class MLP(Module):
 
 
 def find_activation(activation: Activation, layer: str = "MLP") -> Callable[[Any], Any]:
-    """Returns a function, or the one of ``jax.nn`` with a name."""
+    """Returns a function of ``jax.nn`` by name, or the function itself."""
     found = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
     if not callable(found):
         raise LayerConfigError(
-            f"{layer} has activation={activation!r}, which is neither a function nor the name "
-            f"of one in jax.nn, such as 'silu', 'gelu' or 'relu'."
+            f"{layer} has activation={activation!r}, which is neither a function nor the name of "
+            f"one in jax.nn, such as 'silu', 'gelu' or 'relu'."
         )
     return found
 

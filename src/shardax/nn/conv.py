@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions and pooling, channels last.
+
+The rank of the kernel says over how many dimensions: an input has the shape (..., *window, in),
+with any batch dimensions in front. A dimension that is convolved comes out whole over Explicit mesh
+axes; batch and channels keep their layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax._core.init.lazy import Initializer
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn import parameters
+from shardax.nn.linear import (
+    add_bias,
+    as_array,
+    cast_all,
+    explicit_sharding,
+    joined_sharding,
+    numbered,
+    take_precision,
+    with_layout,
+)
+
+Padding = str | int | Sequence[int | tuple[int, int]]
+Window = int | Sequence[int]
+
+_MODES = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
+_NAMED = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
+
+
+class _Conv(Module):
+    """Base of convolutions."""
+
+    _paddings: tuple[str, ...] = _NAMED
+    precision: Any = None
+    preferred_element_type: Any = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: Window,
+        *,
+        strides: Window = 1,
+        padding: Padding = "SAME",
+        dilation: Window = 1,
+        groups: int = 1,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer = parameters.zeros,
+        kernel_axes: Sequence[str | None] | None = None,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        rngs: Rngs | None,
+    ) -> None:
+        name = type(self).__name__
+        self.in_features = parameters.as_size(name, "in_features", in_features)
+        self.out_features = parameters.as_size(name, "out_features", out_features)
+        self.kernel_size = parameters.as_sizes(name, "kernel_size", kernel_size)
+        rank = len(self.kernel_size)
+        if rank > 3:
+            raise LayerConfigError(
+                f"{name} has kernels of 1 to 3 dimensions, but kernel_size={kernel_size!r}."
+            )
+        self.strides = _per_dimension(name, "strides", strides, rank)
+        self.dilation = _per_dimension(name, "dilation", dilation, rank)
+        self.padding = _check_padding(name, padding, rank, self._paddings)
+        self.groups = parameters.as_size(name, "groups", groups)
+        if in_features % groups or out_features % groups:
+            raise LayerConfigError(
+                f"{name} needs in_features and out_features to be multiples of groups, but "
+                f"in_features={in_features}, out_features={out_features}, groups={groups}."
+            )
+        shape = (*self.kernel_size, in_features // groups, out_features)
+        names = (*numbered("window", rank), "in", "out") if kernel_axes is None else kernel_axes
+        axes = parameters.as_axes(name, "kernel_axes", names, len(shape))
+        if kernel_init is None:
+            kernel_init = parameters.lecun_normal(tuple(range(rank + 1)), (rank + 1,))
+        self.kernel = parameters.make_parameter(kernel_init, shape, param_dtype, axes, rngs)
+        bias = (bias_init, (out_features,), param_dtype, axes[-1:], rngs)
+        self.bias = parameters.make_parameter(*bias) if use_bias else None
+        self.dtype = parameters.canonical_dtype(dtype)
+        take_precision(self, precision, preferred_element_type)
+
+    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+        """Convolves an input.
+
+        Args:
+            x: Shape (..., *window, in_features); any dimensions before.
+            out_sharding: Sharding of the result over Explicit mesh axes; by default batch and
+                channels keep their own.
+
+        Returns:
+            Shape (..., *window, out_features), in the compute dtype.
+
+        Raises:
+            LayerInputError: If the last dimension is not ``in_features`` or dimensions are missing.
+        """
+        y = self._convolve(x, self.kernel.value, out_sharding)
+        return y if self.bias is None else add_bias(y, self.bias.value)
+
+    def _convolve(self, x: Any, kernel: jax.Array, out_sharding: Any) -> jax.Array:
+        """Convolves with a given kernel, without bias."""
+        rank = len(self.kernel_size)
+        x = _take_window(
+            f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.kernel_size})",
+            x,
+            rank,
+            self.in_features,
+        )
+        x, kernel = cast_all(self.dtype, x, kernel)
+        wide = self.preferred_element_type
+        if wide is not None:  # the derivative of a mixed convolution is refused by JAX
+            x, kernel = x.astype(wide), kernel.astype(wide)
+        return with_layout(
+            lambda x, kernel: self._run(x, kernel),
+            _layout(x, rank, kernel) if out_sharding is None else out_sharding,
+            x,
+            kernel,
+        )
+
+    def _run(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        rank = len(self.kernel_size)
+        front = x.shape[: x.ndim - rank - 1]
+        x = x.reshape((math.prod(front), *x.shape[len(front) :]))
+        pairs, lhs_dilation, strides = self._arithmetic()
+        if self.padding in _MODES:
+            x = self._extended(x, pairs)
+            pairs = "VALID"
+        letters = "XYZ"[:rank]
+        y = jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            strides,
+            pairs,
+            lhs_dilation=lhs_dilation,
+            rhs_dilation=self.dilation,
+            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+            feature_group_count=self.groups,
+            precision=self.precision,
+        )
+        return y.reshape((*front, *y.shape[1:]))
+
+    def _extended(self, x: jax.Array, pairs: Any) -> jax.Array:
+        """Pads by what the input itself has at its ends."""
+        for size, (before, after) in zip(x.shape[1:-1], pairs, strict=True):
+            most = size if self.padding == "CIRCULAR" else size - 1
+            if max(before, after) > most:
+                parameters.refuse_input(
+                    f"{type(self).__name__}(padding={self.padding!r})",
+                    f"at least {max(before, after) + size - most} along each dimension",
+                    x,
+                    "Use padding='SAME', or a smaller kernel.",
+                )
+        return jnp.pad(x, ((0, 0), *pairs, (0, 0)), mode=_MODES[str(self.padding)])
+
+    def _spans(self) -> list[int]:
+        """Returns how far each dimension of the kernel reaches."""
+        pairs = zip(self.kernel_size, self.dilation, strict=True)
+        return [dilation * (size - 1) + 1 for size, dilation in pairs]
+
+    def _arithmetic(self) -> tuple[Any, Any, tuple[int, ...]]:
+        raise NotImplementedError
+
+
+class Conv(_Conv):
+    """Convolution in 1 to 3 dimensions, channels last.
+
+    Args:
+        in_features: Channels of the input, its last dimension.
+        out_features: Channels of the result.
+        kernel_size: Size of the kernel in each dimension; a number is one dimension.
+        strides: Step of the kernel, one for all dimensions or one each.
+        padding: ``"SAME"``, ``"SAME_LOWER"`` or ``"VALID"`` as in JAX; ``"CIRCULAR"`` and
+            ``"REFLECT"``, which extend the input by itself; ``"CAUSAL"`` (1-D), where a result
+            depends on nothing behind it; or numbers: one, or one or a pair a dimension.
+        dilation: Distance between the kernel's elements.
+        groups: Into how many groups the channels are split; each is convolved by itself.
+        use_bias: Whether to add a bias.
+        dtype: Compute dtype; None promotes input and parameters.
+        param_dtype: Parameter dtype.
+        kernel_init: Initializer of the kernel; None for LeCun normal (variance 1 / fan-in).
+        bias_init: Initializer of the bias.
+        kernel_axes: Axis names of the kernel; None for ``("window_0", "window_1", "in", "out")``
+            in two dimensions, ``("window", "in", "out")`` in one.
+        precision: As in ``jax.lax.conv_general_dilated``.
+        preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        kernel: ``Param`` of shape ``(*kernel_size, in_features // groups, out_features)``.
+        bias: ``Param`` of shape ``(out_features,)``, or None.
+
+    Raises:
+        LayerConfigError: If a size is not positive or options do not fit together.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> conv = sx.nn.Conv(3, 8, (3, 3), strides=2, rngs=sx.Rngs(0))
+        >>> conv(jnp.ones((2, 16, 16, 3))).shape, conv.kernel.axes
+        ((2, 8, 8, 8), ('window_0', 'window_1', 'in', 'out'))
+    """
+
+    def _arithmetic(self) -> tuple[Any, Any, tuple[int, ...]]:
+        spans, padding = self._spans(), self.padding
+        if padding in _MODES:
+            padding = tuple(((span - 1) // 2, span // 2) for span in spans)
+        elif padding == "CAUSAL":
+            padding = tuple((span - 1, 0) for span in spans)
+        return padding, None, self.strides
+
+
+class ConvTranspose(_Conv):
+    """Transposed convolution in 1 to 3 dimensions, channels last.
+
+    The input is spread by ``strides`` and then convolved, as by ``jax.lax.conv_transpose``.
+
+    Args:
+        in_features: Channels of the input, its last dimension.
+        out_features: Channels of the result.
+        kernel_size: Size of the kernel in each dimension; a number is one dimension.
+        strides: How much larger the result is, one for all dimensions or one each.
+        padding: ``"SAME"`` (the result is ``strides`` times as large) or ``"VALID"``; or numbers:
+            one, one or a pair (before, after) a dimension, around the input that was spread.
+        dilation: Distance between the kernel's elements.
+        groups: Into how many groups the channels are split; each is convolved by itself.
+        use_bias: Whether to add a bias.
+        dtype: Compute dtype; None promotes input and parameters.
+        param_dtype: Parameter dtype.
+        kernel_init: Initializer of the kernel; None for LeCun normal (variance 1 / fan-in).
+        bias_init: Initializer of the bias.
+        kernel_axes: Axis names of the kernel, as for ``Conv``.
+        precision: As in ``jax.lax.conv_general_dilated``.
+        preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
+        rngs: Random streams; ``params`` is used.
+
+    Attributes:
+        kernel: ``Param`` of shape ``(*kernel_size, in_features // groups, out_features)``.
+        bias: ``Param`` of shape ``(out_features,)``, or None.
+
+    Raises:
+        LayerConfigError: If a size is not positive or options do not fit together.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> larger = sx.nn.ConvTranspose(8, 3, (4, 4), strides=2, rngs=sx.Rngs(0))
+        >>> larger(jnp.ones((2, 8, 8, 8))).shape
+        (2, 16, 16, 3)
+    """
+
+    _paddings = ("SAME", "VALID")
+
+    def _arithmetic(self) -> tuple[Any, Any, tuple[int, ...]]:
+        padding: Any = self.padding
+        if isinstance(padding, str):
+            pairs = zip(self._spans(), self.strides, strict=True)
+            padding = tuple(self._around(span, stride) for span, stride in pairs)
+        return padding, self.strides, (1,) * len(self.strides)
+
+    def _around(self, span: int, stride: int) -> tuple[int, int]:
+        # The result has stride * size elements, or, valid, all that the kernel touches.
+        if self.padding == "VALID":
+            return span - 1, max(span, stride) - 1
+        total = span + stride - 2
+        before = min(span - 1, (total + 1) // 2)
+        return before, total - before
+
+
+def _per_dimension(layer: str, name: str, sizes: Any, rank: int) -> tuple[int, ...]:
+    found = parameters.as_sizes(layer, name, sizes)
+    found = found * rank if not isinstance(sizes, (tuple, list)) else found
+    if len(found) != rank:
+        raise LayerConfigError(
+            f"{layer} needs one number of {name} for each of {rank} dimensions, but "
+            f"{name}={sizes!r}."
+        )
+    return found
+
+
+def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) -> Any:
+    """Returns a padding's name, or its pairs."""
+    if isinstance(padding, str) and padding in named:
+        if padding == "CAUSAL" and rank > 1:
+            raise LayerConfigError(
+                f"{layer} has padding='CAUSAL' for kernels of one dimension. Give pairs: "
+                f"padding=[(before, after), ...]."
+            )
+        return padding
+    many = padding if isinstance(padding, (tuple, list)) else (padding,) * rank
+    pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, one) for one in many]
+    whole = [
+        len(pair) == 2 and all(isinstance(n, (int, np.integer)) and n >= 0 for n in pair)
+        for pair in pairs
+    ]
+    if len(pairs) != rank or not all(whole):
+        raise LayerConfigError(
+            f"{layer} needs padding to be one of {', '.join(map(repr, named))}, or numbers of at "
+            f"least 0, one or a pair for each of {rank} dimensions, but padding={padding!r}."
+        )
+    return tuple((int(before), int(after)) for before, after in pairs)
+
+
+def _take_window(layer: str, x: Any, rank: int, features: int | None) -> jax.Array:
+    x = as_array(x)
+    if x.ndim < rank + 1 or (features is not None and x.shape[-1] != features):
+        last = "features" if features is None else str(features)
+        parameters.refuse_input(
+            layer,
+            f"an input of shape ({', '.join(['...', *numbered('window', rank), last])})",
+            x,
+            "Channels come last.",
+        )
+    return x
+
+
+def _layout(x: jax.Array, rank: int, kernel: jax.Array | None = None) -> NamedSharding | None:
+    """Layout of a result: batch and channels keep theirs."""
+    last = (x, (x.ndim - 1,)) if kernel is None else (kernel, (kernel.ndim - 1,))
+    found = joined_sharding(((x, range(x.ndim - rank - 1)), last))
+    if found is None:
+        return None
+    spec = (*found.spec[:-1], *(None,) * rank, found.spec[-1])
+    return NamedSharding(found.mesh, PartitionSpec(*spec))
+
+
+def max_pool(
+    x: Any, window: Window, *, strides: Window | None = None, padding: Padding = "VALID"
+) -> jax.Array:
+    """Takes the maximum over windows, channels last.
+
+    Args:
+        x: Shape (..., *window, features); any dimensions before.
+        window: Size of the window in each dimension; a number is one dimension.
+        strides: Step of the window; None for its size.
+        padding: ``"SAME"``, ``"VALID"`` or numbers: one, one or a pair a dimension.
+
+    Returns:
+        The maxima; padding is never among them.
+
+    Raises:
+        LayerConfigError: If a size is not positive or options do not fit together.
+        LayerInputError: If dimensions are missing.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.nn.max_pool(jnp.arange(6.0).reshape(1, 6, 1), 2).ravel().tolist()
+        [1.0, 3.0, 5.0]
+    """
+    x = as_array(x)
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    least = -jnp.inf if floating else jnp.iinfo(x.dtype).min
+    return _pooled("max_pool", x, window, strides, padding, jax.lax.max, least)
+
+
+def avg_pool(
+    x: Any,
+    window: Window,
+    *,
+    strides: Window | None = None,
+    padding: Padding = "VALID",
+    count_include_pad: bool = True,
+) -> jax.Array:
+    """Takes the mean over windows, channels last.
+
+    Args:
+        x: Shape (..., *window, features); any dimensions before.
+        window: Size of the window in each dimension; a number is one dimension.
+        strides: Step of the window; None for its size.
+        padding: ``"SAME"``, ``"VALID"`` or numbers: one, one or a pair a dimension.
+        count_include_pad: Whether padding counts, as zeros.
+
+    Returns:
+        The means.
+
+    Raises:
+        LayerConfigError: If a size is not positive or options do not fit together.
+        LayerInputError: If dimensions are missing.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.nn.avg_pool(jnp.arange(6.0).reshape(1, 6, 1), 2).ravel().tolist()
+        [0.5, 2.5, 4.5]
+    """
+    x = as_array(x)
+    x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+    total = _pooled("avg_pool", x, window, strides, padding, jax.lax.add, 0.0)
+    sizes = parameters.as_sizes("avg_pool", "window", window)
+    if count_include_pad:
+        return total / math.prod(sizes)
+    front = (1,) * (x.ndim - len(sizes) - 1)
+    ones = np.ones((*front, *x.shape[len(front) : -1], 1), x.dtype)
+    return total / _pooled("avg_pool", ones, window, strides, padding, jax.lax.add, 0.0)
+
+
+def _pooled(
+    name: str,
+    x: Any,
+    window: Window,
+    strides: Window | None,
+    padding: Padding,
+    combine: Callable[..., Any],
+    start: Any,
+) -> jax.Array:
+    sizes = parameters.as_sizes(name, "window", window)
+    rank = len(sizes)
+    steps = sizes if strides is None else _per_dimension(name, "strides", strides, rank)
+    pairs = _check_padding(name, padding, rank, ("SAME", "VALID"))
+    x = _take_window(name, x, rank, None)
+    front = (1,) * (x.ndim - rank - 1)
+    if not isinstance(pairs, str):
+        pairs = (*((0, 0) for _ in front), *pairs, (0, 0))
+
+    def run(x: jax.Array) -> jax.Array:
+        first = np.asarray(start, x.dtype)
+        return jax.lax.reduce_window(
+            x, first, combine, (*front, *sizes, 1), (*front, *steps, 1), pairs
+        )
+
+    return with_layout(run, _layout(x, rank) if explicit_sharding(x) else None, x)

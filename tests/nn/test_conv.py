@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions and pooling against Flax and PyTorch: results and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError
+
+SIZES = {1: (9,), 2: (9, 7), 3: (6, 7, 5)}
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(3).normal(size=shape).astype(np.float32)
+
+
+def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def check_against_flax(layer: Any, peer: Any, x: np.ndarray) -> None:
+    params = {"kernel": floats(*layer.kernel.shape) / 3, "bias": floats(*layer.bias.shape)}
+    layer.kernel.value, layer.bias.value = params["kernel"], params["bias"]
+    expected, pull = jax.vjp(lambda p, x: peer.apply({"params": p}, x), params, x)
+    graphdef, state = sx.split(layer)
+    found, ours = jax.vjp(lambda state, x: sx.merge(graphdef, state)(x), state, x)
+    close(found, expected)
+    weights = floats(*expected.shape)
+    (of_params, of_x), (our_params, our_x) = pull(weights), ours(weights)
+    close(our_x, of_x, 1e-4)
+    for name, gradient in of_params.items():
+        close(our_params[name], gradient, 2e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": "VALID"},
+        {"padding": "CIRCULAR"},
+        {"padding": "REFLECT"},
+        {"padding": 1},
+        {"padding": "SAME", "strides": 2},
+        {"padding": "VALID", "dilation": 2},
+        {"padding": "CIRCULAR", "strides": 2, "dilation": 2},
+        {"padding": "REFLECT", "dilation": 2},
+        {"groups": 2},
+        {"groups": 4, "strides": 2},
+        {"padding": [(2, 0)], "groups": 2, "strides": 2, "dilation": 2},
+    ],
+    ids=str,
+)
+def test_a_convolution_and_its_gradients_are_those_of_flax(rank: int, options: dict[str, Any]):
+    options = dict(options)
+    if isinstance(options.get("padding"), list):
+        options["padding"] = options["padding"] * rank
+    layer = sx.nn.Conv(4, 8, (3, 2, 3)[:rank], **options, rngs=sx.Rngs(0))
+    rename = {"dilation": "kernel_dilation", "groups": "feature_group_count"}
+    given = {rename.get(name, name): value for name, value in options.items()}
+    peer = linen.Conv(8, (3, 2, 3)[:rank], **given)
+    check_against_flax(layer, peer, floats(2, *SIZES[rank], 4))
+
+
+def test_a_causal_convolution_reads_nothing_behind_and_is_that_of_flax():
+    layer = sx.nn.Conv(4, 8, 3, padding="CAUSAL", dilation=2, rngs=sx.Rngs(0))
+    peer = linen.Conv(8, (3,), padding="CAUSAL", kernel_dilation=2)
+    check_against_flax(layer, peer, floats(2, 9, 4))
+    x = floats(9, 4)
+    changed = np.concatenate([x[:5], x[5:] + 1])
+    close(layer(changed)[:5], layer(x)[:5], 0)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"strides": 2},
+        {"strides": 3},
+        {"strides": 5},
+        {"padding": "VALID", "strides": 2},
+        {"padding": "VALID", "strides": 4},
+        {"padding": "VALID", "dilation": 2},
+        {"padding": [(1, 2)], "strides": 2},
+    ],
+    ids=str,
+)
+def test_a_transposed_convolution_is_that_of_flax(rank: int, options: dict[str, Any]):
+    options = dict(options)
+    if isinstance(options.get("padding"), list):
+        options["padding"] = options["padding"] * rank
+    steps = (options.pop("strides", 1),) * rank
+    layer = sx.nn.ConvTranspose(4, 6, (3, 4, 2)[:rank], strides=steps, **options, rngs=sx.Rngs(0))
+    given = {"kernel_dilation" if n == "dilation" else n: v for n, v in options.items()}
+    if "kernel_dilation" in given:
+        given["kernel_dilation"] = (given["kernel_dilation"],) * rank
+    peer = linen.ConvTranspose(6, (3, 4, 2)[:rank], strides=steps, **given)
+    check_against_flax(layer, peer, floats(2, *SIZES[rank], 4))
+
+
+def test_groups_of_a_transposed_convolution_are_convolved_by_themselves():
+    whole = sx.nn.ConvTranspose(4, 6, (3, 3), strides=2, groups=2, rngs=sx.Rngs(0))
+    x, kernel = floats(2, 5, 5, 4), whole.kernel.value
+    parts = []
+    for group in range(2):
+        part = sx.nn.ConvTranspose(2, 3, (3, 3), strides=2, rngs=sx.Rngs(0))
+        part.kernel.value = kernel[..., 3 * group : 3 * group + 3]
+        parts.append(part(x[..., 2 * group : 2 * group + 2]))
+    close(whole(x), np.concatenate(parts, -1))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["VALID", "SAME", 1])
+@pytest.mark.parametrize("strides", [None, 1, 3])
+def test_pooling_is_that_of_flax(rank: int, padding: Any, strides: int | None):
+    x, window = floats(2, *SIZES[rank], 4), (3, 2, 3)[:rank]
+    steps = window if strides is None else (strides,) * rank
+    pairs = [(1, 1)] * rank if padding == 1 else padding
+    given: Any = {"strides": strides, "padding": padding}
+    for ours, peer, options, theirs in (
+        (sx.nn.max_pool, linen.max_pool, {}, {}),
+        (sx.nn.avg_pool, linen.avg_pool, {}, {}),
+        (
+            sx.nn.avg_pool,
+            linen.avg_pool,
+            {"count_include_pad": False},
+            {"count_include_pad": False},
+        ),
+    ):
+        found, pull = jax.vjp(lambda x, f=ours, o=options: f(x, window, **given, **o), x)
+        expected, their_pull = jax.vjp(
+            lambda x, f=peer, o=theirs: f(x, window, strides=steps, padding=pairs, **o), x
+        )
+        close(found, expected)
+        weights = floats(*expected.shape)
+        close(pull(weights)[0], their_pull(weights)[0])
+
+
+def test_pooling_takes_integers_and_any_batch_dimensions():
+    x = np.arange(24).reshape(2, 1, 3, 4, 1)
+    assert sx.nn.max_pool(x, (3, 2)).ravel().tolist() == [9, 11, 21, 23]
+    assert sx.nn.avg_pool(x[0, 0], (3, 2)).ravel().tolist() == [4.5, 6.5]
+
+
+def test_pooling_keeps_batch_and_channels_split(mesh: Mesh):
+    x = floats(4, 6, 6, 8)
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", None, None, "model")))
+    for pool in (sx.nn.max_pool, sx.nn.avg_pool):
+        close(jax.jit(lambda x, f=pool: f(x, (2, 2)))(placed), pool(x, (2, 2)))
+
+
+def test_sums_have_the_preferred_dtype_and_gradients_those_of_their_arrays():
+    layer = sx.nn.Conv(
+        4, 8, 3, dtype="bfloat16", preferred_element_type="float32", precision="highest",
+        rngs=sx.Rngs(0),
+    )  # fmt: skip
+    x = floats(2, 9, 4).astype(jnp.bfloat16)
+    assert layer(x).dtype == jnp.float32
+    gradient = sx.grad(lambda layer: layer(x).sum())(layer)
+    assert gradient["kernel"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"in_features": 0}, "in_features=0"),
+        ({"kernel_size": (3, 0)}, r"kernel_size=\(3, 0\)"),
+        ({"kernel_size": (1, 1, 1, 1)}, "1 to 3 dimensions"),
+        ({"strides": (1, 2, 3)}, r"strides=\(1, 2, 3\)"),
+        ({"padding": "same"}, "padding='same'"),
+        ({"padding": -1}, "padding=-1"),
+        ({"padding": [(1, 1)]}, "for each of 2 dimensions"),
+        ({"padding": "CAUSAL"}, "kernels of one dimension"),
+        ({"groups": 3}, "groups=3"),
+        ({"kernel_axes": ("in", "out")}, "4 kernel_axes"),
+        ({"precision": "best"}, "precision='best'"),
+    ],
+)
+def test_a_convolution_that_cannot_be_is_refused(options: dict[str, Any], named: str):
+    given = {"in_features": 4, "out_features": 8, "kernel_size": (3, 3), **options}
+    with pytest.raises(LayerConfigError, match=named):
+        sx.nn.Conv(**given, rngs=sx.Rngs(0))
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    layer = sx.nn.Conv(4, 8, (3, 3), rngs=sx.Rngs(0))
+    with pytest.raises(LayerInputError, match=r"Conv\(4, 8, \(3, 3\)\) takes .*window_1, 4"):
+        layer(floats(2, 4, 9, 9))
+    with pytest.raises(LayerInputError, match="Channels come last"):
+        layer(floats(9, 4))
+    with pytest.raises(LayerInputError, match="max_pool takes"):
+        sx.nn.max_pool(floats(4), 2)
+    reflecting = sx.nn.Conv(4, 8, 7, padding="REFLECT", rngs=sx.Rngs(0))
+    with pytest.raises(LayerInputError, match="at least 4 along"):
+        reflecting(floats(2, 3, 4))
+    with pytest.raises(LayerConfigError, match="padding='CIRCULAR'"):
+        sx.nn.ConvTranspose(4, 8, 3, padding="CIRCULAR", rngs=sx.Rngs(0))
