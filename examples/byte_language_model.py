@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         print(f"{name:22} {value:.4f} nats per byte")
 
     model.eval()
-    tokens = sx.models.generate(model, list(b"def "), 120, window=64, temperature=0.7)
+    (tokens,) = sx.models.generate(model, [list(b"def ")], max_new_tokens=120, temperature=0.7)
     print(f"\n{bytes(tokens.tolist()).decode(errors='replace')}")
     return numbers
 

@@ -316,13 +316,22 @@ def test_samples_continue_the_prompt_and_follow_the_seed(trained: Trained, capsy
     assert sample(capsys, trained.out, "--prompt", "the q", "--seed", "1") != one
 
 
+def test_several_prompts_are_continued_together(trained: Trained, capsys: Any) -> None:
+    both = sample(capsys, trained.out, "--prompt", "the q", "a", "--temperature", "0")
+    each = [
+        sample(capsys, trained.out, "--prompt", text, "--temperature", "0")
+        for text in ("the q", "a")
+    ]
+    assert both == "\n".join(each)
+
+
 def test_a_sample_is_of_the_checkpoint_asked_for(trained: Trained, capsys: Any) -> None:
     def expected(step: int) -> str:
         settings = read_settings(trained.out)
         model = settings.make_model()
         sx.train.Checkpoints(trained.out / "checkpoints").restore((model,), step, partial=True)
-        tokens = sx.models.generate(
-            model, list(b"the q"), 24, window=settings.seq_len, temperature=0.7, seed=0
+        (tokens,) = sx.models.generate(
+            model, [list(b"the q")], max_new_tokens=24, temperature=0.7, seed=0
         )
         return bytes(tokens.astype("uint8")).decode(errors="replace") + "\n"
 
@@ -337,6 +346,7 @@ def test_a_sample_is_of_the_checkpoint_asked_for(trained: Trained, capsys: Any) 
     [
         ("nothing", [], "is no run"),
         ("", ["--prompt", ""], "prompt is empty"),
+        ("", ["--prompt", "a", ""], "prompt is empty"),
         ("", ["--temperature", "-1"], "--temperature -1"),
     ],
 )

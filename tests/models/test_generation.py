@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation continues a prompt by what the model says of the last tokens."""
+"""Generation continues each prompt by what the model says of it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,112 +13,234 @@ import pytest
 from jax.sharding import Mesh
 
 import shardax as sx
-from shardax.models import Decoder, DecoderConfig, generate
+from shardax.models import DECODER_RULES, Decoder, DecoderConfig, generate
 from shardax.models.generation import GenerationError
 
-PROMPT = [104, 101, 108, 108, 111]
+PROMPTS = [[104, 101, 108, 108, 111], [7], list(range(20, 31)), [1, 2, 3]]
+SIZES: dict[str, Any] = {"num_layers": 2, "embed_dim": 32, "num_kv_heads": 4, "head_dim": 8}
+
+
+def decoder(**options: Any) -> Decoder:
+    return Decoder(DecoderConfig(**(SIZES | options)), rngs=sx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    config = DecoderConfig(num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8)
-    return Decoder(config, rngs=sx.Rngs(0))
+    return decoder()
 
 
-class Echo(sx.Module):
-    """Predicts the oldest token that it sees; all others are less likely the higher they are."""
+class Plain(sx.Module):
+    """A model that is only called, without a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
     def __call__(self, tokens: Any) -> Any:
-        oldest = jax.nn.one_hot(tokens[:, :1], 256) * 1000.0
-        return jnp.broadcast_to(oldest, (*tokens.shape, 256)) - jnp.arange(256)[None, None]
+        return self.model(tokens)
 
 
 class Weights(sx.Module):
-    """Gives three tokens fixed probabilities, whatever it sees."""
+    """Gives tokens fixed probabilities, whatever it sees."""
 
-    probabilities = np.array([0.5, 0.3, 0.2], np.float32)
+    def __init__(self, *probabilities: float) -> None:
+        self.logits = np.log(np.array(probabilities, np.float32))
 
     def __call__(self, tokens: Any) -> Any:
-        logits = jnp.log(self.probabilities)
-        return jnp.broadcast_to(logits, (*tokens.shape, 3))
+        return jnp.broadcast_to(self.logits, (*tokens.shape, self.logits.size))
 
 
-def test_greedy_generation_takes_the_likeliest_token_of_the_whole_model_each_time(
-    model: Decoder,
+def lists(arrays: Any) -> list[list[int]]:
+    return [array.tolist() for array in arrays]
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Takes the likeliest token of the whole sequence, one by one."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(np.argmax(model(jnp.asarray([tokens]))[0, -1])))
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["listed", "stacked", "without cache"])
+def test_greedy_generation_of_a_batch_takes_the_likeliest_token_of_each_row(
+    model: Decoder, kind: str
 ) -> None:
-    found = generate(model, PROMPT, 10, window=32, temperature=0)
-    assert found.dtype == np.int32 and found.shape == (15,)
-    assert found[:5].tolist() == PROMPT
-    # The model is causal: one call tells what it says after every prefix.
-    likeliest = np.argmax(model(jnp.asarray(found[None]))[0], axis=-1)
-    assert found[5:].tolist() == likeliest[4:-1].tolist()
+    asked = {"listed": model, "stacked": decoder(scan_layers=True), "without cache": Plain(model)}
+    found = generate(asked[kind], PROMPTS, max_new_tokens=5, temperature=0)
+    assert all(one.dtype == np.int32 for one in found)
+    assert lists(found) == [greedy(model, prompt, 5) for prompt in PROMPTS]
 
 
-def test_past_its_size_the_window_slides(model: Decoder) -> None:
-    found = generate(model, PROMPT, 8, window=4, temperature=0)
-    windows = np.stack([found[end - 4 : end] for end in range(5, 13)])
-    likeliest = np.argmax(model(jnp.asarray(windows))[:, -1], axis=-1)
-    assert found[5:].tolist() == likeliest.tolist()
-    assert generate(Echo(), [1, 2, 3], 6, window=2, temperature=0).tolist() == [
-        1, 2, 3, 2, 3, 2, 3, 2, 3,
-    ]  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the peer is transformers")
+    import torch
+
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    window = {"sliding_window": 5} if family == "mistral" else {}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **sizes, **window)
+    peer = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for one in peer.parameters():  # far from zero, so that the likeliest token is clear
+        torch.nn.init.normal_(one, std=0.3)
+    peer.save_pretrained(tmp_path)
+    ours = sx.models.from_pretrained(tmp_path)
+    prompts, new = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18], [5]], 24
+    for penalty in (None, 1.3):
+        expected = [
+            peer.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=new,
+                do_sample=False,
+                eos_token_id=11,
+                pad_token_id=0,
+                repetition_penalty=penalty or 1.0,
+            )[0].tolist()
+            for prompt in prompts
+        ]
+        options = {"max_new_tokens": new, "stop": 11, "repetition_penalty": penalty}
+        assert lists(generate(ours, prompts, temperature=0, **options)) == expected
 
 
-def test_equal_seeds_give_equal_samples_and_others_do_not(model: Decoder) -> None:
-    one, same, other = (generate(model, PROMPT, 20, window=16, seed=seed) for seed in (1, 1, 2))
-    assert one.tolist() == same.tolist() != other.tolist()
-    assert one[: len(PROMPT)].tolist() == other[: len(PROMPT)].tolist() == PROMPT
+def test_filters_leave_the_tokens_that_transformers_leaves() -> None:
+    process = pytest.importorskip("transformers", reason="the peer is transformers").generation
+    import torch
 
-
-def test_a_longer_sample_begins_as_the_shorter(model: Decoder) -> None:
-    short, long = (generate(model, PROMPT, length, window=8, seed=3) for length in (5, 9))
-    assert long[: short.size].tolist() == short.tolist()
+    logits = np.random.default_rng(0).normal(size=40).astype(np.float32) * 2
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    scores = torch.tensor(logits)[None] / 0.8
+    cases = {
+        "top_k": (7, process.TopKLogitsWarper),
+        "top_p": (0.6, process.TopPLogitsWarper),
+        "min_p": (0.15, process.MinPLogitsWarper),
+    }
+    for name, (value, warper) in cases.items():
+        kept = set(torch.isfinite(warper(value)(None, scores))[0].nonzero()[:, 0].tolist())
+        options = {"max_new_tokens": 50, "temperature": 0.8, name: value}
+        rows = generate(Weights(*probabilities), [[0]] * 40, **options)
+        assert 1 < len(kept) < 30 and {int(t) for row in rows for t in row[1:]} == kept
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_tokens_come_as_often_as_the_tempered_probabilities_say(temperature: float) -> None:
-    drawn = generate(Weights(), [0], 2000, window=1, temperature=temperature)[1:]
-    expected = Weights.probabilities ** (1 / temperature)
+    share = np.array([0.5, 0.3, 0.2])
+    rows = generate(Weights(*share), [[0]] * 40, max_new_tokens=50, temperature=temperature)
+    drawn = np.concatenate([row[1:] for row in rows])
+    expected = share ** (1 / temperature)
     found = np.bincount(drawn, minlength=3) / drawn.size
     # Three standard deviations of a frequency over 2000 draws are at most 0.034.
     np.testing.assert_allclose(found, expected / expected.sum(), atol=0.034)
 
 
-def test_every_token_is_served_by_one_program(model: Decoder) -> None:
-    generate(model, PROMPT, 1, window=8)
-    with sx.explain_retraces(file=False) as retraces:
-        generate(model, PROMPT * 3, 12, window=8, temperature=0.3, seed=9)
-    assert retraces == []
+def test_a_repeated_token_becomes_less_likely() -> None:
+    prompts = [[0], [2, 0]]
+    options = {"max_new_tokens": 3, "temperature": 0, "repetition_penalty": 10.0}
+    found = generate(Weights(0.5, 0.3, 0.2), prompts, **options)
+    assert lists(found) == [[0, 1, 2, 0], [2, 0, 1, 0, 0]]
 
 
-def test_a_sharded_model_generates_the_same(model: Decoder, mesh: Mesh) -> None:
-    expected = generate(model, PROMPT, 6, window=8, temperature=0)
-    sharded = sx.shard(sx.clone(model), mesh, sx.models.DECODER_RULES)
-    with jax.set_mesh(mesh), sx.axis_rules(sx.models.DECODER_RULES):
-        found = generate(sharded, PROMPT, 6, window=8, temperature=0)
-    assert found.tolist() == expected.tolist()
+def test_samples_follow_the_seed_and_their_row_and_no_length(model: Decoder) -> None:
+    options = {"max_new_tokens": 9, "temperature": 1.5}
+    one, same, other = (lists(generate(model, PROMPTS, seed=seed, **options)) for seed in (1, 1, 2))
+    assert one == same != other
+    short = lists(generate(model, PROMPTS, seed=1, **(options | {"max_new_tokens": 4})))
+    assert short == [row[: len(row) - 5] for row in one]
+    equal = lists(generate(model, [[5]] * 4, seed=1, **options))
+    assert len({tuple(row) for row in equal}) == 4
 
 
-def test_nothing_to_add_gives_the_prompt_back(model: Decoder) -> None:
-    assert generate(model, np.array(PROMPT, np.int64), 0, window=4).tolist() == PROMPT
+def test_a_row_ends_with_its_stop_token_and_all_stopped_end_the_loop(model: Decoder) -> None:
+    whole = lists(generate(model, PROMPTS, max_new_tokens=12, temperature=0))
+    stops = [row[len(prompt) + 2] for row, prompt in zip(whole, PROMPTS, strict=True)][:2]
+    expected = []
+    for row, prompt in zip(whole, PROMPTS, strict=True):
+        at = [i for i in range(len(prompt), len(row)) if row[i] in stops]
+        expected.append(row[: at[0] + 1] if at else row)
+    options = {"max_new_tokens": 12, "temperature": 0, "stop": stops}
+    assert lists(generate(model, PROMPTS, **options)) == expected
+    stream = list(generate(model, PROMPTS, **options, stream=True))
+    added = [row[len(prompt) :] for row, prompt in zip(expected, PROMPTS, strict=True)]
+    assert len(stream) == max(map(len, added))
+    assert [[t for t in row.tolist() if t >= 0] for row in np.stack(stream, 1)] == added
+
+
+def test_a_stream_yields_the_tokens_as_they_are_computed(model: Decoder) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "seed": 3}
+    found = np.stack(list(generate(model, PROMPTS, stream=True, **options)), axis=1)
+    rows = zip(PROMPTS, lists(found), strict=True)
+    assert [[*prompt, *new] for prompt, new in rows] == lists(generate(model, PROMPTS, **options))
+
+
+def test_another_length_compiles_nothing(model: Decoder) -> None:
+    sampling = {"temperature": 0.3, "top_p": 0.9}
+    generate(model, [[1, 2], [3]], max_new_tokens=16, **sampling)
+    compiled: list[str] = []
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        compiled.extend([event] * event.endswith("backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for prompts, count in (([[1] * 16, [2]], 3), ([[4], [5, 6, 7]], 11)):
+        sampling = {"temperature": 1.2, "top_p": 0.5, "stop": [1, 2], "seed": count}
+        generate(model, prompts, max_new_tokens=count, **sampling)
+        list(generate(model, prompts, max_new_tokens=count, stream=True, **sampling))
+    assert compiled == []
+    generate(model, [[1] * 17, [2]], max_new_tokens=3, **sampling)  # the next bucket
+    assert compiled
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("rules_in_scope", [False, True])
+def test_a_model_on_a_mesh_generates_the_same(
+    mesh: Mesh, scan_layers: bool, rules_in_scope: bool
+) -> None:
+    model = decoder(scan_layers=scan_layers)
+    options: dict[str, Any] = {
+        "max_new_tokens": 6, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1,
+    }  # fmt: skip
+    expected = [lists(generate(model, rows, **options)) for rows in (PROMPTS, PROMPTS[:1])]
+    sx.shard(model, mesh, DECODER_RULES)
+    scope = sx.axis_rules(DECODER_RULES if rules_in_scope else {})
+    with scope:
+        found = [lists(generate(model, rows, **options)) for rows in (PROMPTS, PROMPTS[:1])]
+    assert found == expected
+
+
+def test_nothing_to_add_gives_the_prompts_back(model: Decoder) -> None:
+    prompts = [np.array([1, 2], np.int64), [3]]
+    assert lists(generate(model, prompts, max_new_tokens=0)) == [[1, 2], [3]]
+    assert list(generate(model, prompts, max_new_tokens=0, stream=True)) == []
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "message"),
+    ("prompts", "options", "message"),
     [
-        ([], {}, "prompt is empty"),
-        ([1.5], {}, r"dtype float64\..*list\(text.encode\(\)\)"),
-        ("hello", {}, "sequence of integers"),
-        ([[1, 2]], {}, r"shape \(1, 2\)"),
-        ([1], {"length": -1}, "length=-1"),
-        ([1], {"window": 0}, "window=0"),
-        ([1], {"temperature": -0.1}, r"temperature=-0\.1"),
-        ([1], {"temperature": float("nan")}, "temperature=nan"),
-        ([1], {"temperature": float("inf")}, "temperature must be finite"),
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt is empty"),
+        ([[1.5]], {}, r"dtype float64\..*list\(text.encode\(\)\)"),
+        ("hello", {}, "must be a list"),
+        ([1, 2], {}, "list of prompts"),
+        ([[-1]], {}, "negative"),
+        ([[1]], {"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ([[1]], {"temperature": -0.1}, r"temperature=-0\.1"),
+        ([[1]], {"temperature": float("nan")}, "temperature=nan"),
+        ([[1]], {"temperature": float("inf")}, "finite"),
+        ([[1]], {"top_k": 0}, "top_k=0"),
+        ([[1]], {"top_p": 0.0}, r"top_p=0\.0"),
+        ([[1]], {"min_p": 1.5}, r"min_p=1\.5"),
+        ([[1]], {"repetition_penalty": 0.0}, r"repetition_penalty=0\.0"),
+        ([[1]], {"stop": [-1]}, r"stop=\[-1\]"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(
-    prompt: Any, options: dict[str, Any], message: str
+    prompts: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(GenerationError, match=message):
-        generate(Weights(), prompt, **{"length": 1, "window": 2, **options})
+        generate(Weights(0.5, 0.5), prompts, **{"max_new_tokens": 1, **options})

@@ -31,7 +31,7 @@ from shardax._core.errors import ShardaxError
 _COMMANDS = {
     "train": "Train a byte-level decoder on text.",
     "show": "Print the table of a run's parameters.",
-    "sample": "Continue a prompt with a trained run, byte by byte.",
+    "sample": "Continue prompts with a trained run, byte by byte.",
     "verify": "Check the checkpoints, the settings and the log of a run.",
     "launch": "Run a command in several processes on this machine.",
     "check": "Report what is wrong with a model's layout over a mesh.",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -183,11 +183,12 @@ def find_run(path: Path) -> tuple[Path, int | None]:
     )
 
 
-def sample_text(model: Any, prompt: str, length: int, **options: Any) -> str:
-    """Continues a prompt byte by byte; options as for ``models.generate``."""
+def sample_texts(model: Any, prompts: Sequence[str], length: int, **options: Any) -> list[str]:
+    """Continues prompts byte by byte; options as for ``models.generate``."""
     model.eval()
-    tokens = models.generate(model, list(prompt.encode()), length, **options)
-    return bytes(tokens.astype("uint8")).decode(errors="replace")
+    given = [list(prompt.encode()) for prompt in prompts]
+    rows = models.generate(model, given, max_new_tokens=length, **options)
+    return [bytes(row.astype("uint8")).decode(errors="replace") for row in rows]
 
 
 @dataclass(frozen=True)
@@ -230,13 +231,13 @@ class Show:
 
 @dataclass(frozen=True)
 class Sample:
-    """Continue a prompt with a trained run, byte by byte."""
+    """Continue prompts with a trained run, byte by byte."""
 
     # Folder of a run, or of one of its checkpoints.
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    # Text to continue.
-    prompt: str = "def "
-    # How many bytes to add.
+    # Text to continue; several are continued together.
+    prompt: tuple[str, ...] = ("def ",)
+    # How many bytes to add to each.
     length: int = 300
     # 0 takes the likeliest byte; 1 samples from the model's distribution.
     temperature: float = 0.7
@@ -246,7 +247,7 @@ class Sample:
     def run(self) -> int:
         """Runs the command; returns the exit status."""
         check_values(vars(self))
-        if not self.prompt:
+        if not self.prompt or not all(self.prompt):
             raise CommandError("--prompt is empty; give at least one byte to continue.")
         folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
@@ -256,7 +257,7 @@ class Sample:
                 raise CommandError(f"{folder} has no checkpoint yet.")
             checkpoints.restore((model,), step, partial=True)
         options = {"temperature": self.temperature, "seed": self.seed}
-        print(sample_text(model, self.prompt, self.length, window=settings.seq_len, **options))
+        print("\n\n".join(sample_texts(model, self.prompt, self.length, **options)))
         return 0
 
 

@@ -18,7 +18,7 @@ from shardax import distributed, models, surgery, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax.cli import inputs
-from shardax.cli.runs import RunSettings, read_settings, sample_text, write_settings
+from shardax.cli.runs import RunSettings, read_settings, sample_texts, write_settings
 from shardax.models.weights import find_directory
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
@@ -249,8 +249,8 @@ class _TrainingRun:
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per byte")
         for name in ("bigram", "unigram"):
             print(f"{f'{name} entropy':18}{entropy[name]:.4f} of the same text")
-        options = {"window": settings.seq_len, "temperature": 0.7, "seed": settings.seed}
-        sample = sample_text(self.model, _PROMPT, _SAMPLE_LENGTH, **options)
+        options = {"temperature": 0.7, "seed": settings.seed}
+        (sample,) = sample_texts(self.model, [_PROMPT], _SAMPLE_LENGTH, **options)
         print(f"\nSample:\n{sample}\n")
         if not distributed.is_main():
             return 0

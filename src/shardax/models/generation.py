@@ -1,104 +1,437 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of language models, and generation of tokens one at a time.
+"""Loss of language models, and generation of tokens with a cache.
 
-Each token is sampled from the model's distribution over a window: the last tokens, at a fixed
-length so that one program serves every position. The whole window is computed anew for each token,
-which suits small models and short samples.
+Prompts of different lengths are padded on the left to one length. One program reads them all into
+the cache and samples the first token; a second one is the loop over all others, over a cache that
+it is given for good. Both are compiled for a batch size and *buckets* of lengths, powers of two.
+How many tokens are wanted is an input of the loop, so that another number compiles nothing, and a
+stream is the same loop, run for one token at a time.
+
+A number is drawn from a key of the seed, the row and how many tokens the row has added; so a sample
+depends neither on the mesh nor on how long it is to become.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardax._core.errors import ShardaxError
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.variable import Cache
+from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
 from shardax.nn.linear import align, explicit_entries
 from shardax.nn.parameters import LayerInputError
+from shardax.partition.constraints import constrain
+from shardax.partition.context import axis_rules, current_rules
+from shardax.partition.mesh import resolve_mesh
+from shardax.partition.placement import shard
+from shardax.partition.rules import mesh_axes_of
 
 
 class GenerationError(ShardaxError, ValueError):
     """Tokens cannot be generated.
 
-    The prompt is empty, or a length, window or temperature is out of range.
+    A prompt is empty, or an option is out of range.
     """
+
+
+class _Filters(NamedTuple):
+    """Options that are part of the program; those that are numbers are its inputs."""
+
+    greedy: bool
+    top_k: int | None
+    top_p: bool
+    min_p: bool
+    penalty: bool
+
+
+class _Progress(NamedTuple):
+    """What goes from token to token, one row per prompt."""
+
+    step: jax.Array  # how many tokens were added
+    added: jax.Array  # (batch, bucket), -1 after a row has stopped
+    last: jax.Array  # (batch,)
+    stopped: jax.Array  # (batch,)
+    seen: jax.Array | None  # (batch, vocab), where repetition has a penalty
 
 
 def generate(
-    model: Any, prompt: Any, length: int, *, window: int, temperature: float = 1.0, seed: int = 0
-) -> np.ndarray:
-    """Continues a prompt.
+    model: Any,
+    prompts: Sequence[Any],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    stop: int | Sequence[int] = (),
+    seed: int = 0,
+    stream: bool = False,
+) -> Any:
+    """Continues prompts.
 
-    Layers that draw random numbers in training mode (dropout) do so here too: call ``model.eval()``
-    first.
+    Options apply in the order of the arguments' list here: penalty, temperature, ``top_k``,
+    ``top_p``, ``min_p``. Layers that draw random numbers in training mode (dropout) do so here too:
+    call ``model.eval()`` first.
+
+    A model on a mesh stays where it is: the cache is split over it as the kernels of ``kv_heads``
+    are, and as rules in scope (``sx.axis_rules``) say of ``batch``.
 
     Args:
-        model: A Module, called as ``model(tokens)`` with int32 tokens of shape (1, window); returns
-            logits of shape (1, window, vocab). Causal: logits at a position depend on tokens up to
-            it.
-        prompt: Tokens, a sequence of at least one integer.
-        length: How many tokens to add.
-        window: How many of the last tokens the model sees.
+        model: A causal Module with ``make_cache(batch, length)``, called as ``model(tokens, mask=,
+            cache=)``, such as ``Decoder``; or one that is only called as ``model(tokens)``, whose
+            whole sequence is then computed anew for each token.
+        prompts: Sequences of at least one integer each, of any lengths.
+        max_new_tokens: How many tokens to add to each at most.
         temperature: Divides the logits; 0 always takes the likeliest token.
+        top_k: Draw from this many of the likeliest tokens only.
+        top_p: Draw from the fewest tokens, likeliest first, that have this probability together.
+        min_p: Draw from tokens that have this share of the likeliest one's probability at least.
+        repetition_penalty: Logits of tokens that the row has are divided by it if positive, and
+            multiplied if negative.
+        stop: Tokens after which a row ends.
         seed: Seed of the sampling; equal seeds give equal samples.
+        stream: Whether to return an iterator, which computes as it is read.
 
     Returns:
-        int32 array of shape (len(prompt) + length,).
+        A list of int32 arrays, one for each prompt: the prompt and what was added, with the stop
+        token if one came. With ``stream``, an iterator over int32 arrays of shape (batch,), the
+        next token of each row, -1 in rows that have ended.
 
     Raises:
-        GenerationError: If the prompt is empty or holds other than integers, or ``length``,
-            ``window`` or ``temperature`` is out of range.
+        GenerationError: If a prompt is empty or holds other than integers, or an option is out of
+            range.
 
     Example:
         >>> import jax, shardax as sx
-        >>> class Successor(sx.Module):
-        ...     def __call__(self, tokens):
-        ...         return jax.nn.one_hot((tokens + 1) % 10, 10)
-        >>> sx.models.generate(Successor(), [7], 4, window=4, temperature=0).tolist()
-        [7, 8, 9, 0, 1]
+        >>> model = sx.models.Decoder(sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
+        >>> options = {"max_new_tokens": 4, "temperature": 0}
+        >>> short, long = sx.models.generate(model, [[7], [1, 2, 3]], **options)
+        >>> short.shape, long.shape
+        ((5,), (7,))
+        >>> [list(map(int, tokens)) for tokens in zip(
+        ...     *sx.models.generate(model, [[7]], **options, stream=True))] == [short[1:].tolist()]
+        True
     """
-    tokens = _as_tokens(prompt)
-    if length < 0 or window < 1 or not 0 <= temperature < math.inf:
-        raise GenerationError(
-            f"length={length}, window={window}, temperature={temperature}: length and temperature "
-            "must not be negative, temperature must be finite, and window must be at least 1."
-        )
-    result = np.zeros(tokens.size + length, np.int32)
-    result[: tokens.size] = tokens
-    key = jax.random.key(seed)
-    for position in range(tokens.size, result.size):
-        seen = result[max(0, position - window) : position]
-        padded = np.zeros((1, window), np.int32)
-        padded[0, : seen.size] = seen
-        result[position] = _next_token(
-            model, padded, np.int32(seen.size - 1), key, np.int32(position), np.float32(temperature)
-        )
-    return result
+    rows = _as_prompts(prompts)
+    _check_options(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
+    _check_length(model, max(row.size for row in rows) + max_new_tokens)
+    filters = _Filters(
+        temperature == 0,
+        top_k,
+        top_p is not None,
+        min_p is not None,
+        repetition_penalty is not None,
+    )
+    numbers = {
+        "temperature": np.float32(temperature),
+        "top_p": np.float32(1 if top_p is None else top_p),
+        "min_p": np.float32(0 if min_p is None else min_p),
+        "penalty": np.float32(1 if repetition_penalty is None else repetition_penalty),
+        "stop": _as_stop(stop),
+        "key": jax.random.key(seed),
+    }
+    steps = _Steps(model, rows, max_new_tokens, filters, numbers)
+    if stream:
+        return steps.stream()
+    added = steps.run()
+    return [np.concatenate([row, more[more >= 0]]) for row, more in zip(rows, added, strict=True)]
 
 
-def _as_tokens(prompt: Any) -> np.ndarray:
-    tokens = np.asarray(prompt)
-    if tokens.size == 0:
-        raise GenerationError("The prompt is empty; give at least one token to continue from.")
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise GenerationError(
-            f"The prompt must be a sequence of integers, one per token, but was given an array of "
-            f"shape {tokens.shape} and dtype {tokens.dtype}. Of a text take list(text.encode())."
-        )
-    return tokens.astype(np.int32)
+class _Steps:
+    """One generation: its cache and how far it is."""
+
+    def __init__(
+        self, model: Any, rows: list[np.ndarray], limit: int, filters: _Filters, numbers: Any
+    ) -> None:
+        self.model = model if hasattr(model, "make_cache") else _Uncached(model)
+        self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
+
+    def run(self) -> np.ndarray:
+        """Returns what was added, of shape (batch, at most limit), -1 for nothing."""
+        if self.limit == 0:
+            return np.zeros((len(self.rows), 0), np.int32)
+        with self._scope():
+            cache, progress = self._start()
+            if self.limit > 1:
+                progress = self._advance(cache, progress, self.limit)
+            return _host(progress.added)[:, : self.limit]
+
+    def stream(self) -> Iterator[np.ndarray]:
+        """Yields the next token of each row, -1 in rows that have ended."""
+        for step in range(self.limit):
+            with self._scope():
+                if step == 0:
+                    cache, progress = self._start()
+                else:
+                    progress = self._advance(cache, progress, step + 1)
+                added = _host(progress.added)[:, step]
+            if (added < 0).all():
+                return
+            yield added
+
+    def _start(self) -> tuple[Any, _Progress]:
+        """Reads the prompts and samples the first token."""
+        length, room = _bucket(max(row.size for row in self.rows)), _bucket(self.limit)
+        tokens = np.zeros((len(self.rows), length), np.int32)
+        mask = np.zeros(tokens.shape, bool)
+        for place, row in enumerate(self.rows):
+            tokens[place, length - row.size :], mask[place, length - row.size :] = row, True
+        cache = self.model.make_cache(len(self.rows), length + room)
+        mesh = resolve_mesh()
+        cache = cache if mesh is None else shard(cache, mesh, current_rules())
+        given = (tokens, mask, self.numbers)
+        return cache, _first(self.model, cache, *given, room=room, filters=self.filters)
+
+    def _advance(self, cache: Any, progress: _Progress, limit: int) -> _Progress:
+        given = (progress, np.int32(limit), self.numbers)
+        return _others(self.model, cache, *given, filters=self.filters)
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        """Enters the mesh that the model is on, with rules for the cache."""
+        found: dict[str, Any] = {"kv_heads": None, "head_dim": None, "layers": None}
+        mesh = resolve_mesh()
+        for _, variable in iter_variables(self.model):
+            sharding = getattr(variable, "sharding", None)
+            if isinstance(sharding, NamedSharding) and variable.axes is not None:
+                mesh = sharding.mesh if mesh is None else mesh
+                names = zip(variable.axes, sharding.spec, strict=False)
+                found |= {name: entry for name, entry in names if name in found}
+        if mesh is None:
+            yield
+            return
+        rules = current_rules()
+        if "batch" in rules.names:
+            parts = [mesh.shape.get(axis, 1) for axis in mesh_axes_of(rules.spec(("batch",))[0])]
+            if len(self.rows) % math.prod(parts):
+                found["batch"] = None
+        else:
+            found["batch"] = None
+        with contextlib.ExitStack() as stack:
+            if resolve_mesh() is None:
+                stack.enter_context(jax.set_mesh(mesh))
+            stack.enter_context(axis_rules(rules.override(found)))
+            yield
+
+
+@functools.partial(jit, static_argnames=("room", "filters"), donate_argnames=("cache",))
+def _first(
+    model: Any, cache: Any, tokens: Any, mask: Any, numbers: Any, *, room: int, filters: Any
+) -> _Progress:
+    """Reads the prompts into the cache and samples the first token."""
+    tokens, mask = _by_rows(tokens), _by_rows(mask)
+    logits = _by_rows(model(tokens, mask=mask, cache=cache)[:, -1])
+    seen = None
+    if filters.penalty:
+        places = jnp.where(mask, tokens, logits.shape[-1])
+        empty = _by_rows(jnp.zeros(logits.shape, bool))
+        seen = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(empty, places)
+    batch = tokens.shape[0]
+    progress = _Progress(
+        jnp.int32(0),
+        _by_rows(jnp.full((batch, room), -1, np.int32)),
+        tokens[:, -1],
+        _by_rows(jnp.zeros(batch, bool)),
+        seen,
+    )
+    return _add(progress, logits, numbers, filters)
+
+
+@functools.partial(jit, static_argnames=("filters",), donate_argnames=("cache", "progress"))
+def _others(
+    model: Any, cache: Any, progress: Any, limit: Any, numbers: Any, *, filters: Any
+) -> _Progress:
+    """Adds tokens until there are ``limit`` or all rows have stopped."""
+
+    def goes_on(progress: _Progress) -> jax.Array:
+        return (progress.step < limit) & ~jnp.all(progress.stopped)
+
+    def body(progress: _Progress) -> _Progress:
+        logits = model(progress.last[:, None], cache=cache)[:, -1]
+        return _add(progress, _by_rows(logits), numbers, filters)
+
+    return while_loop(goes_on, body, progress)
+
+
+def _add(progress: _Progress, logits: jax.Array, numbers: Any, filters: _Filters) -> _Progress:
+    """Samples the next token of each row."""
+    step, added, _, stopped, seen = progress
+    chosen = _sample(logits.astype(jnp.float32), step, seen, numbers, filters)
+    chosen = jnp.where(stopped, -1, chosen)
+    added = jax.lax.dynamic_update_slice_in_dim(added, chosen[:, None], step, axis=1)
+    if seen is not None:
+        vocab = jax.lax.broadcasted_iota(np.int32, (1, seen.shape[1]), 1)
+        seen |= chosen[:, None] == vocab
+    stopped |= jnp.any(chosen[:, None] == numbers["stop"][None], axis=1)
+    return _Progress(step + 1, added, jnp.maximum(chosen, 0), stopped, seen)
+
+
+def _sample(
+    logits: jax.Array, step: jax.Array, seen: Any, numbers: Any, filters: _Filters
+) -> jax.Array:
+    """Draws one token per row from the filtered distribution."""
+    if seen is not None:
+        penalty = numbers["penalty"]
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if filters.greedy:
+        return jnp.argmax(logits, axis=-1).astype(np.int32)
+    logits = filter_logits(logits / numbers["temperature"], numbers, filters)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(numbers["key"], np.arange(len(logits)))
+    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    return jnp.argmax(logits + _by_rows(noise), axis=-1).astype(np.int32)
+
+
+def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Array:
+    """Sets the logits of tokens that must not be drawn to minus infinity."""
+    if filters.top_k is not None:
+        kept = jax.lax.top_k(logits, min(filters.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < kept, -jnp.inf, logits)
+    if filters.top_p:
+        order = jnp.argsort(-logits, axis=-1)
+        probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = (before < numbers["top_p"]).at[:, 0].set(True)
+        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+        logits = jnp.where(kept, logits, -jnp.inf)
+    if filters.min_p:
+        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(numbers["min_p"])
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+class _Tokens(Module):
+    """What a model without a cache has read, each row from the left."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.tokens = Cache(jnp.zeros((batch, length), np.int32), axes=("batch", "cache"))
+        self.count = Cache(jnp.zeros(batch, np.int32), axes=("batch",))
+
+
+class _Uncached(Module):
+    """A model that computes everything anew, called as one with a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def make_cache(self, batch: int, length: int) -> _Tokens:
+        return _Tokens(batch, length)
+
+    def __call__(self, tokens: Any, *, mask: Any = None, cache: Any = None) -> jax.Array:
+        length = cache.tokens.shape[1]
+        mask = jnp.ones_like(tokens, bool) if mask is None else mask
+        count = cache.count.value[:, None]
+        places = jnp.where(mask, count + jnp.cumsum(mask, 1, dtype=np.int32) - 1, length)
+        slots = jax.lax.broadcasted_iota(np.int32, (1, length, 1), 1)
+        hits = places[:, None, :] == slots
+        written = jnp.sum(jnp.where(hits, tokens[:, None, :], 0), -1, dtype=np.int32)
+        cache.tokens.value = jnp.where(hits.any(-1), written, cache.tokens.value)
+        count = count + jnp.sum(mask, 1, keepdims=True, dtype=np.int32)
+        cache.count.value = count[:, 0]
+        logits = _by_rows(self.model(cache.tokens.value))
+        at = jax.lax.broadcasted_iota(np.int32, (1, length), 1) == count - 1
+        return jnp.sum(jnp.where(at[..., None], logits, 0), axis=1, keepdims=True)
+
+
+def _by_rows(x: Any) -> jax.Array:
+    """Lays rows out over a mesh as rules say of ``batch``, all else whole."""
+    mesh = resolve_mesh()
+    x = jnp.asarray(x)
+    return x if mesh is None else constrain(x, ("batch", *[None] * (x.ndim - 1)), mesh)
 
 
 @jit
-def _next_token(
-    model: Any, tokens: Any, last: Any, key: Any, position: Any, temperature: Any
-) -> Any:
-    logits = model(tokens)[0, last].astype(jnp.float32)
-    noise = jax.random.gumbel(jax.random.fold_in(key, position), logits.shape)
-    return jnp.argmax(logits + noise * temperature)
+def _whole(x: jax.Array) -> jax.Array:
+    return constrain(x, (None,) * x.ndim, resolve_mesh())
+
+
+def _host(x: jax.Array) -> np.ndarray:
+    return np.asarray(x if x.is_fully_addressable else _whole(x))
+
+
+def _bucket(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _as_prompts(prompts: Any) -> list[np.ndarray]:
+    hint = "Give a list of prompts, each a sequence of integers; of a text list(text.encode())."
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+        raise GenerationError(f"The prompts must be a list, but are {prompts!r}. {hint}")
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows:
+        raise GenerationError(f"There are no prompts. {hint}")
+    for row in rows:
+        if row.ndim == 1 and row.size == 0:
+            raise GenerationError("A prompt is empty; give at least one token to continue from.")
+        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
+            raise GenerationError(
+                f"A prompt must be a sequence of integers, one per token, but was given an array "
+                f"of shape {row.shape} and dtype {row.dtype}. {hint}"
+            )
+        if row.min() < 0:
+            raise GenerationError(f"Tokens must not be negative, but a prompt has {row.min()}.")
+    return [row.astype(np.int32) for row in rows]
+
+
+def _as_stop(stop: Any) -> np.ndarray:
+    """Returns stop tokens, of a bucket's size so that another number compiles nothing."""
+    tokens = np.atleast_1d(np.asarray(stop if np.size(stop) else np.zeros(0, np.int32)))
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens < 0).any():
+        raise GenerationError(f"stop={stop!r}: stop takes tokens, integers of at least 0.")
+    padded = np.full(_bucket(max(1, tokens.size)), -2, np.int32)
+    padded[: tokens.size] = tokens
+    return padded
+
+
+def _check_options(
+    length: Any, temperature: float, top_k: Any, top_p: Any, min_p: Any, penalty: Any
+) -> None:
+    """Raises if an option is out of range."""
+    is_count = isinstance(length, (int, np.integer)) and not isinstance(length, bool)
+    checks = [
+        ("max_new_tokens", length, is_count and length >= 0, "an integer of at least 0"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0 and finite"),
+        (
+            "top_k",
+            top_k,
+            top_k is None or (isinstance(top_k, (int, np.integer)) and top_k >= 1),
+            "an integer of at least 1",
+        ),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1"),
+        (
+            "repetition_penalty",
+            penalty,
+            penalty is None or 0 < penalty < math.inf,
+            "positive and finite",
+        ),
+    ]
+    for name, value, fits, wanted in checks:
+        if not fits:
+            raise GenerationError(f"{name}={value!r}: {name} must be {wanted}.")
+
+
+def _check_length(model: Any, length: int) -> None:
+    """Raises if a model with learned positions has too few."""
+    most = getattr(getattr(model, "config", None), "max_positions", 0)
+    if most and length > most:
+        raise GenerationError(
+            f"Prompt and max_new_tokens make {length} tokens, but the model has max_positions="
+            f"{most}."
+        )
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> jax.Array:
