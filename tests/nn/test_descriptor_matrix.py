@@ -103,7 +103,7 @@ DESCRIPTORS = {
         {("kernel",): ("e", "h", "d"), ("bias",): ("h", "d")},
     ),
     "Conv": Descriptor(
-        lambda rngs, dtype: sx.nn.Conv(8, 12, (3, 2), groups=2, dtype=dtype, rngs=rngs),
+        lambda rngs, dtype: sx.nn.Conv(8, 12, (3, 2), dtype=dtype, rngs=rngs),
         floats(4, 5, 6, 8),
         (4, 5, 6, 12),
         {("kernel",): ("window_0", "window_1", "in", "out"), ("bias",): ("out",)},

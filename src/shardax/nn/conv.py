@@ -189,7 +189,8 @@ class Conv(_Conv):
             ``"REFLECT"``, which extend the input by itself; ``"CAUSAL"`` (1-D), where a result
             depends on nothing behind it; or numbers: one, or one or a pair a dimension.
         dilation: Distance between the kernel's elements.
-        groups: Into how many groups the channels are split; each is convolved by itself.
+        groups: Into how many groups the channels are split; each is convolved by itself. Keep the
+            kernel whole where there are several: XLA can abort over a mesh that splits it.
         use_bias: Whether to add a bias.
         dtype: Compute dtype; None promotes input and parameters.
         param_dtype: Parameter dtype.
