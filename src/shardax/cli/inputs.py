@@ -75,7 +75,8 @@ def check_values(values: Mapping[str, Any], *, of: str = "") -> None:
 
 def check_words(words: Sequence[str]) -> None:
     """Raises CommandError if a word is no text, or is empty."""
-    for option, word in zip(["", *words], words, strict=False):
+    option = ""
+    for word in words:
         try:
             word.encode()
         except UnicodeEncodeError:
@@ -86,8 +87,10 @@ def check_words(words: Sequence[str]) -> None:
         if len(word) > 4096 and name != "--prompt" != option:  # longer than any path
             raise CommandError(f"{word[:40]!r}... of {len(word):,} characters is too long.")
         is_empty = not word or (word.startswith("--") and word.endswith("=") and not value)
-        if is_empty and name not in ("--mesh", "--prompt"):
+        # An empty prompt is refused by the command: one of several has no name before it.
+        if is_empty and name not in ("--mesh", "--prompt") and option != "--prompt":
             raise CommandError(f"{name or 'an argument'} is given an empty text.")
+        option = word if word.startswith("--") else option
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:

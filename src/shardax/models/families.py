@@ -182,7 +182,7 @@ def _rope(take: Taker, values: Mapping[str, Any] | None = None, **options: Any) 
     left = {name: value for name, value in values.items() if value is not None}
     kind = left.pop("rope_type", left.pop("type", "default"))
     left.pop("type", None)
-    found: dict[str, Any] = {
+    found: dict[Any, Any] = {
         "base": float(left.pop("rope_theta", options.get("base", 10_000.0))),
         "fraction": float(left.pop("partial_rotary_factor", options.get("fraction", 1.0))),
     }

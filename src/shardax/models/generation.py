@@ -47,7 +47,7 @@ class GenerationError(ShardaxError, ValueError):
 
 
 class _Filters(NamedTuple):
-    """Options that are part of the program; those that are numbers are its inputs."""
+    """Options that are part of the program."""
 
     greedy: bool
     top_k: int | None
@@ -160,7 +160,7 @@ class _Steps:
         self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
 
     def run(self) -> np.ndarray:
-        """Returns what was added, of shape (batch, at most limit), -1 for nothing."""
+        """Returns what was added, -1 where a row has ended."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
         with self._scope():
@@ -170,7 +170,9 @@ class _Steps:
             return _host(progress.added)[:, : self.limit]
 
     def stream(self) -> Iterator[np.ndarray]:
-        """Yields the next token of each row, -1 in rows that have ended."""
+        """Yields the next token of each row, -1 after its end."""
+        cache: Any = None
+        progress: Any = None
         for step in range(self.limit):
             with self._scope():
                 if step == 0:
@@ -201,9 +203,9 @@ class _Steps:
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        """Enters the mesh that the model is on, with rules for the cache."""
+        """Enters the model's mesh, with rules for the cache."""
         found: dict[str, Any] = {"kv_heads": None, "head_dim": None, "layers": None}
-        mesh = resolve_mesh()
+        mesh: Any = resolve_mesh()
         for _, variable in iter_variables(self.model):
             sharding = getattr(variable, "sharding", None)
             if isinstance(sharding, NamedSharding) and variable.axes is not None:
@@ -296,7 +298,7 @@ def _sample(
 
 
 def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Array:
-    """Sets the logits of tokens that must not be drawn to minus infinity."""
+    """Sets logits of tokens not to be drawn to minus infinity."""
     if filters.top_k is not None:
         kept = jax.lax.top_k(logits, min(filters.top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
@@ -313,8 +315,8 @@ def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Arr
     return logits
 
 
-class _Tokens(Module):
-    """What a model without a cache has read, each row from the left."""
+class _ReadTokens(Module):
+    """What a model without a cache has read."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.tokens = Cache(jnp.zeros((batch, length), np.int32), axes=("batch", "cache"))
@@ -327,8 +329,8 @@ class _Uncached(Module):
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def make_cache(self, batch: int, length: int) -> _Tokens:
-        return _Tokens(batch, length)
+    def make_cache(self, batch: int, length: int) -> _ReadTokens:
+        return _ReadTokens(batch, length)
 
     def __call__(self, tokens: Any, *, mask: Any = None, cache: Any = None) -> jax.Array:
         length = cache.tokens.shape[1]
@@ -347,7 +349,7 @@ class _Uncached(Module):
 
 
 def _by_rows(x: Any) -> jax.Array:
-    """Lays rows out over a mesh as rules say of ``batch``, all else whole."""
+    """Lays rows out as rules say of ``batch``."""
     mesh = resolve_mesh()
     x = jnp.asarray(x)
     return x if mesh is None else constrain(x, ("batch", *[None] * (x.ndim - 1)), mesh)
@@ -387,7 +389,7 @@ def _as_prompts(prompts: Any) -> list[np.ndarray]:
 
 
 def _as_stop(stop: Any) -> np.ndarray:
-    """Returns stop tokens, of a bucket's size so that another number compiles nothing."""
+    """Returns stop tokens, padded to a bucket's size."""
     tokens = np.atleast_1d(np.asarray(stop if np.size(stop) else np.zeros(0, np.int32)))
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens < 0).any():
         raise GenerationError(f"stop={stop!r}: stop takes tokens, integers of at least 0.")

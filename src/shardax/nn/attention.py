@@ -238,8 +238,8 @@ class MultiHeadAttention(Module):
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
-        query_norm: Callable[[], Module] | None = None,
-        key_norm: Callable[[], Module] | None = None,
+        query_norm: Callable[[], Any] | None = None,
+        key_norm: Callable[[], Any] | None = None,
         dropout: float = 0.0,
         implementation: Literal["xla", "cudnn"] | None = None,
         dtype: Any = None,
@@ -401,7 +401,7 @@ class MultiHeadAttention(Module):
         if causal:
             order = jnp.tri(*scores.shape[-2:], dtype=bool)
             if window is not None:
-                order &= ~jnp.tri(*scores.shape[-2:], -window, dtype=bool)
+                order &= ~jnp.tri(*scores.shape[-2:], k=-window, dtype=bool)
             order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
             mask = order if mask is None else mask & order
         if mask is not None:  # what may not be read has the weight 0, as in jax.nn
@@ -420,16 +420,10 @@ class MultiHeadAttention(Module):
         if self.precision is not None:
             precision = jax.default_matmul_precision(jax.lax.Precision(self.precision).name.lower())
         options: dict[str, Any] = {"is_causal": causal, "scale": self.scale, "mask": mask}
+        options |= {"local_window_size": near, "implementation": self.implementation}
         try:
             with precision:
-                return jax.nn.dot_product_attention(
-                    query,
-                    key,
-                    value,
-                    **options,
-                    local_window_size=near,
-                    implementation=self.implementation,
-                )
+                return jax.nn.dot_product_attention(query, key, value, **options)
         except Exception as error:
             if self.implementation != "cudnn":
                 raise
@@ -588,7 +582,7 @@ class AttentionCache(Module):
         self.ring = bool(ring)
 
     def check(self, attention: MultiHeadAttention, batch: int) -> None:
-        """Raises if it is not a cache of this attention for this many rows.
+        """Raises if it does not fit an attention and its rows.
 
         Args:
             attention: The attention.
@@ -610,7 +604,7 @@ class AttentionCache(Module):
             )
 
     def places(self, time: int, positions: Any = None, mask: Any = None) -> jax.Array:
-        """Returns the positions of the next tokens, -1 for those that are padding.
+        """Returns the positions of the next tokens, -1 for padding.
 
         Args:
             time: How many tokens in each row.
@@ -677,7 +671,8 @@ class AttentionCache(Module):
         for (variable, _), one in zip(pairs, written, strict=True):
             variable.value = one
         self.count.value = count + time
-        return (*read, is_full)
+        keys, values, held = read
+        return keys, values, held, is_full
 
 
 def _write(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
@@ -697,7 +692,7 @@ def _write_ring(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
 
 
 def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Lays an array out as another of its rank, over Explicit mesh axes."""
+    """Lays an array out as another, over Explicit mesh axes."""
     have, wanted = jax.typeof(new).sharding, jax.typeof(old).sharding
     if explicit_entries(new) == explicit_entries(old):
         return new

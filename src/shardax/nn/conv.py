@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions and pooling, channels last.
 
-The rank of the kernel says over how many dimensions: an input has the shape (..., *window, in),
+The rank of the kernel says over how many dimensions: an input has the shape (..., spatial, in),
 with any batch dimensions in front. A dimension that is convolved comes out whole over Explicit mesh
 axes; batch and channels keep their layout.
 """
@@ -97,19 +97,7 @@ class _Conv(Module):
         take_precision(self, precision, preferred_element_type)
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
-        """Convolves an input.
-
-        Args:
-            x: Shape (..., *window, in_features); any dimensions before.
-            out_sharding: Sharding of the result over Explicit mesh axes; by default batch and
-                channels keep their own.
-
-        Returns:
-            Shape (..., *window, out_features), in the compute dtype.
-
-        Raises:
-            LayerInputError: If the last dimension is not ``in_features`` or dimensions are missing.
-        """
+        """Convolves (..., spatial, in_features) to (..., spatial, out_features)."""
         y = self._convolve(x, self.kernel.value, out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
@@ -344,7 +332,7 @@ def max_pool(
     """Takes the maximum over windows, channels last.
 
     Args:
-        x: Shape (..., *window, features); any dimensions before.
+        x: Shape (..., spatial, features); any dimensions before.
         window: Size of the window in each dimension; a number is one dimension.
         strides: Step of the window; None for its size.
         padding: ``"SAME"``, ``"VALID"`` or numbers: one, one or a pair a dimension.
@@ -378,7 +366,7 @@ def avg_pool(
     """Takes the mean over windows, channels last.
 
     Args:
-        x: Shape (..., *window, features); any dimensions before.
+        x: Shape (..., spatial, features); any dimensions before.
         window: Size of the window in each dimension; a number is one dimension.
         strides: Step of the window; None for its size.
         padding: ``"SAME"``, ``"VALID"`` or numbers: one, one or a pair a dimension.

@@ -156,10 +156,11 @@ def take_precision(layer: Module, precision: Any, preferred_element_type: Any) -
 def with_layout(
     function: Callable[..., jax.Array], out_sharding: Any, *arrays: jax.Array
 ) -> jax.Array:
-    """Runs a function with Explicit mesh axes as Auto; its result has a layout."""
+    """Runs a function with Explicit mesh axes as Auto."""
     if out_sharding is None:
         return function(*arrays)
-    return jax.sharding.auto_axes(function, out_sharding=out_sharding)(*arrays)
+    result: Any = jax.sharding.auto_axes(function, out_sharding=out_sharding)
+    return result(*arrays)
 
 
 def as_array(value: Any) -> jax.Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: gated feed-forward layers, of which each token uses a few.
+"""Mixture of experts, of which each token uses a few.
 
 The router's softmax over all experts is in float32. The load-balance loss is that of Fedus et al.,
 "Switch Transformers", 2021, equation 4, with the shares of all choices added up as Mixtral does.
