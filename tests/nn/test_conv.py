@@ -205,3 +205,22 @@ def test_inputs_that_do_not_fit_are_refused():
         reflecting(floats(2, 3, 4))
     with pytest.raises(LayerConfigError, match="padding='CIRCULAR'"):
         sx.nn.ConvTranspose(4, 8, 3, padding="CIRCULAR", rngs=sx.Rngs(0))
+
+
+def test_groups_meet_a_kernel_that_a_mesh_in_scope_splits() -> None:
+    # Without the constraint in Conv, XLA's partitioner aborts the process in the gradient.
+    def loss(conv: Any, x: Any) -> Any:
+        return (conv(x) ** 2).sum()
+
+    conv = sx.nn.Conv(8, 12, (3, 2), groups=2, rngs=sx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (4, 6, 6, 8))
+    value, gradients = sx.value_and_grad(loss)(conv, x)
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    sx.shard(conv, mesh, {"in": "data", "out": "model"})
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        found = sx.jit(sx.value_and_grad(loss))(conv, jax.device_put(x, split))
+    np.testing.assert_allclose(found[0], value, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -32,6 +32,7 @@ from shardax.nn.linear import (
     take_precision,
     with_layout,
 )
+from shardax.partition.mesh import resolve_mesh
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 Window = int | Sequence[int]
@@ -129,6 +130,15 @@ class _Conv(Module):
         if self.padding in _MODES:
             x = self._extended(x, pairs)
             pairs = "VALID"
+        # XLA's partitioner aborts where groups meet a kernel that is split (seen with JAX 0.10).
+        if self.groups > 1:
+            mesh = resolve_mesh()
+            if not jax.sharding.get_abstract_mesh().empty:
+                kernel = jax.lax.with_sharding_constraint(kernel, PartitionSpec())
+            elif mesh is not None:
+                kernel = jax.lax.with_sharding_constraint(
+                    kernel, NamedSharding(mesh, PartitionSpec())
+                )
         letters = "XYZ"[:rank]
         y = jax.lax.conv_general_dilated(
             x,
@@ -177,8 +187,9 @@ class Conv(_Conv):
             ``"REFLECT"``, which extend the input by itself; ``"CAUSAL"`` (1-D), where a result
             depends on nothing behind it; or numbers: one, or one or a pair a dimension.
         dilation: Distance between the kernel's elements.
-        groups: Into how many groups the channels are split; each is convolved by itself. Keep the
-            kernel whole where there are several: XLA can abort over a mesh that splits it.
+        groups: Into how many groups the channels are split; each is convolved by itself. Over
+            Auto mesh axes that split the kernel of several groups, compute under
+            ``jax.set_mesh(mesh)``, as a Trainer does: otherwise XLA can abort in the gradient.
         use_bias: Whether to add a bias.
         dtype: Compute dtype; None promotes input and parameters.
         param_dtype: Parameter dtype.
