@@ -126,11 +126,13 @@ def by_hand(model: sx.models.Decoder, new: int) -> Generate:
     return run
 
 
-def transformers(sizes: dict[str, int], new: int) -> Generate:
+def transformers(sizes: dict[str, int], new: int, threads: int | None) -> Generate:
     """`generate` of a Llama of the same sizes, with PyTorch."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     config = LlamaConfig(
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["embed_dim"],
@@ -155,12 +157,12 @@ def transformers(sizes: dict[str, int], new: int) -> Generate:
     return run
 
 
-def opponents(sizes: dict[str, int], new: int) -> dict[str, Generate]:
+def opponents(sizes: dict[str, int], new: int, threads: int | None) -> dict[str, Generate]:
     """Who competes, the baseline first."""
     model = sx.models.Decoder(sx.models.DecoderConfig(**sizes), rngs=sx.Rngs(0))
     found = {BASELINE: by_hand(model, new), OURS: shardax(model, new)}
     if all(map(importlib.util.find_spec, PEER_MODULES)):
-        found[PEER] = transformers(sizes, new)
+        found[PEER] = transformers(sizes, new, threads)
     return found
 
 
@@ -189,11 +191,15 @@ def bound_failures(record: dict[str, Any], to_peer: float | None) -> list[str]:
 def main() -> int:
     """Measure both batch sizes and check the bounds."""
     parser = arguments(__doc__, repeats=7)
+    parser.add_argument("--opponents", nargs="*", default=[OURS, PEER])
+    parser.add_argument("--torch-threads", type=int, default=None, help="of transformers")
     options = parser.parse_args()
     repeats = min(options.repeats, 2) if options.quick else options.repeats
     sizes, new = (QUICK, 8) if options.quick else (SIZES, NEW)
     report = Report("generate", {"repeats": repeats, "prompt": PROMPT, "new": new, **sizes})
-    found = opponents(sizes, new)
+    chosen = {BASELINE, OURS, *options.opponents}
+    made = opponents(sizes, new, options.torch_threads)
+    found = {name: one for name, one in made.items() if name in chosen}
     rows = []
     for batch in (1, 8):
         random = np.random.default_rng(batch)
