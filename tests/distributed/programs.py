@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import sys
 import time
@@ -205,6 +206,11 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
         except sx.errors.ShardaxError as error:
             found[name] = f"{type(error).__name__}: {error}"
         assert time.monotonic() - begin < 60
+    found["repr"] = repr(spans)
+    with contextlib.redirect_stdout(io.StringIO()) as picture:
+        sx.view.show_sharding(spans)
+    found["picture"] = picture.getvalue()
+    found["page"] = sx.view.sharding_svg(spans)
     assert sx.distributed.agree("width", {"a": 1}) == {"a": 1}
     sx.distributed.barrier("the end")
     with contextlib.suppress(sx.errors.DistributedError):

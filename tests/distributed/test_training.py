@@ -80,6 +80,10 @@ def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: P
     }.items():
         assert first[name].startswith(start), (name, first[name])
         assert shown in first[name], (name, first[name])
+    assert first["repr"] == "Param(float32[256, 256] over processes 0, 1)"
+    for device in (0, 1):
+        cell = f"{device} (process 0); {device + 2048} (process 1)"
+        assert f"CPU {cell}" in first["picture"] and cell in first["page"]
     start_of = {name: first[name].partition(": float")[0] for name in ("numpy", "number")}
     assert start_of == {"numpy": f"{start}  options.rate", "number": f"{start}  shift"}
     assert first["own numpy"] == first["equal numpy"] == "nothing was raised"

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardax._core import _jax
 from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
 from shardax._core.cross_process import packed
 from shardax._core.errors import MetadataError, StateMismatchError, VariableValueError
@@ -432,6 +433,9 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         else:
             shown = repr(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value))
         lazy = ", lazy" if isinstance(value, LazyValue) else ""
+        if isinstance(value, jax.Array) and not isinstance(value, _jax.Tracer):
+            owners = sorted({device.process_index for device in value.sharding.device_set})
+            lazy = f" over processes {', '.join(map(str, owners))}" if len(owners) > 1 else ""
         metadata = repr(self._metadata)
         return f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
 

@@ -103,6 +103,15 @@ class _Face(NamedTuple):
     shape: tuple[int, int]  # rows, columns
     cells: dict[tuple[Span, Span], list[int]]  # devices by spans of rows and columns
     platform: str
+    owners: dict[int, int]  # processes by device, if there are several
+
+    def label(self, devices: list[int]) -> str:
+        """Returns the numbers of devices, and of their processes where there are several."""
+        by_process = groupby(devices, lambda device: self.owners.get(device, -1))
+        return "; ".join(
+            _device_numbers(list(own)) + (f" (process {process})" if process >= 0 else "")
+            for process, own in by_process
+        )
 
 
 def _face(value: Any) -> _Face:
@@ -115,7 +124,11 @@ def _face(value: Any) -> _Face:
         columns, rows = [*(spans[device][d] for d in reversed(dimensions)), (0, 1), (0, 1)][:2]
         cells.setdefault((rows, columns), []).append(device)
     width, height = [*(shape[d] for d in reversed(dimensions)), 1, 1][:2]
-    return _Face((height, width), dict(sorted(cells.items())), platform_of(sharding))
+    owners: dict[int, int] = {}
+    if not is_abstract(sharding):
+        owners = {device.id: device.process_index for device in sharding.device_set}
+    owners = owners if len(set(owners.values())) > 1 else {}
+    return _Face((height, width), dict(sorted(cells.items())), platform_of(sharding), owners)
 
 
 def _device_numbers(devices: list[int]) -> str:
@@ -131,7 +144,7 @@ def sharding_text(value: Any) -> str:
     """Draws an array's sharding with characters, without the middle of many cells."""
     face = _face(value)
     labels = {
-        cell: f"{face.platform} {_device_numbers(devices)}" for cell, devices in face.cells.items()
+        cell: f"{face.platform} {face.label(devices)}" for cell, devices in face.cells.items()
     }
     widest = max(len(label) for label in labels.values()) + 2
     rows = _kept(sorted({cell[0] for cell in face.cells}), _MOST_ROWS)
@@ -199,7 +212,7 @@ def sharding_svg(value: Any, width: int = 280, height: int = 160) -> str:
     for ((top, bottom), (left, right)), devices in face.cells.items():
         x, wide = left * across, (right - left) * across
         y, tall = top * down, (bottom - top) * down
-        label = escape(_device_numbers(devices))
+        label = escape(face.label(devices))
         parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
             f'fill="{_COLORS[devices[0] % len(_COLORS)]}" stroke="white">'
