@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import io
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -99,6 +100,30 @@ def resumed(settings: dict[str, Any], folder: Path) -> list[Any]:
     checkpoints.restore(state, mesh=again.mesh, rules=small_runs.RULES)
     trainer.run(resume=True)
     return [digest_of(again), digest_of(trainer), trainer.batches.state()["step"]]
+
+
+class Large(sx.Module):
+    """One array of many rows."""
+
+    def __init__(self, rows: int) -> None:
+        def numbered(key: Any, shape: Any, dtype: Any) -> Any:
+            return jax.lax.broadcasted_iota(dtype, shape, 0)
+
+        self.rows = sx.Param(
+            sx.Init(numbered, (rows, 1024), rngs=sx.Rngs(0)), axes=("vocab", "embed")
+        )
+
+
+def restored_large(settings: dict[str, Any], folder: Path) -> list[Any]:
+    """How many bytes restoring took here at most, how many are held, and the first row here."""
+    del folder
+    model, mesh = Large(settings["rows"]), mesh_of({"data": 1, "model": jax.device_count()})
+    jnp.zeros(1).block_until_ready()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sx.train.checkpoint.restore(model, settings["path"], mesh=mesh, rules=small_runs.RULES)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (shard,) = model.rows.value.addressable_shards
+    return [1024 * (after - before), shard.data.nbytes, float(shard.data[0, 0])]
 
 
 def trained(meshes: list[Any], folder: Path) -> list[Any]:

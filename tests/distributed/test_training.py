@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jax.sharding import AxisType
 
 import shardax as sx
 from tests.distributed.processes import ends, run, started
-from tests.distributed.programs import digest_of, elastic_trainer
+from tests.distributed.programs import Large, digest_of, elastic_trainer
 from tests.train import small_runs
 
 
@@ -132,6 +133,23 @@ def test_a_run_goes_on_with_more_or_fewer_processes_bit_for_bit(tmp_path: Path):
     ]
     losses = [[(r["step"], r["loss"]) for r in log if "loss" in r] for log in logs]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts kilobytes of memory, as Linux does")
+def test_a_process_restores_its_shards_and_never_a_whole_array(tmp_path: Path):
+    rows = 1 << 17  # of 4 KiB
+    model = Large(rows)
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=kinds)
+    sx.shard(model, mesh, small_runs.RULES)
+    sx.train.checkpoint.save(model, tmp_path / "large")
+    settings = {"rows": rows, "path": str(tmp_path / "large")}
+    found = run("restored_large", settings, tmp_path, processes=4, devices=1)
+    whole = rows * 4096
+    assert [held for _, held, _ in found] == [whole // 4] * 4
+    assert [first for _, _, first in found] == [rows // 4 * process for process in range(4)]
+    # What is read is there twice for a while: as read, and on the device.
+    assert all(most < 0.85 * whole for most, _, _ in found), found
 
 
 @pytest.mark.parametrize(
