@@ -139,6 +139,14 @@ DESCRIPTORS = {
         (4, 3, 8),
         {("scale",): ("embed",), ("bias",): ("embed",)},
     ),
+    "GroupNorm": Descriptor(
+        lambda rngs, dtype: sx.nn.GroupNorm(8, 2, dtype=dtype),
+        floats(4, 8),
+        (4, 8),
+        {("scale",): ("embed",), ("bias",): ("embed",)},
+        # The first dimension is always the batch; here each row is an example.
+        call=lambda layer, x: layer(x) if x.ndim > 1 else layer(x[None])[0],
+    ),
     "BatchNorm, running statistics": Descriptor(
         lambda rngs, dtype: sx.nn.BatchNorm(8, dtype=dtype, use_running_average=True),
         floats(4, 3, 8),

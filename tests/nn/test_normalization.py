@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as linen
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,3 +90,39 @@ def test_norms_refuse_what_does_not_fit(norm: Any):
         norm(2, epsilon=-1)
     with pytest.raises(LayerConfigError, match="1 axis names"):
         norm(2, axes=("a", "b"))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (3, 5, 8), (2, 3, 4, 8), (2, 3, 2, 2, 8)])
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_group_norm_and_its_gradients_are_those_of_flax(groups: int, shape: tuple[int, ...]):
+    x, scale, bias = (
+        np.asarray(jax.random.normal(jax.random.key(seed), size), np.float32)
+        for seed, size in enumerate((shape, (8,), (8,)))
+    )
+    instance = groups == 8
+    layer = sx.nn.InstanceNorm(8) if instance else sx.nn.GroupNorm(8, groups)
+    layer.scale.value, layer.bias.value = scale, bias
+    peer = linen.GroupNorm(groups)
+
+    def loss(layer: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(layer(x)))
+
+    def peer_loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(peer.apply({"params": params}, x)))
+
+    params = {"scale": scale, "bias": bias}
+    np.testing.assert_allclose(layer(x), peer.apply({"params": params}, x), rtol=1e-4, atol=1e-4)
+    if x[0].size == groups:  # of one number there is no deviation: all is epsilon
+        return
+    found = sx.grad(loss, argnums=(0, 1))(layer, x)
+    wanted = jax.grad(peer_loss, argnums=(0, 1))(params, x)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-3, atol=1e-4)
+    for name in params:
+        np.testing.assert_allclose(found[0][name], wanted[0][name], rtol=1e-3, atol=1e-4)
+
+
+def test_group_norm_refuses_groups_that_do_not_divide_and_inputs_without_batch():
+    with pytest.raises(LayerConfigError, match=r"features=8 into num_groups=3 equal"):
+        sx.nn.GroupNorm(8, 3)
+    with pytest.raises(LayerInputError, match=r"\(batch, \.\.\., 8\).*layer\(x\[None\]\)\[0\]"):
+        sx.nn.GroupNorm(8, 2)(np.ones(8, np.float32))

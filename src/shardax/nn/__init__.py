@@ -24,6 +24,8 @@ from shardax.nn.mlp import MLP as MLP
 from shardax.nn.mlp import Sequential as Sequential
 from shardax.nn.moe import MoE as MoE
 from shardax.nn.normalization import BatchNorm as BatchNorm
+from shardax.nn.normalization import GroupNorm as GroupNorm
+from shardax.nn.normalization import InstanceNorm as InstanceNorm
 from shardax.nn.normalization import LayerNorm as LayerNorm
 from shardax.nn.normalization import RMSNorm as RMSNorm
 from shardax.nn.stack import Stack as Stack

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer, root mean square and batch normalization.
+"""Layer, root mean square, group and batch normalization.
 
 Statistics and the scaling by them are computed in float32 or wider whatever the input's dtype, and
 the result is cast to the compute dtype at the end.
@@ -26,7 +26,15 @@ from shardax._core.module import Module
 from shardax._core.variable import BatchStat, Param
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.nn.linear import align, as_array, at_least_float32, result_dtype, take_features
+from shardax.nn.linear import (
+    align,
+    as_array,
+    at_least_float32,
+    explicit_sharding,
+    result_dtype,
+    take_features,
+    with_layout,
+)
 
 
 class _Norm(Module):
@@ -198,6 +206,118 @@ class LayerNorm(_Norm):
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         # Of centred values, so that a large common offset costs no precision.
         return self._scaled(x, self._over_root_mean_square(centred))
+
+
+class GroupNorm(_Norm):
+    """Normalization by mean and standard deviation of groups of channels.
+
+    Both are over a group's channels and all dimensions between the batch and the channels; Wu and
+    He, "Group Normalization", 2018.
+
+    Args:
+        features: Channels, the last dimension.
+        num_groups: Into how many groups of neighbours the channels are split.
+        epsilon: Added to the variance, against division by zero.
+        use_scale: Whether to multiply by a learnt scale, one for each channel.
+        use_bias: Whether to add a learnt bias, likewise.
+        dtype: Compute dtype, that of the result; None promotes input and parameters.
+        param_dtype: Parameter dtype.
+        scale_init: Initializer of the scale.
+        bias_init: Initializer of the bias.
+        axes: Axis name of scale and bias.
+        rngs: Random streams; only needed by initializers that draw.
+
+    Attributes:
+        scale: ``Param`` of shape (features,), or None.
+        bias: ``Param`` of shape (features,), or None.
+
+    Raises:
+        LayerConfigError: If sizes are not positive or do not divide, or ``epsilon`` is negative.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> x = jnp.array([[1.0, 3.0, 10.0, 30.0]])
+        >>> sx.nn.GroupNorm(4, 2, epsilon=0.0)(x).tolist()
+        [[-1.0, 1.0, -1.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_groups: int = 32,
+        *,
+        epsilon: float = 1e-6,
+        use_scale: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        scale_init: Initializer = parameters.ones,
+        bias_init: Initializer = parameters.zeros,
+        axes: Sequence[str | None] = ("embed",),
+        rngs: Rngs | None = None,
+    ) -> None:
+        names = self._take_options(features, epsilon, axes, dtype)
+        name = type(self).__name__
+        self.num_groups = parameters.as_size(name, "num_groups", num_groups)
+        if self.features % self.num_groups:
+            raise LayerConfigError(
+                f"{name} cannot split features={features} into num_groups={num_groups} equal "
+                f"groups. Give a divisor of features."
+            )
+        inits = {
+            "scale": scale_init if use_scale else None,
+            "bias": bias_init if use_bias else None,
+        }
+        self._make(names, param_dtype, rngs, **inits)
+
+    def __call__(self, x: Any) -> jax.Array:
+        """Normalises an input.
+
+        Args:
+            x: Shape (batch, ..., features).
+
+        Returns:
+            The same shape, in the compute dtype.
+
+        Raises:
+            LayerInputError: If the last dimension is not ``features``, or there is no batch.
+        """
+        layer = f"{type(self).__name__}({self.features})"
+        x = take_features(layer, x, (self.features,))
+        if x.ndim < 2:
+            wanted = f"an input of shape (batch, ..., {self.features})"
+            parameters.refuse_input(layer, wanted, x, "Of one example: layer(x[None])[0].")
+        wide = x.astype(at_least_float32(x.dtype))
+        # Over Explicit axes a split of the channels has no layout by groups that JAX could infer.
+        return self._scaled(x, with_layout(self._normed, explicit_sharding(x), wide))
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        size = self.features // self.num_groups
+        grouped = x.reshape(*x.shape[:-1], self.num_groups, size)
+        dimensions = (*range(1, x.ndim - 1), x.ndim)
+        centred = grouped - jnp.mean(grouped, axis=dimensions, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=dimensions, keepdims=True)
+        return (centred * jax.lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
+
+
+class InstanceNorm(GroupNorm):
+    """Normalization of each channel of each example: one channel a group.
+
+    Ulyanov, Vedaldi and Lempitsky, "Instance Normalization", 2016.
+
+    Args:
+        features: Channels, the last dimension.
+        **options: As for ``GroupNorm``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> x = jnp.array([[[1.0], [3.0]], [[10.0], [30.0]]])
+        >>> sx.nn.InstanceNorm(1, epsilon=0.0)(x)[..., 0].tolist()
+        [[-1.0, 1.0], [-1.0, 1.0]]
+    """
+
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__(features, features, **options)
 
 
 def _spread(parameter: jax.Array, x: jax.Array, dimension: int | None = None) -> jax.Array:
