@@ -60,3 +60,21 @@ def test_embed_refuses_what_is_not_an_index_and_features_that_do_not_fit():
         sx.nn.Embed(0, 3, rngs=sx.Rngs(0))
     with pytest.raises(LayerConfigError, match="2 axis names"):
         sx.nn.Embed(5, 3, axes=("vocab",), rngs=sx.Rngs(0))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_sinusoidal_positions_are_their_formula(interleaved: bool):
+    positions = np.array([[0, 1, 7], [100, 5, 2]])
+    found = sx.nn.sinusoidal(positions, 6, base=50.0, interleaved=interleaved)
+    wanted = np.zeros((2, 3, 6))
+    for i in range(3):
+        angle = positions * 50.0 ** (-2 * i / 6)
+        sine, cosine = (2 * i, 2 * i + 1) if interleaved else (i, 3 + i)
+        wanted[..., sine], wanted[..., cosine] = np.sin(angle), np.cos(angle)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_sinusoidal_positions_need_pairs_of_features():
+    with pytest.raises(LayerConfigError, match=r"even number of features.*features=5"):
+        sx.nn.sinusoidal(np.arange(3), 5)

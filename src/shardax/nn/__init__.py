@@ -19,6 +19,7 @@ from shardax.nn.conv import max_pool as max_pool
 from shardax.nn.dropout import Dropout as Dropout
 from shardax.nn.einsum import Einsum as Einsum
 from shardax.nn.embedding import Embed as Embed
+from shardax.nn.embedding import sinusoidal as sinusoidal
 from shardax.nn.linear import Linear as Linear
 from shardax.nn.mlp import MLP as MLP
 from shardax.nn.mlp import Sequential as Sequential

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding table, and its transpose as an output layer."""
+"""Embedding table, its transpose as an output layer, and sinusoidal positions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
 from shardax.nn.linear import (
     as_array,
@@ -137,3 +138,47 @@ class Embed(Module):
         x, table = cast_all(self.dtype, x, self.embedding.value)
         options = self.precision, self.preferred_element_type
         return contract(x, table, (1,), out_sharding, *options)
+
+
+def sinusoidal(
+    positions: Any, features: int, *, base: float = 10_000.0, interleaved: bool = True
+) -> jax.Array:
+    """Embeds positions as sines and cosines of many wavelengths.
+
+    Feature ``2 i`` is the sine and feature ``2 i + 1`` the cosine of
+    ``position * base ** (-2 i / features)``; Vaswani et al., "Attention Is All You Need", 2017.
+    (Learned positions are an ``Embed`` with a vector for each.)
+
+    Args:
+        positions: Integers or floats of any shape.
+        features: Size of an embedding, even.
+        base: The longest wavelength is nearly ``2 * pi * base``.
+        interleaved: Whether sines and cosines alternate, as in the paper; otherwise the first half
+            are the sines.
+
+    Returns:
+        float32 of shape (*positions.shape, features).
+
+    Raises:
+        LayerConfigError: If ``features`` is odd or not positive.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> print(sinusoidal(jnp.arange(2), 4).round(2))
+        [[0.   1.   0.   1.  ]
+         [0.84 0.54 0.01 1.  ]]
+    """
+    size = parameters.as_size("sinusoidal", "features", features)
+    if size % 2:
+        raise LayerConfigError(
+            f"sinusoidal needs an even number of features, a sine and a cosine each, but "
+            f"features={features}."
+        )
+    positions = as_array(positions).astype(jnp.float32)
+    steps = jnp.arange(size // 2, dtype=jnp.float32)
+    frequencies = jax.lax.expand_dims(base ** (-2 * steps / size), range(positions.ndim))
+    angles = jnp.expand_dims(positions, -1) * frequencies
+    waves = [jnp.sin(angles), jnp.cos(angles)]
+    if not interleaved:
+        return jnp.concatenate(waves, axis=-1)
+    return jnp.stack(waves, axis=-1).reshape(*positions.shape, size)
