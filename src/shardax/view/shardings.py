@@ -106,7 +106,7 @@ class _Face(NamedTuple):
     owners: dict[int, int]  # processes by device, if there are several
 
     def label(self, devices: list[int]) -> str:
-        """Returns the numbers of devices, and of their processes where there are several."""
+        """Returns the numbers of devices, with their processes if several."""
         by_process = groupby(devices, lambda device: self.owners.get(device, -1))
         return "; ".join(
             _device_numbers(list(own)) + (f" (process {process})" if process >= 0 else "")
