@@ -9,8 +9,8 @@ upper bound of what they cost, not a measure of a fast network.
 
 Beside the steps, for each number of processes and, with two, for each number of layers (unrolled,
 as there the most grows): seconds to start together, to agree before the first step, to compare
-programs and copies, to trace and compile, that a save holds up the loop, to save and restore; the bytes of the facts that are
-compared and of the metadata of a checkpoint.
+programs and copies, to trace and compile, that a save holds up the loop, to save and restore; the
+bytes of the facts that are compared and of the metadata of a checkpoint.
 
 Bound on the median over repeats: a step of two processes takes at most twice that of one.
 
