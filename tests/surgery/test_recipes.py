@@ -48,7 +48,9 @@ def test_heads_ablated_by_name_are_those_whose_values_are_zero() -> None:
 def _without_heads(heads: jax.Array) -> jax.Array:
     """The decoder's logits by hand, with the results of some heads set to zero."""
     model = decoder()
-    turned = model._rotation(TOKENS, None)
+    turned = sx.nn.rotation(
+        jnp.arange(TOKENS.shape[-1]), model.config.head_dim, model.config.rope_base
+    )
     x = model.embed(TOKENS)
     for layer in model.layers:
         qkv = layer.attn.project(layer.attn_norm(x), positions=turned)

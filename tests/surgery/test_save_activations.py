@@ -46,7 +46,9 @@ def test_what_is_saved_is_what_the_layer_returned() -> None:
     watched = save_activations(sx.select(model).at_instances_of(sx.models.DecoderLayer))
     run(watched)
     first, second = sx.pop(watched, sx.Intermediate).flat().values()
-    turned = model._rotation(TOKENS, None)
+    turned = sx.nn.rotation(
+        jnp.arange(TOKENS.shape[-1]), model.config.head_dim, model.config.rope_base
+    )
     close(first[0], model.layers[0](model.embed(TOKENS), positions=turned))
     close(second[0], model.layers[1](first[0], positions=turned))
 

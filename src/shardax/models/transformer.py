@@ -727,7 +727,7 @@ class Transformer(Module):
 
     def _run(self, x: jax.Array, given: dict[str, Any], cache: Any) -> jax.Array:
         layers, caches = self.layers, cache
-        if isinstance(layers, Stack):
+        if callable(layers):  # a stack, or what a user has put around it
             if isinstance(cache, BlockCache):
                 cache, caches = cache.stacked, cache.rest
             x = layers(x, **given, **({} if cache is None else {"cache": cache}))
