@@ -156,13 +156,10 @@ class Scaled(sx.Module):
         return self.embed(tokens) * self.scale.value.mean()
 
 
-def disagreeing(_: Any, folder: Path) -> dict[str, str]:
-    """The messages of runs of which process 1 does something else."""
-    other = sx.distributed.process_index() == 1
-    mesh = mesh_of({"data": 2, "model": 2})
+def changed_copy(mesh: Any, other: bool) -> Scaled:
+    """A sharded model of which the process ``other`` holds another copy of ``scale``."""
     made = Scaled(2.0)
-    sx.shard(made, mesh, small_runs.RULES)  # a copy that one process has changed since
-    spans = sx.Param(made.embed.embedding.value)
+    sx.shard(made, mesh, small_runs.RULES)
     if other:
         array = made.scale.value
         parts = [jnp.full_like(each.data, 3.0) for each in array.addressable_shards]
@@ -170,6 +167,15 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
         made.scale.value = jax.make_array_from_single_device_arrays(
             array.shape, array.sharding, parts
         )
+    return made
+
+
+def disagreeing(_: Any, folder: Path) -> dict[str, str]:
+    """The messages of runs of which process 1 does something else."""
+    other = sx.distributed.process_index() == 1
+    mesh = mesh_of({"data": 2, "model": 2})
+    made = changed_copy(mesh, other)
+    spans = sx.Param(made.embed.embedding.value)
 
     def run(name: str, **options: Any) -> None:
         small_runs.make_trainer(folder / name, 2, **{"mesh": mesh, **options}).run()

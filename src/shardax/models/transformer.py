@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -730,7 +730,8 @@ class Transformer(Module):
         if callable(layers):  # a stack, or what a user has put around it
             if isinstance(cache, BlockCache):
                 cache, caches = cache.stacked, cache.rest
-            x = layers(x, **given, **({} if cache is None else {"cache": cache}))
+            own = {} if cache is None else {"cache": cache}
+            x = cast("Any", layers)(x, **given, **own)
             layers = self.rest or ()
         for index, layer in enumerate(layers):
             own = {} if cache is None else {"cache": caches[index]}

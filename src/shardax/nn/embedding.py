@@ -157,7 +157,7 @@ def sinusoidal(
             are the sines.
 
     Returns:
-        float32 of shape (*positions.shape, features).
+        float32 of the shape of ``positions``, and ``features``.
 
     Raises:
         LayerConfigError: If ``features`` is odd or not positive.
