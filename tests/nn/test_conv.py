@@ -54,6 +54,8 @@ def check_against_flax(layer: Any, peer: Any, x: np.ndarray) -> None:
         {"padding": "VALID", "dilation": 2},
         {"padding": "CIRCULAR", "strides": 2, "dilation": 2},
         {"padding": "REFLECT", "dilation": 2},
+        {"padding": 0, "input_dilation": 2},
+        {"padding": 2, "input_dilation": 3, "strides": 2, "dilation": 2, "groups": 2},
         {"groups": 2},
         {"groups": 4, "strides": 2},
         {"padding": [(2, 0)], "groups": 2, "strides": 2, "dilation": 2},

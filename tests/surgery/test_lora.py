@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.surgery.decoders import TOKENS, close, decoder, in_every_layout, run
 
 import shardax as sx
@@ -64,6 +65,21 @@ KERNELS = [
         lambda: sx.nn.Einsum("gte,geh->gth", (3, 4, 5), rngs=sx.Rngs(0)),
         (3, 6, 4),
         [(3, 4, 2), (3, 2, 5)],
+    ),
+    (
+        lambda: sx.nn.Conv(4, 6, (3, 2), strides=2, dilation=2, rngs=sx.Rngs(0)),
+        (9, 8, 4),
+        [(3, 2, 4, 2), (2, 6)],
+    ),
+    (
+        lambda: sx.nn.Conv(4, 6, 3, groups=2, padding="CAUSAL", rngs=sx.Rngs(0)),
+        (9, 4),
+        [(3, 2, 2), (2, 6)],
+    ),
+    (
+        lambda: sx.nn.ConvTranspose(4, 6, (2, 3), strides=2, groups=2, rngs=sx.Rngs(0)),
+        (4, 5, 4),
+        [(2, 3, 2, 2), (2, 6)],
     ),
 ]
 
@@ -169,3 +185,33 @@ def test_what_has_an_adapter_already_or_no_linear_layer_is_refused() -> None:
         lora(sx.select(sx.nn.RMSNorm(4)), 2)
     with pytest.raises(errors.LayerConfigError, match="rank"):
         lora(sx.select(mlp), 0)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_adapters_of_convolutions_run_over_meshes_in_stacks_and_are_trained_alone(
+    kind: Any, groups: int
+) -> None:
+    rngs = sx.Rngs(0)
+    stack = sx.nn.Stack(lambda: sx.nn.Conv(8, 8, (3, 3), groups=groups, rngs=rngs), 2)
+    adapted = moved(lora(sx.select(stack), 2))
+    x = jax.random.normal(jax.random.key(5), (4, 6, 6, 8))
+
+    def loss(adapted: Any, x: Any) -> Any:
+        y = adapted(x)
+        return (y**2).sum(), y
+
+    graded = sx.jit(sx.value_and_grad(loss, wrt="lora", has_aux=True))
+    (_, expected), gradients = graded(adapted, x)
+    close(merge_lora(adapted)(x), expected)
+    assert {path[-1] for path in gradients.flat()} == {"a", "b"}
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    sx.shard(adapted, mesh, [("out", "model")])
+    assert adapted.stacked.b.value.sharding.spec[-1] == "model"
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", None, None, "model")))
+        (_, y), found = graded(adapted, placed)
+        close(y, expected)
+        for path, gradient in gradients.flat().items():
+            np.testing.assert_allclose(found.flat()[path], gradient, rtol=1e-4, atol=1e-4)
+        close(sx.jit(lambda model, x: model(x))(merge_lora(adapted), placed), expected)

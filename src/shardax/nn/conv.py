@@ -41,12 +41,13 @@ _MODES = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 _NAMED = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
 
 
-class _Conv(Module):
+class ConvBase(Module):
     """Base of convolutions."""
 
     _paddings: tuple[str, ...] = _NAMED
     precision: Any = None
     preferred_element_type: Any = None
+    input_dilation: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class _Conv(Module):
         strides: Window = 1,
         padding: Padding = "SAME",
         dilation: Window = 1,
+        input_dilation: Window = 1,
         groups: int = 1,
         use_bias: bool = True,
         dtype: Any = None,
@@ -79,6 +81,9 @@ class _Conv(Module):
             )
         self.strides = _per_dimension(name, "strides", strides, rank)
         self.dilation = _per_dimension(name, "dilation", dilation, rank)
+        spread = _per_dimension(name, "input_dilation", input_dilation, rank)
+        if max(spread) > 1:  # set only where given, as take_precision does
+            self.input_dilation = spread
         self.padding = _check_padding(name, padding, rank, self._paddings)
         self.groups = parameters.as_size(name, "groups", groups)
         if in_features % groups or out_features % groups:
@@ -126,6 +131,9 @@ class _Conv(Module):
         rank = len(self.kernel_size)
         front = x.shape[: x.ndim - rank - 1]
         x = x.reshape((math.prod(front), *x.shape[len(front) :]))
+        if self.input_dilation is not None:
+            between = [(0, 0, size - 1) for size in self.input_dilation]
+            x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *between, (0, 0, 0)])
         pairs, lhs_dilation, strides = self._arithmetic()
         if self.padding in _MODES:
             x = self._extended(x, pairs)
@@ -175,7 +183,7 @@ class _Conv(Module):
         raise NotImplementedError
 
 
-class Conv(_Conv):
+class Conv(ConvBase):
     """Convolution in 1 to 3 dimensions, channels last.
 
     Args:
@@ -187,6 +195,8 @@ class Conv(_Conv):
             ``"REFLECT"``, which extend the input by itself; ``"CAUSAL"`` (1-D), where a result
             depends on nothing behind it; or numbers: one, or one or a pair a dimension.
         dilation: Distance between the kernel's elements.
+        input_dilation: Distance of the input's elements, between which zeros are put; padding and
+            strides are those of the result.
         groups: Into how many groups the channels are split; each is convolved by itself. Over
             Auto mesh axes that split the kernel of several groups, compute under
             ``jax.set_mesh(mesh)``, as a Trainer does: otherwise XLA can abort in the gradient.
@@ -224,7 +234,7 @@ class Conv(_Conv):
         return padding, None, self.strides
 
 
-class ConvTranspose(_Conv):
+class ConvTranspose(ConvBase):
     """Transposed convolution in 1 to 3 dimensions, channels last.
 
     The input is spread by ``strides`` and then convolved, as by ``jax.lax.conv_transpose``.
@@ -237,6 +247,8 @@ class ConvTranspose(_Conv):
         padding: ``"SAME"`` (the result is ``strides`` times as large) or ``"VALID"``; or numbers:
             one, one or a pair (before, after) a dimension, around the input that was spread.
         dilation: Distance between the kernel's elements.
+        input_dilation: Distance of the input's elements, between which zeros are put; padding and
+            strides are those of the result.
         groups: Into how many groups the channels are split; each is convolved by itself.
         use_bias: Whether to add a bias.
         dtype: Compute dtype; None promotes input and parameters.

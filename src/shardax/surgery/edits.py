@@ -25,8 +25,18 @@ from shardax._select.selection import Selection, select
 from shardax._transforms.grad.grad import is_differentiable
 from shardax._transforms.grad.vjp import jvp
 from shardax._transforms.wrappers import ModuleWrapper
+from shardax.nn.conv import ConvBase
 from shardax.nn.einsum import Einsum, Equation
-from shardax.nn.linear import Linear, align, as_array, at_least_float32, cast_all, einsum
+from shardax.nn.linear import (
+    Linear,
+    align,
+    as_array,
+    at_least_float32,
+    cast_all,
+    einsum,
+    explicit_sharding,
+    with_layout,
+)
 from shardax.nn.parameters import as_size, lecun_normal, zeros
 
 
@@ -126,11 +136,11 @@ class LoRA(LayerWrapper):
     """A linear layer plus a low-rank term; made by ``lora``.
 
     The term is ``scale * (x @ a @ b)``: the kernel's dimensions are split into those that are
-    summed over, which ``a`` has, and those that are made, which ``b`` has. LoRA is from Hu et al.,
-    arXiv:2106.09685.
+    summed over, which ``a`` has, and those that are made, which ``b`` has; in a convolution ``a``
+    has the window. LoRA is from Hu et al., arXiv:2106.09685.
 
     Args:
-        layer: A ``Linear`` or ``Einsum``, also one of a stack.
+        layer: A ``Linear``, ``Einsum`` or convolution, also one of a stack.
         rank: Size of the dimension between ``a`` and ``b``.
         scale: Factor of the term.
         rngs: Random streams; ``params`` is used.
@@ -151,7 +161,12 @@ class LoRA(LayerWrapper):
     _own = frozenset({"body", "a", "b", "scale"})
 
     def __init__(
-        self, layer: Linear | Einsum, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None
+        self,
+        layer: Linear | Einsum | ConvBase,
+        rank: int,
+        scale: float = 1.0,
+        *,
+        rngs: Rngs | None = None,
     ) -> None:
         super().__init__(layer)
         rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
@@ -176,11 +191,25 @@ class LoRA(LayerWrapper):
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Maps an input as the layer does, and adds the term."""
         y, terms, x = self.body(x, out_sharding=out_sharding), _Terms.of(self.body), as_array(x)
+        if isinstance(self.body, ConvBase):
+            return y + (self.scale * self._convolved(x, y)).astype(y.dtype)
         extra = x.ndim - len(terms.whole.input)
         x, a, b = cast_all(self.body.dtype, x, self.a.value, self.b.value)
         middle = einsum(terms.first.spelled_out(extra), x, a)
         term = einsum(terms.second.spelled_out(extra), middle, b, out_sharding)
         return y + (self.scale * term).astype(y.dtype)
+
+    def _convolved(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Convolves with ``a``, in each group, and mixes the channels with ``b``."""
+        groups = self.body.groups
+        middle = self.body._convolve(x, jnp.tile(self.a.value, groups), None)
+
+        def mix(middle: jax.Array, b: jax.Array) -> jax.Array:
+            parts = middle.reshape(*middle.shape[:-1], groups, -1)
+            mixed = jnp.einsum("...gr,rgo->...go", parts, b.reshape(len(b), groups, -1))
+            return mixed.reshape(y.shape)
+
+        return with_layout(mix, explicit_sharding(y), *cast_all(None, middle, self.b.value))
 
     def merged(self) -> Any:
         """Returns the layer with the term added to its kernel."""
@@ -204,10 +233,14 @@ class _Terms(NamedTuple):
     sizes: tuple[int, ...]  # of the kernel of one layer, where they are known
 
     @classmethod
-    def of(cls, layer: Linear | Einsum) -> Self:
+    def of(cls, layer: Linear | Einsum | ConvBase) -> Self:
         sizes: tuple[int, ...] = ()
         if isinstance(layer, Einsum):
             whole = layer.equation
+        elif isinstance(layer, ConvBase):  # a product of the input's windows
+            letters = string.ascii_letters[: len(layer.kernel_size) + 2]
+            whole = Equation(letters[:-1], letters, letters[-1], ellipsis=True)
+            sizes = (*layer.kernel_size, layer.in_features // layer.groups, layer.out_features)
         else:
             inputs, outputs = map(_as_tuple, (layer.in_features, layer.out_features))
             sizes = (*inputs, *outputs)
@@ -235,8 +268,9 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     """Adds low-rank adapters to linear layers.
 
     Args:
-        selection: What holds the layers: each ``Linear`` and ``Einsum`` in it is adapted, with
-            kernels of any rank, and those of a ``Stack``, with an adapter for each of its layers.
+        selection: What holds the layers: each ``Linear``, ``Einsum`` and convolution in it is
+            adapted, with kernels of any rank, and those of a ``Stack``, with an adapter for each of
+            its layers.
         rank: Rank of the adapters.
         scale: Factor of what they add.
         rngs: Random streams; ``params`` is used. None: ``Rngs(0)``.
@@ -260,7 +294,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
         >>> bool((adapted(x) == model(x)).all())
         True
     """
-    linears = _checked("lora", selection).at_instances_of((Linear, Einsum))
+    linears = _checked("lora", selection).at_instances_of((Linear, Einsum, ConvBase))
     adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
     streams = rngs or Rngs(0)
 
