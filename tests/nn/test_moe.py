@@ -43,9 +43,7 @@ def by_hand(moe: sx.nn.MoE, x: Any, places: int | None = None) -> np.ndarray:
 
 
 def loss(moe: sx.nn.MoE, x: Any) -> Any:
-    y = moe(x)
-    (balance,) = sx.pop(moe, sx.Intermediate)["load_balance_loss"]
-    return (y**2).sum() + balance
+    return (moe(x) ** 2).sum() + sx.nn.load_balance_loss(moe)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -92,7 +90,7 @@ def test_result_and_loss_are_those_of_transformers():
         "transformers.models.mixtral.modeling_mixtral", reason="the peer is transformers"
     )
     moe = make()
-    y, (found,) = moe(X), moe.load_balance_loss.value
+    y, found = moe(X), moe.load_balance_loss.value
     logits = torch.from_numpy(np.array(moe.router(X)).reshape(-1, 4))
     expected = peer.load_balancing_loss_func((logits,), num_experts=4, top_k=2)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
@@ -113,14 +111,43 @@ def test_result_and_loss_are_those_of_transformers():
     np.testing.assert_allclose(y, result.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_recorded_in_training_only_and_for_each_layer_of_a_stack():
+def test_the_loss_of_padding_is_left_out():
+    moe, mask = make(), np.arange(6) >= np.array([[0], [2], [5], [6]])
+    y = moe(X, mask=mask)
+    np.testing.assert_array_equal(y, moe(X))
+    moe(X, mask=mask)
+    found = float(sx.nn.load_balance_loss(moe))
+    moe(X[mask])
+    np.testing.assert_allclose(found, sx.nn.load_balance_loss(moe), rtol=1e-6)
+    moe(X, mask=np.zeros((4, 6), bool))
+    assert float(sx.nn.load_balance_loss(moe)) == 0
+    with pytest.raises(LayerInputError, match=r"mask of shape \(4, 6\)"):
+        moe(X, mask=mask[0])
+
+
+def test_the_record_is_of_the_latest_call_in_training_and_one_per_layer_of_a_stack():
+    moe = make()
+    assert float(moe.load_balance_loss) == 0
+    first, second = (float(loss(make(), x)) - float((make()(x) ** 2).sum()) for x in (X, X[:1]))
+    moe(X)
+    np.testing.assert_allclose(moe.load_balance_loss, first, rtol=1e-3)
+    moe(X[:1])
+    np.testing.assert_allclose(moe.load_balance_loss, second, rtol=1e-3)
+    moe.eval()
+    moe(X)
+    np.testing.assert_allclose(moe.load_balance_loss, second, rtol=1e-3)
+    assert float(sx.nn.load_balance_loss(moe)) == 0  # what an earlier step left is no loss
     stack = sx.nn.Stack(make, 3)
     sx.jit(lambda stack, x: stack(x))(stack, X)
-    (found,) = jax.tree.leaves(sx.pop(stack, sx.Intermediate))
-    assert found.shape == (3,)
-    stack.eval()
-    stack(X)
-    assert not sx.pop(stack, sx.Intermediate)
+    assert stack.stacked.load_balance_loss.shape == (3,)
+    popped = jax.tree.leaves(sx.pop(stack, sx.Intermediate))  # it comes back with the next call
+    np.testing.assert_array_equal(popped[0], stack(X) is not None and popped[0])
+    np.testing.assert_allclose(sx.nn.load_balance_loss(stack), popped[0].mean(), rtol=1e-6)
+
+
+def test_a_model_without_experts_has_no_load_balance_loss():
+    with pytest.raises(LayerInputError, match="no MoE in Linear"):
+        sx.nn.load_balance_loss(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
 
 
 def test_moe_computes_in_its_dtype_and_takes_no_tokens():
