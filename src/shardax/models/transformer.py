@@ -436,10 +436,9 @@ class TransformerLayer(Module):
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
     def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
-        if not self.has_experts:
+        if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
             return self.mlp(x)
-        # Attention's mask is (batch, heads, query, key); the loss counts the keys that are real.
-        return self.mlp(x, mask=None if mask is None else mask[..., 0, 0, :])
+        return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
 
     def _added(self, x: jax.Array, norm: Any) -> jax.Array:
         x = x if norm is None or self.norm_after else norm(x)

@@ -175,8 +175,11 @@ class MoE(Module):
             compute = jax.sharding.auto_axes(compute, out_sharding=(wanted, whole))
         y, loss = compute(*operands)
         if not self.deterministic:
-            # As sown: ``sx.pop`` may have taken the record away.
-            self.sow("load_balance_loss", loss, reduce_fn=_latest, init_fn=lambda: None)
+            record = self.__dict__.get("load_balance_loss")
+            if isinstance(record, Intermediate):
+                record.value = loss
+            else:  # ``sx.pop`` took it away, or the model is frozen
+                self.load_balance_loss = Intermediate(loss)
         return y
 
     def _compute(
@@ -273,8 +276,3 @@ def load_balance_loss(model: Any) -> jax.Array:
     if not losses:
         return jnp.zeros((), np.float32)
     return jnp.mean(jnp.concatenate([jnp.ravel(loss) for loss in losses]))
-
-
-def _latest(_: Any, loss: jax.Array) -> jax.Array:
-    """Returns what replaces a record."""
-    return loss
