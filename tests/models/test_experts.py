@@ -127,7 +127,7 @@ def test_the_training_loss_is_that_of_transformers(name: str, scanned: bool, tmp
     given = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask).long()}
     known = np.concatenate([mask[:, :1] & False, mask[:, 1:] & mask[:, :-1]], axis=1)
     labels = torch.tensor(np.where(known, tokens, -100))  # of tokens that follow a real one
-    one = {"num_hidden_layers": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.5}
+    one = {"num_hidden_layers": 1, "router_aux_loss_coef": 0.5}
     config, kind, options = peers.CASES[name]
     for changes in (one, {"output_router_logits": True}):
         folder = tmp_path / str(len(changes))
