@@ -147,6 +147,40 @@ def test_the_record_is_of_the_latest_call_in_training_and_one_per_layer_of_a_sta
     np.testing.assert_allclose(popped.mean(), expected, rtol=1e-5)
 
 
+def test_each_pass_of_a_scan_adds_its_own_loss():
+    moe = make(dispatch="dense")
+
+    @sx.jit
+    def total(moe: sx.nn.MoE, xs: Any) -> Any:
+        return sx.scan(lambda carry, x: (carry + loss(moe, x), None))(0.0, xs)[0]
+
+    expected = sum(float(loss(moe, x)) for x in X)
+    np.testing.assert_allclose(total(moe, X), expected, rtol=1e-5)
+    np.testing.assert_allclose(total(moe, X), expected, rtol=1e-5)
+    remat = sx.jit(sx.grad(sx.remat(loss)))(moe, X)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        remat,
+        sx.grad(loss)(moe, X),
+    )
+
+
+def test_a_vmap_over_inputs_has_a_record_each_if_there_was_none():
+    moe = make(dispatch="dense")
+    with pytest.raises(sx.errors.SharedWriteError, match=r"\.moe\.load_balance_loss is shared"):
+        sx.vmap(loss, in_axes=(None, 0))(moe, X)
+    expected = [float(loss(moe, x)) for x in X]
+    sx.pop(moe, sx.Intermediate)
+    np.testing.assert_allclose(sx.vmap(loss, in_axes=(None, 0))(moe, X), expected, rtol=1e-5)
+    assert moe.load_balance_loss.shape == (4,)
+
+
+def test_a_frozen_model_computes_the_same_and_its_loss():
+    moe = make()
+    frozen = sx.freeze(moe)
+    np.testing.assert_allclose(loss(frozen, X), loss(moe, X), rtol=1e-6)
+
+
 def test_a_model_without_experts_has_no_load_balance_loss():
     with pytest.raises(LayerInputError, match="no MoE in Linear"):
         sx.nn.load_balance_loss(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
