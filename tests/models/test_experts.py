@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -136,7 +137,7 @@ def test_the_training_loss_is_that_of_transformers(name: str, scanned: bool, tmp
         model.train()
         assert model.config.load_balance_weight == changes.get("router_aux_loss_coef", 0.001)
         logits = model(tokens, mask=mask)
-        entropy = sx.models.cross_entropy(logits[:, :-1], tokens[:, 1:], known[:, 1:])
+        entropy = sx.models.cross_entropy(logits[:, :-1], jnp.asarray(tokens[:, 1:]), known[:, 1:])
         with torch.no_grad():
             result = peer(**given, labels=labels, output_router_logits=True)
         if changes is one:  # several layers it averages before it multiplies

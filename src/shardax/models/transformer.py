@@ -394,7 +394,7 @@ class TransformerLayer(Module):
         self.attn = _attention(config, self.is_local, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if before and not config.shared_norm else None
-        self.mlp = (_experts if experts else _mlp)(config, rngs)
+        self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
         self.has_experts = experts
         self.mlp_post_norm = make_norm(config) if behind else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
