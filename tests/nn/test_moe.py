@@ -43,9 +43,7 @@ def by_hand(moe: sx.nn.MoE, x: Any, places: int | None = None) -> np.ndarray:
 
 
 def loss(moe: sx.nn.MoE, x: Any) -> Any:
-    y = moe(x)
-    (balance,) = sx.pop(moe, sx.Intermediate)["load_balance_loss"]
-    return (y**2).sum() + balance
+    return (moe(x) ** 2).sum() + sx.nn.load_balance_loss(moe)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -92,7 +90,7 @@ def test_result_and_loss_are_those_of_transformers():
         "transformers.models.mixtral.modeling_mixtral", reason="the peer is transformers"
     )
     moe = make()
-    y, (found,) = moe(X), moe.load_balance_loss.value
+    y, found = moe(X), moe.load_balance_loss.value
     logits = torch.from_numpy(np.array(moe.router(X)).reshape(-1, 4))
     expected = peer.load_balancing_loss_func((logits,), num_experts=4, top_k=2)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
@@ -113,14 +111,79 @@ def test_result_and_loss_are_those_of_transformers():
     np.testing.assert_allclose(y, result.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_recorded_in_training_only_and_for_each_layer_of_a_stack():
+def test_the_loss_of_padding_is_left_out():
+    moe, mask = make(), np.arange(6) >= np.array([[0], [2], [5], [6]])
+    y = moe(X, mask=mask)
+    np.testing.assert_array_equal(y, moe(X))
+    moe(X, mask=mask)
+    found = float(sx.nn.load_balance_loss(moe))
+    moe(X[mask])
+    np.testing.assert_allclose(found, sx.nn.load_balance_loss(moe), rtol=1e-6)
+    moe(X, mask=np.zeros((4, 6), bool))
+    assert float(sx.nn.load_balance_loss(moe)) == 0
+    with pytest.raises(LayerInputError, match=r"mask of shape \(4, 6\)"):
+        moe(X, mask=mask[0])
+
+
+def test_the_record_is_of_the_latest_call_in_training_and_one_per_layer_of_a_stack():
+    moe = make()
+    assert float(moe.load_balance_loss) == 0
+    first, second = (float(loss(make(), x)) - float((make()(x) ** 2).sum()) for x in (X, X[:1]))
+    moe(X)
+    np.testing.assert_allclose(moe.load_balance_loss, first, rtol=1e-3)
+    moe(X[:1])
+    np.testing.assert_allclose(moe.load_balance_loss, second, rtol=1e-3)
+    moe.eval()
+    moe(X)
+    np.testing.assert_allclose(moe.load_balance_loss, second, rtol=1e-3)
+    assert float(sx.nn.load_balance_loss(moe)) == 0  # what an earlier step left is no loss
     stack = sx.nn.Stack(make, 3)
     sx.jit(lambda stack, x: stack(x))(stack, X)
-    (found,) = jax.tree.leaves(sx.pop(stack, sx.Intermediate))
-    assert found.shape == (3,)
-    stack.eval()
-    stack(X)
-    assert not sx.pop(stack, sx.Intermediate)
+    assert stack.stacked.load_balance_loss.shape == (3,)
+    expected = float(sx.nn.load_balance_loss(stack))
+    (popped,) = jax.tree.leaves(sx.pop(stack, sx.Intermediate))
+    stack(X)  # makes the record again
+    np.testing.assert_allclose(sx.nn.load_balance_loss(stack), expected, rtol=1e-5)
+    np.testing.assert_allclose(popped.mean(), expected, rtol=1e-5)
+
+
+def test_each_pass_of_a_scan_adds_its_own_loss():
+    moe = make(dispatch="dense")
+
+    @sx.jit
+    def total(moe: sx.nn.MoE, xs: Any) -> Any:
+        return sx.scan(lambda carry, x: (carry + loss(moe, x), None))(0.0, xs)[0]
+
+    expected = sum(float(loss(moe, x)) for x in X)
+    np.testing.assert_allclose(total(moe, X), expected, rtol=1e-5)
+    np.testing.assert_allclose(total(moe, X), expected, rtol=1e-5)
+    remat = sx.jit(sx.grad(sx.remat(loss)))(moe, X)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        remat,
+        sx.grad(loss)(moe, X),
+    )
+
+
+def test_a_vmap_over_inputs_has_a_record_each_if_there_was_none():
+    moe = make(dispatch="dense")
+    with pytest.raises(sx.errors.SharedWriteError, match=r"\.moe\.load_balance_loss is shared"):
+        sx.vmap(loss, in_axes=(None, 0))(moe, X)
+    expected = [float(loss(moe, x)) for x in X]
+    sx.pop(moe, sx.Intermediate)
+    np.testing.assert_allclose(sx.vmap(loss, in_axes=(None, 0))(moe, X), expected, rtol=1e-5)
+    assert moe.load_balance_loss.shape == (4,)
+
+
+def test_a_frozen_model_computes_the_same_and_its_loss():
+    moe = make()
+    frozen = sx.freeze(moe)
+    np.testing.assert_allclose(loss(frozen, X), loss(moe, X), rtol=1e-6)
+
+
+def test_a_model_without_experts_has_no_load_balance_loss():
+    with pytest.raises(LayerInputError, match="no MoE in Linear"):
+        sx.nn.load_balance_loss(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
 
 
 def test_moe_computes_in_its_dtype_and_takes_no_tokens():

@@ -42,8 +42,8 @@ forced_eos_token_id gradient_checkpointing id2label initializer_range keys_to_ig
 label2id length_penalty max_length max_position_embeddings max_window_layers min_length model_type
 no_repeat_ngram_size num_beams num_return_sequences output_attentions output_hidden_states
 output_router_logits output_scores pad_token_id prefix problem_type remove_invalid_values
-repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef sep_token_id
-suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
+repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
+task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
 transformers_version typical_p unk_token_id use_cache
 """
 HARMLESS = frozenset(_HARMLESS.split())
@@ -576,9 +576,10 @@ FAMILIES: dict[str, Family] = {
             "intermediate_size": "mlp_dim expert_dim",
             "num_local_experts": "num_experts",
             "num_experts_per_tok": "experts_per_token",
+            "router_aux_loss_coef": "load_balance_weight",
         },
         _table(_ENDS, _NORMS, _ATTENTION, _EXPERT_TENSORS, m="block_sparse_moe", **_MIXTRAL_NAMES),
-        defaults=_UNTIED,
+        defaults={**_UNTIED, "router_aux_loss_coef": 0.001},
         derive=_rotary_windows,
         architectures=_heads("MixtralForCausalLM"),
         neutral={"router_jitter_noise": (0.0,)},
@@ -590,6 +591,7 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": "experts_per_token",
             "moe_intermediate_size": "expert_dim",
             "norm_topk_prob": "normalise_experts",
+            "router_aux_loss_coef": "load_balance_weight",
         },
         _table(
             _ENDS,
@@ -602,7 +604,7 @@ FAMILIES: dict[str, Family] = {
             **_QWEN_NAMES,
         ),
         fixed={"qk_norm": "head"},
-        defaults=_UNTIED,
+        defaults={**_UNTIED, "router_aux_loss_coef": 0.001},
         derive=_experts,
         architectures=_heads("Qwen3MoeForCausalLM"),
     ),

@@ -38,19 +38,11 @@ from shardax.nn.attention import (
 )
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
-from shardax.nn.linear import (
-    Linear,
-    add_bias,
-    align,
-    as_array,
-    at_least_float32,
-    cast_all,
-    contract,
-    result_dtype,
-)
+from shardax.nn.linear import Linear, add_bias, align, as_array, at_least_float32, result_dtype
 from shardax.nn.mlp import MLP
+from shardax.nn.moe import Dispatch, MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
-from shardax.nn.parameters import as_size, lecun_normal, make_parameter, ones, refuse_input, zeros
+from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
 from shardax.nn.stack import Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
@@ -183,6 +175,8 @@ class TransformerConfig:
         experts_per_token: How many of them a token goes to.
         expert_dim: Size of an expert's hidden layer.
         normalise_experts: Whether the weights of a token's experts add up to 1.
+        expert_dispatch: How tokens get to them, as for ``MoE``.
+        load_balance_weight: What a training loss multiplies ``sx.nn.load_balance_loss`` by.
         dense_layers: The layers that have an MLP nevertheless.
         image_size: Height and width of images; 0 for a model of tokens.
         patch_size: Height and width of the patches of an image.
@@ -248,6 +242,8 @@ class TransformerConfig:
     experts_per_token: int = 2
     expert_dim: int = 0
     normalise_experts: bool = True
+    expert_dispatch: Dispatch = "dense"
+    load_balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
     image_size: int = 0
     patch_size: int = 0
@@ -374,36 +370,6 @@ class HeadsRMSNorm(Module):
         return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
 
 
-class Experts(Module):
-    """Gated MLPs; a token takes the best few, all are computed."""
-
-    def __init__(self, config: TransformerConfig, rngs: Rngs) -> None:
-        count, size, hidden = config.num_experts, config.embed_dim, config.expert_dim
-        options = dtypes(config)
-        names = ("embed", "expert")
-        self.router = Linear(size, count, use_bias=False, kernel_axes=names, rngs=rngs, **options)
-
-        def make(inner: int, outer: int, *names: str) -> Any:
-            init = lecun_normal((1,), (2,), (0,))
-            shape, axes = (count, inner, outer), ("expert", *names)
-            return make_parameter(init, shape, config.param_dtype, axes, rngs)
-
-        self.gate, self.up = (make(size, hidden, "embed", "mlp") for _ in range(2))
-        self.down = make(hidden, size, "mlp", "embed")
-        self.activation = find_activation(config.activation)
-        self.top_k, self.normalise = config.experts_per_token, config.normalise_experts
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scores = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        best, chosen = jax.lax.top_k(scores, self.top_k)
-        if self.normalise:
-            best = best / jnp.sum(best, axis=-1, keepdims=True)
-        weights = jnp.sum(jax.nn.one_hot(chosen, scores.shape[-1]) * best[..., None], axis=-2)
-        x, gate, up, down = cast_all(x.dtype, x, self.gate.value, self.up.value, self.down.value)
-        hidden = self.activation(contract(x, gate, (1,))) * contract(x, up, (1,))
-        return contract(hidden * weights[..., None].astype(x.dtype), down, (0, 1))
-
-
 class TransformerLayer(Module):
     """Attention and MLP or experts, each with norms, added to the input.
 
@@ -428,7 +394,8 @@ class TransformerLayer(Module):
         self.attn = _attention(config, self.is_local, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if before and not config.shared_norm else None
-        self.mlp = Experts(config, rngs) if experts else _mlp(config, rngs)
+        self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
+        self.has_experts = experts
         self.mlp_post_norm = make_norm(config) if behind else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
@@ -462,11 +429,16 @@ class TransformerLayer(Module):
         added = self._added(self.attn(normed, **given), self.attn_post_norm)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-            return _constrain(x + added + self._added(self.mlp(normed), self.mlp_post_norm))
+            return _constrain(x + added + self._added(self._mlp(normed, mask), self.mlp_post_norm))
         x = self._joined(x, added, self.attn_post_norm)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        added = self._added(self.mlp(normed), self.mlp_post_norm)
+        added = self._added(self._mlp(normed, mask), self.mlp_post_norm)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
+
+    def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
+        if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
+            return self.mlp(x)
+        return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
 
     def _added(self, x: jax.Array, norm: Any) -> jax.Array:
         x = x if norm is None or self.norm_after else norm(x)
@@ -813,6 +785,20 @@ def _mlp(config: TransformerConfig, rngs: Rngs) -> MLP:
         activation=ACTIVATIONS.get(config.activation, config.activation),
         gated=config.gated,
         use_bias=config.mlp_bias,
+        rngs=rngs,
+        **dtypes(config),
+    )
+
+
+def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
+    return MoE(
+        config.embed_dim,
+        config.expert_dim,
+        num_experts=config.num_experts,
+        top_k=config.experts_per_token,
+        dispatch=config.expert_dispatch,
+        normalise=config.normalise_experts,
+        activation=ACTIVATIONS.get(config.activation, config.activation),
         rngs=rngs,
         **dtypes(config),
     )

@@ -24,6 +24,7 @@ from shardax.nn.linear import Linear as Linear
 from shardax.nn.mlp import MLP as MLP
 from shardax.nn.mlp import Sequential as Sequential
 from shardax.nn.moe import MoE as MoE
+from shardax.nn.moe import load_balance_loss as load_balance_loss
 from shardax.nn.normalization import BatchNorm as BatchNorm
 from shardax.nn.normalization import GroupNorm as GroupNorm
 from shardax.nn.normalization import InstanceNorm as InstanceNorm

@@ -16,13 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.init.lazy import Initializer
+from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_modules
+from shardax._core.variable import Intermediate
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.linear import Linear, cast_all, explicit_sharding, take_features
+from shardax.nn.linear import Linear, as_array, cast_all, explicit_sharding, take_features
 from shardax.nn.mlp import Activation, find_activation
-from shardax.nn.parameters import as_axes, as_size, canonical_dtype, lecun_normal, make_parameter
+from shardax.nn.parameters import (
+    LayerInputError,
+    as_axes,
+    as_size,
+    canonical_dtype,
+    lecun_normal,
+    make_parameter,
+    refuse_input,
+    zeros,
+)
 
 Dispatch = Literal["dense", "dropless", "capacity"]
 
@@ -58,9 +69,9 @@ class MoE(Module):
         gate: ``Param`` of shape (num_experts, features, hidden).
         up: ``Param`` likewise.
         down: ``Param`` of shape (num_experts, hidden, features).
-        load_balance_loss: ``Intermediate``, a tuple with the loss of each call since
-            ``sx.pop(model, sx.Intermediate)``: ``num_experts * sum(share of tokens * mean
-            probability)``, which is ``top_k`` if balanced; absent before the first call.
+        load_balance_loss: ``Intermediate``, a float32 scalar: the loss of the latest call in
+            training, ``num_experts * sum(share of tokens * mean probability)``, which is ``top_k``
+            if balanced; 0 before the first call. ``sx.nn.load_balance_loss(model)`` reads it.
 
     Raises:
         LayerConfigError: If a size, the dispatch, the factor or the activation is wrong.
@@ -68,8 +79,8 @@ class MoE(Module):
     Example:
         >>> import jax.numpy as jnp, shardax as sx
         >>> moe = sx.nn.MoE(4, 8, num_experts=4, top_k=2, rngs=sx.Rngs(0))
-        >>> moe(jnp.ones((2, 3, 4))).shape, moe.up.axes, len(moe.load_balance_loss.value)
-        ((2, 3, 4), ('expert', 'embed', 'mlp'), 1)
+        >>> moe(jnp.ones((2, 3, 4))).shape, moe.up.axes, float(moe.load_balance_loss) > 0
+        ((2, 3, 4), ('expert', 'embed', 'mlp'), True)
     """
 
     def __init__(
@@ -127,25 +138,33 @@ class MoE(Module):
         self.activation = activation
         self.deterministic = deterministic
         self.dtype = canonical_dtype(dtype)
+        # There from the start, so that no call changes the structure of the model.
+        self.load_balance_loss = Intermediate(Init(zeros, (), np.float32), axes=())
 
-    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> jax.Array:
         """Maps an input, and records the load-balance loss.
 
         Args:
             x: Shape (..., features); tokens are all dimensions but the last.
+            mask: Shape (...), False for tokens that the loss leaves out, such as padding; their
+                results are computed all the same. None: all count.
             out_sharding: Sharding of the result over Explicit mesh axes; by default the input's.
 
         Returns:
             Shape (..., features), in the compute dtype.
 
         Raises:
-            LayerInputError: If the last dimension is not ``features``.
+            LayerInputError: If the last dimension is not ``features``, or the mask has another
+                shape.
         """
         gate, up, down = self.gate.value, self.up.value, self.down.value
         x = take_features("MoE", x, (gate.shape[1],))
+        counted = jnp.ones((), bool) if mask is None else as_array(mask)
+        if mask is not None and counted.shape != x.shape[:-1]:
+            refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
         logits = self.router(x)
         x, gate, up, down = cast_all(self.dtype, x, gate, up, down)
-        operands = (x, logits, gate, up, down)
+        operands = (x, logits, counted, gate, up, down)
         shardings = [found for one in operands if (found := explicit_sharding(one)) is not None]
         compute: Any = self._compute
         if shardings:
@@ -156,36 +175,43 @@ class MoE(Module):
             compute = jax.sharding.auto_axes(compute, out_sharding=(wanted, whole))
         y, loss = compute(*operands)
         if not self.deterministic:
-            self.sow("load_balance_loss", loss)
+            record = self.__dict__.get("load_balance_loss")
+            if isinstance(record, Intermediate):
+                record.value = loss
+            else:  # ``sx.pop`` took it away, or the model is frozen
+                self.load_balance_loss = Intermediate(loss)
         return y
 
     def _compute(
-        self, x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+        self, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the result and the loss; sees no Explicit axes."""
         tokens, count = x.reshape(-1, x.shape[-1]), logits.shape[-1]
         probabilities = jax.nn.softmax(logits.reshape(-1, count), axis=-1)
         weights, experts = jax.lax.top_k(probabilities, self.top_k)
         chosen = jax.nn.one_hot(experts, count, dtype=weights.dtype)  # (tokens, top_k, experts)
-        size = max(len(tokens), 1)  # the loss of no tokens is 0
-        loss = count * jnp.vdot(chosen.sum((0, 1)) / size, probabilities.sum(0) / size)
+        counts = jnp.broadcast_to(counted.astype(weights.dtype), x.shape[:-1]).reshape(-1)
+        size = jnp.maximum(counts.sum(), 1)  # the loss of no tokens is 0
+        shares, means = jnp.einsum("t,tke->e", counts, chosen), counts @ probabilities
+        loss = count * jnp.vdot(shares / size, means / size)
         if self.normalise:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         apply = {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}
-        y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, gate, up, down)
+        y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, *kernels)
         return y.reshape(x.shape), loss
 
-    def _experts(self, equation: str, x: jax.Array, *kernels: jax.Array) -> jax.Array:
-        activate, (gate, up, down) = find_activation(self.activation, "MoE"), kernels
-        hidden = activate(jnp.einsum(equation, x, gate)) * jnp.einsum(equation, x, up)
-        return jnp.einsum("eth,ehd->etd", hidden, down)
+    def _hidden(self, equation: str, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        activate = find_activation(self.activation, "MoE")
+        return activate(jnp.einsum(equation, x, gate)) * jnp.einsum(equation, x, up)
 
     def _dense(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
     ) -> jax.Array:
-        chosen = jax.nn.one_hot(experts, len(kernels[0]), dtype=x.dtype)
+        gate, up, down = kernels
+        chosen = jax.nn.one_hot(experts, len(gate), dtype=x.dtype)
         combined = jnp.einsum("tk,tke->et", weights, chosen)
-        return jnp.einsum("et,etd->td", combined, self._experts("td,edh->eth", x, *kernels))
+        hidden = self._hidden("td,edh->eth", x, gate, up)
+        return jnp.einsum("eth,ehd->td", combined[..., None] * hidden, down)
 
     def _dropless(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
@@ -203,13 +229,50 @@ class MoE(Module):
     def _capacity(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
     ) -> jax.Array:
-        count, chosen = len(kernels[0]), experts.T.reshape(-1)  # first choices first
+        gate, up, down = kernels
+        count, chosen = len(gate), experts.T.reshape(-1)  # first choices first
         places = math.ceil(self.capacity_factor * experts.size / count)
         before = jnp.cumsum(jax.nn.one_hot(chosen, count, dtype=jnp.int32), axis=0)
         place = jnp.take_along_axis(before, chosen[:, None], axis=1)[:, 0] - 1
         rows = jnp.tile(x, (self.top_k, 1))
         given = jnp.zeros((count, places, x.shape[-1]), x.dtype)
         given = given.at[chosen, place].set(rows, mode="drop")
-        y = self._experts("etd,edh->eth", given, *kernels)
+        y = jnp.einsum("eth,ehd->etd", self._hidden("etd,edh->eth", given, gate, up), down)
         y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
+
+
+def load_balance_loss(model: Any) -> jax.Array:
+    """Mean load-balance loss of the experts' layers, each from its latest call.
+
+    To be added to the training loss, with a small weight: alone, a router comes to prefer few
+    experts. Read it after the model was called, in the same function:
+    ``next_token_loss(model, batch) + 0.01 * sx.nn.load_balance_loss(model)``. Reading changes
+    nothing in the model. A layer that is called several times counts with its last call.
+
+    Args:
+        model: A model with ``MoE`` layers, in stacks too.
+
+    Returns:
+        A float32 scalar: the mean over the layers in training; 0 if all are in evaluation.
+
+    Raises:
+        LayerInputError: If there is no ``MoE`` in the model.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> make = lambda: sx.nn.MoE(4, 8, num_experts=2, top_k=2, rngs=sx.Rngs(0))
+        >>> stack = sx.nn.Stack(make, 3)
+        >>> def loss(stack, x):
+        ...     return (stack(x) ** 2).mean() + 0.01 * sx.nn.load_balance_loss(stack)
+        >>> grads = sx.jit(sx.grad(loss))(stack, jnp.ones((5, 4)))
+        >>> float(sx.nn.load_balance_loss(stack)), stack.stacked.load_balance_loss.shape
+        (2.0, (3,))
+    """
+    layers = [layer for _, layer in iter_modules(model) if isinstance(layer, MoE)]
+    if not layers:
+        raise LayerInputError(f"load_balance_loss found no MoE in {type(model).__name__}.")
+    losses = [layer.load_balance_loss.value for layer in layers if not layer.deterministic]
+    if not losses:
+        return jnp.zeros((), np.float32)
+    return jnp.mean(jnp.concatenate([jnp.ravel(loss) for loss in losses]))

@@ -23,8 +23,9 @@ from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.handlers import DICT, PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
+from shardax._core.state.filters import Not
 from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Variable
+from shardax._core.variable import Intermediate, Variable
 from shardax.train import errors
 
 FORMAT_VERSION = 2  # of the description; version 1 had no checksums
@@ -75,7 +76,7 @@ def contents_of(tree: Any) -> Contents:
     positions: dict[str, Any] = {}
     objects = _without_positions(tree, (), positions)
     arrays = []
-    for path, variable in iter_variables(objects):
+    for path, variable in iter_variables(objects, Not(Intermediate)):  # those are of one call
         value = resolve(variable, local.frame)._value
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             text = format_path(path) + jax.tree_util.keystr(keys)

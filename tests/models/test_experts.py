@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training models with experts: their load-balance loss, in steps that are compiled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from tests.models import peers
+from tests.train.small_runs import eval_batches, make_trainer
+
+import shardax as sx
+from shardax.models import Transformer, TransformerConfig, next_token_loss
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (8, 9))
+BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+RULES = {"expert": "model", "batch": "data"}
+
+
+def make(**changes: Any) -> Transformer:
+    sizes = {"embed_dim": 16, "num_heads": 2, "head_dim": 8, "expert_dim": 8, "num_experts": 4}
+    config = TransformerConfig(**{**sizes, "load_balance_weight": 0.1, **changes})
+    return Transformer(config, rngs=sx.Rngs(0))
+
+
+def balance(model: Any) -> Any:
+    return model.config.load_balance_weight * sx.nn.load_balance_loss(model)
+
+
+def train(model: Any, batch: Any = BATCH) -> tuple[list[float], int]:
+    """Three compiled steps: the losses, and how often the loss was traced."""
+    optimizer, traces = sx.train.Optimizer(model, optax.adam(1e-2)), []
+
+    def loss(model: Any, batch: Any) -> Any:
+        traces.append(1)
+        return next_token_loss(model, batch) + balance(model)
+
+    @sx.jit
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        value, grads = sx.value_and_grad(loss)(model, batch)
+        optimizer.update(grads)
+        return value
+
+    return [float(step(model, optimizer, batch)) for _ in range(3)], len(traces)
+
+
+LAYOUTS = (
+    {},
+    {"scan_layers": True},
+    {"remat": "nothing_saveable"},
+    {"scan_layers": True, "remat": "nothing_saveable"},
+    {"scan_layers": True, "num_layers": 5, "dense_layers": (1, 3)},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_steps_with_the_load_balance_loss_are_traced_once(layout: dict[str, Any]):
+    model, plain = make(**layout), make(**layout, load_balance_weight=0.0)
+    (losses, traces), (without, _) = train(model), train(plain)
+    assert traces == 1
+    unrolled, _ = train(make(**{**layout, "scan_layers": False, "remat": None}))
+    if layout.get("num_layers") is None:  # else parameters are drawn in another order
+        np.testing.assert_allclose(losses, unrolled, rtol=1e-5)
+    assert losses[0] - without[0] == pytest.approx(0.1 * 2, rel=0.1)  # top_k if balanced
+    router = np.asarray(jax.tree.leaves(sx.state(model, sx.Param))[-1])
+    assert not np.array_equal(router, jax.tree.leaves(sx.state(plain, sx.Param))[-1])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("scanned", [False, True])
+def test_over_a_mesh_steps_are_traced_once_and_have_the_same_losses(kind: Any, scanned: bool):
+    expected, _ = train(make())
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        model = sx.shard(make(scan_layers=scanned), mesh, RULES)
+        losses, traces = train(model)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert traces == 1
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_trainer_traces_its_step_once_and_evaluates_without_the_loss(
+    scanned: bool, parts: int, tmp_path: Path
+):
+    model, traces = make(scan_layers=scanned, load_balance_weight=100.0), []
+
+    def loss(model: Any, batch: Any) -> Any:
+        found = {each.deterministic for _, each in sx.iter_modules(model) if is_moe(each)}
+        traces.append(found)
+        return next_token_loss(model, batch) + balance(model)
+
+    options = {"held_out": eval_batches(), "eval_every": 1, "grad_accumulation": parts}
+    result = make_trainer(tmp_path, 3, model=model, loss=loss, **options).run()
+    assert traces == [{False}, {True}]
+    assert result.loss > 200 - 10  # 100 * top_k, if balanced
+    assert result.eval_loss < np.log(256) + 1
+
+
+def test_checkpoints_hold_parameters_and_no_record(tmp_path: Path):
+    model, other = make(), make()
+    expected, _ = train(model)
+    sx.train.checkpoint.save((model,), tmp_path / "trained")
+    sx.pop(model, sx.Intermediate)
+    sx.train.checkpoint.save((model,), tmp_path / "popped")
+    for name in ("trained", "popped"):
+        sx.train.checkpoint.restore((other,), tmp_path / name)
+        jax.tree.map(
+            np.testing.assert_array_equal, sx.state(model, sx.Param), sx.state(other, sx.Param)
+        )
+    losses, traces = train(other)
+    assert losses[0] < expected[-1]
+    assert traces == 1
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_training_loss_is_that_of_transformers(name: str, scanned: bool, tmp_path: Path):
+    torch = pytest.importorskip("torch", reason="the peer is PyTorch")
+    pytest.importorskip("transformers", reason="the peer is transformers")
+    tokens, mask = peers.batch()
+    given = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask).long()}
+    known = np.concatenate([mask[:, :1] & False, mask[:, 1:] & mask[:, :-1]], axis=1)
+    labels = torch.tensor(np.where(known, tokens, -100))  # of tokens that follow a real one
+    one = {"num_hidden_layers": 1, "router_aux_loss_coef": 0.5}
+    config, kind, options = peers.CASES[name]
+    for changes in (one, {"output_router_logits": True}):
+        folder = tmp_path / str(len(changes))
+        peer = peers.make_model(folder, config, kind, {**options, **changes})
+        model = sx.models.from_pretrained(folder, scan_layers=scanned)
+        model.train()
+        assert model.config.load_balance_weight == changes.get("router_aux_loss_coef", 0.001)
+        logits = model(tokens, mask=mask)
+        entropy = sx.models.cross_entropy(logits[:, :-1], jnp.asarray(tokens[:, 1:]), known[:, 1:])
+        with torch.no_grad():
+            result = peer(**given, labels=labels, output_router_logits=True)
+        if changes is one:  # several layers it averages before it multiplies
+            expected = result.loss
+        else:
+            module = __import__(type(peer).__module__, fromlist=["*"])
+            each = [
+                module.load_balancing_loss_func((found,), 4, 2, given["attention_mask"])
+                for found in result.router_logits
+            ]
+            expected = result.loss + 0.001 * (sum(each) / len(each) - result.aux_loss)
+        np.testing.assert_allclose(entropy + balance(model), float(expected), rtol=1e-5)
+
+
+def is_moe(module: Any) -> bool:
+    return isinstance(module, sx.nn.MoE)
