@@ -219,7 +219,7 @@ def test_kinds_of_the_users_are_selected_by_the_names_of_their_classes() -> None
 
 
 def test_what_is_no_nnx_module_is_refused() -> None:
-    with pytest.raises(sx.bridge.BridgeError, match="the class .*Linear: make an instance"):
+    with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Linear: make an instance"):
         sx.bridge.from_nnx(nnx.Linear)
 
 
@@ -227,5 +227,5 @@ def test_without_flax_the_error_has_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flax.nnx", None)
-    with pytest.raises(ImportError, match="from_nnx needs flax: pip install 'flax>=0.12.8'"):
+    with pytest.raises(ImportError, match=r"from_nnx needs flax: pip install 'flax>=0.12.8'"):
         sx.bridge.from_nnx(object())
