@@ -22,7 +22,7 @@ class Model(sx.Module):
         self.layers = [sx.nn.Linear(4, 8, rngs=rngs), sx.nn.Linear(8, 2, rngs=rngs)]
         self.norm = sx.nn.BatchNorm(8, momentum=0.5)
         self.dropout = sx.nn.Dropout(0.5, rngs=rngs)
-        self.shift = jnp.ones(2)
+        self.shift = jnp.ones((1, 2))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = self.dropout(jax.nn.relu(self.norm(self.layers[0](x))))
@@ -45,7 +45,9 @@ def test_variables_have_the_kinds_paths_and_axes_of_the_model() -> None:
     assert found == {
         ("dropout", "stream", "count"): (nnx.RngState, None),
         ("dropout", "stream", "key"): (nnx.RngState, None),
+        ("layers", "0", "bias"): (nnx.Param, names[1:]),
         ("layers", "0", "kernel"): (nnx.Param, names),
+        ("layers", "1", "bias"): (nnx.Param, names[1:]),
         ("layers", "1", "kernel"): (nnx.Param, names),
         ("norm", "bias"): (nnx.Param, ("embed",)),
         ("norm", "mean"): (nnx.BatchStat, ("embed",)),

@@ -189,6 +189,12 @@ def same(old: Any, new: Any) -> bool:
     return olds[1] == news[1] and all(a is b for a, b in zip(olds[0], news[0], strict=True))
 
 
+def sown_on(kept: Any, sown: Any) -> Any:
+    """What was sown before and what is new, of values that are appended."""
+    both = isinstance(kept, tuple) and isinstance(sown, tuple)
+    return (*kept, *sown) if both else sown
+
+
 def write_back(
     holder: Dict[Any, Any],
     old: Mapping[Path, Any],
@@ -202,7 +208,7 @@ def write_back(
         if present is None:
             put(holder, path, make(path))
         elif path not in old:  # sown, which starts empty in each call
-            present.value = (*present.value, *value)
+            present.value = sown_on(present.value, value)
         elif not same(old[path], value):
             present.value = value
     for path in old.keys() - new.keys():

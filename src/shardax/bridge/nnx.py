@@ -33,6 +33,7 @@ from shardax.bridge.base import (
     nested,
     put,
     same,
+    sown_on,
     write_back,
 )
 
@@ -162,9 +163,10 @@ def _nnx_class() -> Any:
     class FromShardax(nnx.Module):
         def __init__(self, model: Any) -> None:
             self.variables = nnx.Dict()
-            self._take(model, {})
+            self._take(split_merge.clone(model), {})
 
         def _take(self, model: Any, old: Mapping[Path, Any]) -> None:
+            sown = split_merge.pop(model, Intermediate)
             structure = PeerStructure(split_merge.graphdef(model))
             if getattr(self, "structure", None) != structure:
                 self.structure = structure
@@ -173,6 +175,11 @@ def _nnx_class() -> Any:
                     _nest(nnx, self.variables, path, _to_nnx(nnx, variable))
                 elif not same(old[path], variable.value):
                     _at(self.variables, path).set_value(variable.value)
+            for path, value in sown.flat().items():
+                present = _at(self.variables, path)
+                kept = () if present is None else present.get_value()
+                made = Intermediate(sown_on(kept, value))
+                _nest(nnx, self.variables, path, _to_nnx(nnx, made))
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             graphdef = self.structure.value
@@ -207,7 +214,7 @@ def _nest(nnx: Any, holder: Any, path: Path, variable: Any) -> None:
 
 
 def _at(holder: Any, path: Path) -> Any:
-    return functools.reduce(lambda part, key: getattr(part, str(key)), path, holder)
+    return functools.reduce(lambda part, key: getattr(part, str(key), None), path, holder)
 
 
 def to_nnx(model: Module) -> Any:
