@@ -118,7 +118,8 @@ def test_state_is_kept_by_calls_under_the_vmap_that_names_the_batch() -> None:
         batched = jax.vmap(peer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         expected, state = batched(X, state)
         np.testing.assert_allclose(rows, expected, rtol=1e-5)
-    mean, _ = state.get(peer.ema_state_index)
+    index: Any = peer.ema_state_index
+    mean, _ = state.get(index)
     np.testing.assert_allclose(model.state["BatchNorm.ema_state_index"][0], mean, rtol=1e-6)
 
 

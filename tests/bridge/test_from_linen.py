@@ -36,6 +36,10 @@ def bridged() -> Any:
     return sx.bridge.from_linen(Peer(), X, rngs=sx.Rngs(**SEEDS))
 
 
+def apply(variables: Any, x: jax.Array, **options: Any) -> Any:
+    return Peer().apply(variables, x, **options)
+
+
 def peer_variables() -> Any:
     """What Linen makes with the same keys, the first ones of the same streams."""
     rngs = sx.Rngs(**SEEDS)
@@ -82,7 +86,7 @@ def test_training_steps_equal_those_of_linen_with_the_same_keys() -> None:
     @jax.jit
     def their_step(variables: Any, key: jax.Array) -> Any:
         def loss(params: Any) -> Any:
-            result, written = Peer().apply(
+            result, written = apply(
                 {**variables, "params": params}, X, rngs={"dropout": key}, mutable=["batch_stats"]
             )
             return jnp.mean((result - 1) ** 2), written
@@ -100,7 +104,7 @@ def test_training_steps_equal_those_of_linen_with_the_same_keys() -> None:
         variables,
     )
     np.testing.assert_allclose(
-        model(X, train=False), Peer().apply(variables, X, train=False), rtol=1e-5, atol=1e-6
+        model(X, train=False), apply(variables, X, train=False), rtol=1e-5, atol=1e-6
     )
 
 
@@ -131,7 +135,7 @@ def test_calls_that_draw_without_streams_get_the_error_of_linen() -> None:
 def test_bound_modules_keep_their_variables() -> None:
     variables = peer_variables()
     model = sx.bridge.from_linen(Peer().bind(variables))
-    np.testing.assert_array_equal(model(X, train=False), Peer().apply(variables, X, train=False))
+    np.testing.assert_array_equal(model(X, train=False), apply(variables, X, train=False))
 
 
 def test_caches_are_written_by_each_call() -> None:
@@ -186,7 +190,7 @@ def test_a_bridged_model_is_sharded_by_rules_and_vmapped() -> None:
     assert kernel.value.sharding.spec == P(None, "model")
     np.testing.assert_allclose(
         sx.jit(lambda model: model(X, train=False))(model),
-        Peer().apply(peer_variables(), X, train=False),
+        apply(peer_variables(), X, train=False),
         atol=1e-5,
     )
     dense = lambda rngs: sx.bridge.from_linen(linen.Dense(4), X, rngs=rngs)  # noqa: E731

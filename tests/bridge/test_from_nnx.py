@@ -77,11 +77,13 @@ def test_calls_equal_those_of_the_peer_and_write_its_statistics_and_streams() ->
 
 def test_eval_and_train_reach_the_layers_of_the_peer() -> None:
     peer, model = pair()
-    model(X), peer(X)
-    model.eval(), peer.eval()
+    for each in (model, peer):
+        each(X)
+        each.eval()
     np.testing.assert_array_equal(model(X), peer(X))
     np.testing.assert_array_equal(model(X), model(X))
-    model.train(), peer.train()
+    model.train()
+    peer.train()
     np.testing.assert_array_equal(model(X), peer(X))
 
 

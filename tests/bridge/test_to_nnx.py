@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_variables_have_the_kinds_paths_and_axes_of_the_model() -> None:
         path[1:]: (type(variable), variable.get_metadata().get("out_sharding"))
         for path, variable in nnx.to_flat_state(nnx.state(sx.bridge.to_nnx(model())))
     }
-    names = model().layers[0].kernel.axes
+    names: Any = model().layers[0].kernel.axes
     assert found == {
         ("dropout", "stream", "count"): (nnx.RngState, None),
         ("dropout", "stream", "key"): (nnx.RngState, None),
@@ -133,14 +133,15 @@ def test_what_a_model_sows_is_kept() -> None:
             return x
 
     peer = sx.bridge.to_nnx(Sows())
-    peer(jnp.float32(1)), peer(jnp.float32(2))
-    seen = nnx.pop(peer, nnx.Intermediate)["variables"]["seen"]
+    peer(jnp.float32(1))
+    peer(jnp.float32(2))
+    seen = dict(nnx.to_flat_state(nnx.pop(peer, nnx.Intermediate)))["variables", "seen"]
     assert [float(x) for x in seen.get_value()] == [1.0, 2.0]
     peer(jnp.float32(3))
-    seen = nnx.pop(peer, nnx.Intermediate)["variables"]["seen"]
+    seen = dict(nnx.to_flat_state(nnx.pop(peer, nnx.Intermediate)))["variables", "seen"]
     assert [float(x) for x in seen.get_value()] == [3.0]
 
 
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Linear: make an instance"):
-        sx.bridge.to_nnx(sx.nn.Linear)
+        sx.bridge.to_nnx(cast(Any, sx.nn.Linear))
