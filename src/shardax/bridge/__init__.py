@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of Flax and Equinox inside shardax models, and shardax models inside Flax."""
+"""Modules of Flax and Equinox inside shardax models, and the reverse."""
 
 from shardax.bridge.base import Bridged as Bridged
 from shardax.bridge.base import BridgeError as BridgeError

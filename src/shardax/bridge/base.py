@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of Flax and Equinox inside shardax models, and shardax models inside Flax.
+"""Modules of Flax and Equinox inside shardax models, and the reverse.
 
 A *bridged* module keeps the arrays of its peer as Variables, and beside them the rest of it as a
 static value: the graph definition of NNX, the module of Linen, the tree definition of Equinox. A
@@ -125,7 +125,7 @@ class Bridged(Module):
         return self.call("__call__", *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the peer by name, and keeps what it writes.
+        """Calls a method of the peer, and keeps what it writes.
 
         Args:
             method: Name of the method.
@@ -190,7 +190,7 @@ def same(old: Any, new: Any) -> bool:
 
 
 def sown_on(kept: Any, sown: Any) -> Any:
-    """What was sown before and what is new, of values that are appended."""
+    """What was sown before and what is new, together."""
     both = isinstance(kept, tuple) and isinstance(sown, tuple)
     return (*kept, *sown) if both else sown
 
@@ -201,7 +201,7 @@ def write_back(
     new: Mapping[Path, Any],
     make: Callable[[Path], Variable[Any]],
 ) -> None:
-    """Writes the values that differ, adds new ones and removes those that are gone."""
+    """Writes values that differ, adds new ones and removes others."""
     variables = dict(leaves_of(holder))
     for path, value in new.items():
         present = variables.get(path)
@@ -217,7 +217,7 @@ def write_back(
 
 
 def axis_names(names: Any, value: Any) -> tuple[Any, ...] | None:
-    """Axis names of an array from a peer's names or spec of it."""
+    """Axis names of an array from a peer's names or spec."""
     names = getattr(names, "spec", names)
     if not names or not hasattr(value, "ndim"):
         return None

@@ -81,7 +81,7 @@ class _FromEquinox(Bridged):
 
 
 def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
-    """Returns tree definition, paths of arrays and other leaves; and the arrays by path."""
+    """Returns a tree's structure, and its arrays by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
     paths: list[Path | None] = []
     others: list[Any] = []

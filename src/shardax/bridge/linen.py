@@ -66,7 +66,7 @@ def _keys(rngs: Rngs | None, chosen: Callable[[str], bool]) -> dict[str, jax.Arr
 
 
 def _of_linen(path: Path, leaf: Any) -> Variable[Any]:
-    """Returns a Variable of the kind of a collection, with the names in a box."""
+    """Returns a Variable of a collection's kind, with a box's names."""
     linen = library("flax.linen", "from_linen")
     names = getattr(leaf, "names", None) if isinstance(leaf, linen.meta.AxisMetadata) else None
     value = leaf.value if names is not None else linen.unbox(leaf)

@@ -82,7 +82,7 @@ def _nnx_value(item: Any) -> Any:
 
 
 def _of_nnx(item: Any) -> Variable[Any]:
-    """Returns a Variable of the kind, value and axes of one of NNX."""
+    """Returns a Variable like one of NNX."""
     nnx = library("flax.nnx", "from_nnx")
     value = _nnx_value(item)
     if not isinstance(item, nnx.Variable):
@@ -97,7 +97,7 @@ def _of_nnx(item: Any) -> Variable[Any]:
 
 
 def _matching(kind: type, table: Mapping[Any, type]) -> tuple[Any, bool]:
-    """Returns what the nearest base stands for, and whether that is all of the type."""
+    """Returns the nearest base's counterpart, and whether that says all."""
     for base in kind.__mro__:
         if base in table:
             return table[base], base is kind or issubclass(table[base], RngState)
@@ -149,7 +149,7 @@ def from_nnx(module: Any) -> Bridged:
 
 
 def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
-    """Returns a stream of an NNX stream's state, which transforms split as one of ours."""
+    """Returns a stream, which transforms split, of an NNX stream's state."""
     stream = RngStream(key.value, str(key.metadata.get("tag", "default")))
     stream.key, stream.count = key, count
     return stream
@@ -157,7 +157,7 @@ def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
 
 @functools.cache
 def _nnx_class() -> Any:
-    """Returns the class of NNX modules around models; made when Flax is there."""
+    """Returns the class of NNX modules around models."""
     nnx = library("flax.nnx", "to_nnx")
 
     class FromShardax(nnx.Module):
