@@ -101,6 +101,7 @@ from shardax.partition import unbox as unbox
 from shardax.partition import unshard as unshard
 
 if _typing.TYPE_CHECKING:
+    from shardax import bridge as bridge
     from shardax import distributed as distributed
     from shardax import host as host
     from shardax import models as models
@@ -124,7 +125,7 @@ if _typing.TYPE_CHECKING:
 
 _ON_FIRST_USE = frozenset(
     {"distributed", "host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train"}
-    | {"view"}
+    | {"bridge", "view"}
 )
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 

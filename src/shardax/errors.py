@@ -51,6 +51,7 @@ _NAMES = {
         "OutputError PartitioningUnspecifiedError PrefixError SharedWriteError "
         "StaticArgumentError StructureMismatchError TangentError"
     ),
+    "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",
     "shardax.config.configure": "ConfigureError ConfiguredTooLateError",
     "shardax.distributed.errors": "DisagreementError DistributedError",

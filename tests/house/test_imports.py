@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("numpy",),
     ("config", "_terminal"),
     ("nn",),
+    ("bridge",),
     ("named",),
     ("models",),
     ("surgery",),
@@ -47,6 +48,8 @@ GROUND_MAY_USE = {"jax", "numpy", "shardax", *sys.stdlib_module_names}
 # Imported inside the functions that need them, so that no face brings them in.
 IMPORTED_WHERE_USED = {
     "cloudpickle",
+    "equinox",
+    "flax",
     "huggingface_hub",
     "optax",
     "orbax",

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of Flax and Equinox inside shardax models, and the reverse.
+
+A *bridged* module keeps the arrays of its peer as Variables, and beside them the rest of it as a
+static value: the graph definition of NNX, the module of Linen, the tree definition of Equinox. A
+call puts both together, runs the peer's own code, and writes back the arrays that it replaced. So
+every transform, sharding and checkpoint sees Variables alone, and no peer sees a transform.
+
+Only arrays that the peer replaced are written: what it leaves alone is read and no more, so that
+parameters stay readable where they must not be written.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from shardax._core.containers import Dict
+from shardax._core.errors import ShardaxError
+from shardax._core.graph.paths import Path
+from shardax._core.graph.static import exact_key
+from shardax._core.init.rng import RngStream
+from shardax._core.module import Module
+from shardax._core.variable import Variable
+
+_MODES = frozenset({"deterministic", "use_running_average"})
+_INSTALL = {"flax": "flax>=0.12.8", "equinox": "equinox>=0.13.8"}
+
+
+class BridgeError(ShardaxError, ValueError):
+    """Something that no bridge between libraries can carry.
+
+    Example:
+        >>> import equinox as eqx, jax, shardax as sx
+        >>> norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+        >>> sx.bridge.from_equinox(norm)
+        Traceback (most recent call last):
+            ...
+        shardax.errors.BridgeError: This BatchNorm has state, which make_with_state took out...
+    """
+
+
+def library(name: str, caller: str) -> Any:
+    """Imports a peer, or tells how to install it."""
+    package = name.split(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"sx.bridge.{caller} needs {package}: pip install '{_INSTALL[package]}'."
+        ) from error
+
+
+class PeerStructure:
+    """A peer's structure, equal to another one of equal content."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.key = _content_key(value)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PeerStructure) and self.key == other.key
+
+    def __reduce__(self) -> Any:
+        return PeerStructure, (self.value,)
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"
+
+
+def _content_key(value: Any) -> Hashable:
+    def by_hash(value: Any) -> Hashable:
+        hash(value)
+        return value
+
+    for key in (exact_key, by_hash):
+        try:
+            found = key(value)
+            hash(found)
+        except TypeError:
+            continue
+        return found
+    if isinstance(value, tuple):
+        return tuple(_content_key(item) for item in value)
+    return id(value)
+
+
+class Bridged(Module):
+    """A module of another library; made by ``from_nnx``, ``from_linen`` or ``from_equinox``.
+
+    Attributes:
+        variables: Nested ``Dict`` of Variables, at the paths that the peer gives its arrays.
+
+    Example:
+        >>> import flax.linen as linen, jax.numpy as jnp, shardax as sx
+        >>> layer = sx.bridge.from_linen(linen.Dense(3), jnp.ones((1, 2)), rngs=sx.Rngs(0))
+        >>> isinstance(layer, sx.bridge.Bridged), layer.variables["params"]["kernel"].shape
+        (True, (2, 3))
+    """
+
+    variables: Dict[Any, Any]
+
+    def __init__(self, peer: Any, variables: Mapping[Path, Variable[Any]]) -> None:
+        self.peer = PeerStructure(peer)
+        self.variables = Dict()
+        for path, variable in variables.items():
+            put(self.variables, path, variable)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _MODES and value is not None:
+            self._switch(**{name: value})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the peer, and keeps what it writes."""
+        return self.call("__call__", *args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the peer, and keeps what it writes.
+
+        Args:
+            method: Name of the method.
+            *args: Its arguments.
+            **kwargs: Likewise.
+
+        Returns:
+            What the method returns.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> from flax import nnx
+            >>> table = sx.bridge.from_nnx(nnx.Embed(5, 2, rngs=nnx.Rngs(0)))
+            >>> table.call("attend", jnp.ones((1, 2))).shape
+            (1, 5)
+        """
+        raise NotImplementedError(method)
+
+    def _switch(self, **modes: bool) -> None:
+        """Puts the peer into a mode of training or evaluation."""
+        raise NotImplementedError(modes)
+
+
+# --- trees of Variables ---------------------------------------------------------------------------
+
+
+def put(holder: Dict[Any, Any], path: Path, variable: Any) -> None:
+    """Puts a Variable into nested Dicts."""
+    for key in path[:-1]:
+        holder = holder.setdefault(key, Dict())
+    holder[path[-1]] = variable
+
+
+def leaves_of(holder: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields the Variables in nested Dicts and streams, by path."""
+    if isinstance(holder, (Dict, Mapping)):
+        for key, item in holder.items():
+            yield from leaves_of(item, (*path, key))
+    elif isinstance(holder, RngStream):
+        yield from (((*path, name), getattr(holder, name)) for name in ("count", "key"))
+    else:
+        yield path, holder
+
+
+def nested(flat: Mapping[Path, Any]) -> dict[Any, Any]:
+    """Returns nested dicts of values by path."""
+    root: dict[Any, Any] = {}
+    for path, value in flat.items():
+        holder = root
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[path[-1]] = value
+    return root
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether two values are the same arrays."""
+    if old is new:
+        return True
+    olds, news = jax.tree.flatten(old), jax.tree.flatten(new)
+    return olds[1] == news[1] and all(a is b for a, b in zip(olds[0], news[0], strict=True))
+
+
+def sown_on(kept: Any, sown: Any) -> Any:
+    """What was sown before and what is new, together."""
+    both = isinstance(kept, tuple) and isinstance(sown, tuple)
+    return (*kept, *sown) if both else sown
+
+
+def write_back(
+    holder: Dict[Any, Any],
+    old: Mapping[Path, Any],
+    new: Mapping[Path, Any],
+    make: Callable[[Path], Variable[Any]],
+) -> None:
+    """Writes values that differ, adds new ones and removes others."""
+    variables = dict(leaves_of(holder))
+    for path, value in new.items():
+        present = variables.get(path)
+        if present is None:
+            put(holder, path, make(path))
+        elif path not in old:  # sown, which starts empty in each call
+            present.value = sown_on(present.value, value)
+        elif not same(old[path], value):
+            present.value = value
+    for path in old.keys() - new.keys():
+        inner = functools.reduce(lambda part, key: part[key], path[:-1], holder)
+        del inner[path[-1]]
+
+
+def axis_names(names: Any, value: Any) -> tuple[Any, ...] | None:
+    """Axis names of an array from a peer's names or spec."""
+    names = getattr(names, "spec", names)
+    if not names or not hasattr(value, "ndim"):
+        return None
+    return (*names, *[None] * (value.ndim - len(names)))
+
+
+def described(value: Any) -> str:
+    """Says what was given, for errors."""
+    name = f"{value.__module__}.{value.__name__}" if isinstance(value, type) else None
+    return f"the class {name}: make an instance" if name else f"a {type(value).__name__}"

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of Flax NNX inside shardax models, and shardax models inside NNX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from shardax._core.graph.paths import Path
+from shardax._core.init.rng import RngStream
+from shardax._core.module import Module
+from shardax._core.state import split_merge
+from shardax._core.variable import (
+    BatchStat,
+    Cache,
+    Intermediate,
+    MetricState,
+    OptState,
+    Param,
+    Perturbation,
+    RngState,
+    Variable,
+)
+from shardax.bridge.base import (
+    Bridged,
+    BridgeError,
+    PeerStructure,
+    axis_names,
+    described,
+    leaves_of,
+    library,
+    nested,
+    put,
+    same,
+    sown_on,
+    write_back,
+)
+
+_KINDS = (Param, BatchStat, Cache, Intermediate, Perturbation, RngState, OptState, MetricState)
+"""Variable types that NNX has too, under the same names."""
+
+
+class _FromNNX(Bridged):
+    deterministic: bool | None = None
+    use_running_average: bool | None = None
+
+    def __init__(self, peer: Any, variables: Mapping[Path, Variable[Any]]) -> None:
+        super().__init__(peer, variables)
+        self.deterministic = None
+        self.use_running_average = None
+
+    def _merged(self) -> tuple[Any, dict[Path, Any]]:
+        held = leaves_of(self.variables)
+        old = {path: item.value for path, item in held if not isinstance(item, Intermediate)}
+        return library("flax.nnx", "from_nnx").merge(self.peer.value, nested(old)), old
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        nnx = library("flax.nnx", "from_nnx")
+        module, old = self._merged()
+        result = getattr(module, method)(*args, **kwargs)
+        sown = dict(nnx.to_flat_state(nnx.pop(module, nnx.Intermediate)))
+        peer, state = nnx.split(module)
+        found = {**dict(nnx.to_flat_state(state)), **sown}
+        new = {path: _nnx_value(item) for path, item in found.items()}
+        write_back(self.variables, old, new, lambda path: _of_nnx(found[path]))
+        self._keep(peer)
+        return result
+
+    def _keep(self, peer: Any) -> None:
+        if (kept := PeerStructure(peer)) != self.peer:
+            self.peer = kept
+
+    def _switch(self, **modes: bool) -> None:
+        module, _ = self._merged()
+        module.set_attributes(raise_if_not_found=False, **modes)
+        self._keep(library("flax.nnx", "from_nnx").graphdef(module))
+
+
+def _nnx_value(item: Any) -> Any:
+    return item.get_raw_value() if hasattr(item, "get_raw_value") else item
+
+
+def _of_nnx(item: Any) -> Variable[Any]:
+    """Returns a Variable like one of NNX."""
+    nnx = library("flax.nnx", "from_nnx")
+    value = _nnx_value(item)
+    if not isinstance(item, nnx.Variable):
+        return Variable(value)
+    metadata = item.get_metadata()
+    kind, known = _matching(
+        type(item), {getattr(nnx, each.__name__, None): each for each in _KINDS}
+    )
+    tag = metadata.get("tag") or (None if known else type(item).__name__)
+    axes = axis_names(metadata.get("out_sharding"), value)
+    return kind(value, axes=axes, **({} if tag is None else {"tag": tag}))
+
+
+def _matching(kind: type, table: Mapping[Any, type]) -> tuple[Any, bool]:
+    """Returns the nearest base's counterpart, and whether that says all."""
+    for base in kind.__mro__:
+        if base in table:
+            return table[base], base is kind or issubclass(table[base], RngState)
+    return Variable, kind.__name__ == "Variable"
+
+
+def from_nnx(module: Any) -> Bridged:
+    """Makes a Module of one of Flax NNX.
+
+    Its Variables become Variables of the matching kind: ``nnx.Param`` a ``Param``, and likewise
+    ``BatchStat``, ``Cache``, ``Intermediate``, ``Perturbation``, ``RngState`` and ``OptState``,
+    with their subclasses, whose names become tags; any other is a ``Variable``. Names in their
+    metadata become axes. ``train()`` and ``eval()`` reach the layers of the peer.
+
+    Args:
+        module: An ``nnx.Module``, also an abstract one. Its arrays are shared, not copied; it is
+            not changed by calls.
+
+    Returns:
+        A Module to call like the peer.
+
+    Raises:
+        BridgeError: If it is no ``nnx.Module``.
+        ImportError: If Flax is not installed.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from flax import nnx
+        >>> class Model(sx.Module):
+        ...     def __init__(self):
+        ...         self.layer = sx.bridge.from_nnx(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        ...     def __call__(self, x):
+        ...         return self.layer(x)
+        >>> gradients = sx.grad(lambda model: model(jnp.ones((1, 2))).sum())(Model())
+        >>> gradients["layer"]["variables"]["bias"].tolist()
+        [1.0, 1.0, 1.0]
+    """
+    nnx = library("flax.nnx", "from_nnx")
+    if not isinstance(module, nnx.Module):
+        raise BridgeError(f"from_nnx takes an nnx.Module, but was given {described(module)}.")
+    peer, state = nnx.split(module)
+    made: dict[Path, Any] = {path: _of_nnx(item) for path, item in nnx.to_flat_state(state)}
+    bridged = _FromNNX(peer, made)
+    for path, item in made.items():
+        key = made.get((*path[:-1], "key"))
+        if path[-1] == "count" and isinstance(item, RngState) and isinstance(key, RngState):
+            put(bridged.variables, path[:-1], _stream(key, item))
+    return bridged
+
+
+def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
+    """Returns a stream, which transforms split, of an NNX stream's state."""
+    stream = RngStream(key.value, str(key.metadata.get("tag", "default")))
+    stream.key, stream.count = key, count
+    return stream
+
+
+@functools.cache
+def _nnx_class() -> Any:
+    """Returns the class of NNX modules around models."""
+    nnx = library("flax.nnx", "to_nnx")
+
+    class FromShardax(nnx.Module):
+        def __init__(self, model: Any) -> None:
+            self.variables = nnx.Dict()
+            self._take(split_merge.clone(model), {})
+
+        def _take(self, model: Any, old: Mapping[Path, Any]) -> None:
+            sown = split_merge.pop(model, Intermediate)
+            structure = PeerStructure(split_merge.graphdef(model))
+            if getattr(self, "structure", None) != structure:
+                self.structure = structure
+            for path, variable in split_merge.iter_variables(model):
+                if path not in old:
+                    _nest(nnx, self.variables, path, _to_nnx(nnx, variable))
+                elif not same(old[path], variable.value):
+                    _at(self.variables, path).set_value(variable.value)
+            for path, value in sown.flat().items():
+                present = _at(self.variables, path)
+                kept = () if present is None else present.get_value()
+                made = Intermediate(sown_on(kept, value))
+                _nest(nnx, self.variables, path, _to_nnx(nnx, made))
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            graphdef = self.structure.value
+            old = {path: _at(self.variables, path).get_value() for path in graphdef.leaf_paths}
+            model = split_merge.merge(graphdef, split_merge.State.from_flat(old))
+            result = model(*args, **kwargs)
+            self._take(model, old)
+            return result
+
+    FromShardax.__qualname__ = "FromShardax"
+    return FromShardax
+
+
+def _to_nnx(nnx: Any, variable: Variable[Any]) -> Any:
+    table = {each: getattr(nnx, each.__name__, nnx.Variable) for each in _KINDS}
+    bases = type(variable).__mro__
+    kind = next((table[base] for base in bases if base in table), nnx.Variable)
+    metadata: dict[str, Any] = {"eager_sharding": False}
+    if variable.axes is not None:
+        metadata["out_sharding"] = variable.axes
+    if "tag" in variable.metadata:
+        metadata["tag"] = variable.metadata["tag"]
+    return kind(variable.value, **metadata)
+
+
+def _nest(nnx: Any, holder: Any, path: Path, variable: Any) -> None:
+    for key in path[:-1]:
+        if not hasattr(holder, str(key)):
+            setattr(holder, str(key), nnx.Dict())
+        holder = getattr(holder, str(key))
+    setattr(holder, str(path[-1]), variable)
+
+
+def _at(holder: Any, path: Path) -> Any:
+    return functools.reduce(lambda part, key: getattr(part, str(key), None), path, holder)
+
+
+def to_nnx(model: Module) -> Any:
+    """Makes a Flax NNX module of a shardax model.
+
+    It holds the model's arrays as ``nnx.Variable`` of the matching kind (``Param`` an
+    ``nnx.Param``, ...), below ``variables`` at the paths of the model, with the axes as
+    ``out_sharding``. Calls run the model and keep what it writes.
+
+    Args:
+        model: A Module that can be called. Its arrays are shared, not copied; it is not changed.
+
+    Returns:
+        An ``nnx.Module`` to call like the model.
+
+    Raises:
+        BridgeError: If it is no Module, or has Variables at paths that NNX cannot name.
+        ImportError: If Flax is not installed.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from flax import nnx
+        >>> layer = sx.bridge.to_nnx(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+        >>> gradients = nnx.grad(lambda layer: layer(jnp.ones((1, 2))).sum())(layer)
+        >>> gradients["variables"]["kernel"].get_value().shape
+        (2, 3)
+    """
+    made = _nnx_class()
+    if not isinstance(model, Module):
+        raise BridgeError(f"to_nnx takes a shardax Module, but was given {described(model)}.")
+    return made(model)
