@@ -87,7 +87,7 @@ def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora", "2"]])
+@pytest.mark.parametrize("lora", [[], ["--lora", "2", "--mesh", "data=2,model=2"]])
 def test_a_run_and_what_it_published_continue_text_by_the_tokenizer(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], lora: list[str]
 ):
@@ -119,7 +119,7 @@ def test_a_published_model_of_bytes_is_sampled_without_a_tokenizer(
 ):
     publish(tmp_path / "model", vocab_size=256)
     model = from_pretrained(tmp_path / "model")
-    rows = sx.models.generate(model, [b"def ", b"x"], max_new_tokens=5, temperature=0)
+    rows = sx.models.generate(model, [list(b"def "), list(b"x")], max_new_tokens=5, temperature=0)
     expected = [bytes(row.tolist()).decode(errors="replace") for row in rows]
     words = ["--from", str(tmp_path / "model"), "--prompt", "def ", "x"]
     assert sample(capsys, *words) == "\n\n".join(expected) + "\n"
