@@ -463,7 +463,7 @@ def test_help_lists_the_commands(capsys: Any) -> None:
     [
         (["train"], ["--batch-size", "Windows a step, instead of the preset's.", "(default: 50)"]),
         (["show"], ["PATH", "Folder of a run, or of one of its checkpoints."]),
-        (["sample"], ["--temperature", "0 takes the likeliest byte; 1 samples"]),
+        (["sample"], ["--temperature", "0 takes the likeliest token; 1 samples"]),
         (["check"], ["MODEL", "The exit status is 1 if there are errors", '[["embed", null]']),
         (["plan"], ["--top", "How many layouts to show of a search, the best ones."]),
         (["plan", "explain"], ["PLAN.json", "A file that shardax plan --json wrote."]),

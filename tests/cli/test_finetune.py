@@ -80,6 +80,77 @@ def test_without_a_tokenizer_all_is_trained_on_bytes_and_resumed(tmp_path: Path,
     assert all(not np.array_equal(before[name], after[name]) for name in before)
 
 
+def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    greedy = ["--temperature", "0", "--length", "5"]
+    assert main(["sample", *words, *greedy]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora", "2", "--mesh", "data=2,model=2"]])
+def test_a_run_and_what_it_published_continue_text_by_the_tokenizer(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], lora: list[str]
+):
+    publish(tmp_path / "model", vocab_size=8)
+    add_tokenizer(tmp_path / "model")
+    run = tmp_path / "run"
+    given = ["--from", str(tmp_path / "model"), *lora, "--text", str(text), *SIZES]
+    more = ["--steps", "30", "--learning-rate", "0.05", "--out", str(run)]
+    assert main(["train", *given, *more]) == 0
+    printed = capsys.readouterr().out.partition("Sample:\n")[2].partition("\n")[0].split()
+    assert printed[:8] == ["one", "two", "three", "four"] * 2
+    prompts = ["--prompt", "two", "two three four"]
+    first = "two three four one two three\n\n"
+    expected = first + "two three four one two three four one\n"
+    assert sample(capsys, str(run), *prompts) == expected
+    assert sample(capsys, str(run / "checkpoints" / "00000030"), *prompts) == expected
+    published = run / "model-00000030"
+    assert sample(capsys, "--from", str(published), *prompts) == expected
+    (published / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
+    ended = "two three four\n"
+    assert sample(capsys, "--from", str(published), "--prompt", "two") == ended
+    (published / "tokenizer.json").unlink()
+    words = ["--from", str(published), *prompts[:2]]
+    assert sample(capsys, *words, "--tokenizer", str(tmp_path / "model")) == ended
+
+
+def test_a_published_model_of_bytes_is_sampled_without_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    publish(tmp_path / "model", vocab_size=256)
+    model = from_pretrained(tmp_path / "model")
+    rows = sx.models.generate(model, [list(b"def "), list(b"x")], max_new_tokens=5, temperature=0)
+    expected = [bytes(row.tolist()).decode(errors="replace") for row in rows]
+    words = ["--from", str(tmp_path / "model"), "--prompt", "def ", "x"]
+    assert sample(capsys, *words) == "\n\n".join(expected) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Name one model: the folder of a run, or --from FOLDER."),
+        (["{}", "--from", "{}"], "Name one model"),
+        (
+            ["--from", "{}"],
+            "has no tokenizer.json. Name a folder that has the model's: --tokenizer",
+        ),
+        (["--from", "{}", "--tokenizer", "{}"], "tokenizer.json is not there"),
+        (["--from", "{}", "--tokenizer", "{}/words", "--prompt", " "], "no token in it"),
+        (["--from", "{}", "--tokenizer", "{}/words", "--prompt", "four"], "has the token 3, but"),
+        (["--from", "{}/none"], "neither a folder nor a name of the hub"),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    publish(tmp_path / "model", vocab_size=3)
+    (tmp_path / "model" / "words").mkdir()
+    add_tokenizer(tmp_path / "model" / "words")
+    assert main(["sample", *(word.format(tmp_path / "model") for word in words)]) > 0
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

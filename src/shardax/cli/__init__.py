@@ -2,7 +2,7 @@
 """The ``shardax`` command line.
 
 ``shardax train`` trains a byte-level decoder on text, ``shardax show`` prints the parameters of a
-run, ``shardax sample`` continues a prompt with a trained one, ``shardax verify`` checks the files
+run, ``shardax sample`` continues prompts with a trained one, ``shardax verify`` checks the files
 of a run, ``shardax launch`` trains in several processes on one machine, ``shardax check`` reports
 what is wrong with a layout, ``shardax plan`` finds the layouts that fit on hardware and what each
 costs.
@@ -31,7 +31,7 @@ from shardax._core.errors import ShardaxError
 _COMMANDS = {
     "train": "Train a byte-level decoder on text.",
     "show": "Print the table of a run's parameters.",
-    "sample": "Continue prompts with a trained run, byte by byte.",
+    "sample": "Continue prompts with a trained run, or with a published model.",
     "verify": "Check the checkpoints, the settings and the log of a run.",
     "launch": "Run a command in several processes on this machine.",
     "check": "Report what is wrong with a model's layout over a mesh.",

@@ -3,7 +3,7 @@
 
 ``run.json`` holds the settings of a run; beside it are ``log.jsonl``, ``report.html`` and
 ``checkpoints/``. ``shardax show`` prints the parameters of a run without loading them, ``shardax
-sample`` continues a prompt with a trained model, ``shardax verify`` checks the files.
+sample`` continues prompts with a trained or published model, ``shardax verify`` checks the files.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from shardax.cli.inputs import (
 )
 from shardax.host.files import write_whole
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
+from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.rules import Rules
 from shardax.plan.rules_file import entry_from_data
 from shardax.train.checkpoint_files import read_description, verify
@@ -105,15 +106,21 @@ class RunSettings:
         if self.source is None:
             return Decoder(self.model, rngs=Rngs(params=self.seed))
         streams = {"rngs": Rngs(self.seed), "rules": self.layout_rules}
-        model = models.from_pretrained(self.source, mesh=mesh, **streams)
-        if not model.config.causal or model.config.head != "tokens":
-            raise CommandError(f"--from {self.source}: it does not predict the next token.")
+        model = load_causal(self.source, mesh=mesh, **streams)
         model.train()
         if self.lora is None:
             return model
         linears = select(model).at_instances_of(nn.Linear)
         chosen = linears.where(lambda path, _: path[0] in ("layers", "rest"))
         return surgery.lora(chosen, self.lora, rngs=Rngs(self.seed))
+
+
+def load_causal(source: str, **how: Any) -> Any:
+    """Loads a published model that predicts the next token."""
+    model = models.from_pretrained(source, **how)
+    if not model.config.causal or model.config.head != "tokens":
+        raise CommandError(f"--from {source}: it does not predict the next token.")
+    return model
 
 
 def _check_settings(kind: type, settings: Mapping[str, Any], of: str) -> None:
@@ -183,12 +190,61 @@ def find_run(path: Path) -> tuple[Path, int | None]:
     )
 
 
-def sample_texts(model: Any, prompts: Sequence[str], length: int, **options: Any) -> list[str]:
-    """Continues prompts byte by byte; options as for ``models.generate``."""
-    model.eval()
-    given = [list(prompt.encode()) for prompt in prompts]
-    rows = models.generate(model, given, max_new_tokens=length, **options)
-    return [bytes(row.astype("uint8")).decode(errors="replace") for row in rows]
+class TextCodec:
+    """Text as a model's tokens: by its tokenizer, or byte by byte."""
+
+    def __init__(self, source: str | None, vocab_size: int, tokenizer: str | None = None) -> None:
+        self.source, self.vocab_size, self.tokenizer = source, vocab_size, None
+        place = source if tokenizer is None else tokenizer
+        if place is not None:
+            folder = find_directory(place, TOKENIZER_FILES)
+            if tokenizer is not None or (folder / "tokenizer.json").is_file():
+                self.tokenizer = models.load_tokenizer(folder)
+            elif vocab_size < 256:
+                raise CommandError(
+                    f"--from {source}: it has no tokenizer.json, and its {vocab_size} tokens are "
+                    "too few for bytes."
+                )
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Returns tokens, with those that start a text unless told otherwise."""
+        if self.tokenizer is None:
+            return list(text.encode())
+        found = self.tokenizer.encode(text, add_special_tokens=special).ids
+        if found and max(found) >= self.vocab_size:
+            raise CommandError(
+                f"The tokenizer has the token {max(found)}, but the model only {self.vocab_size} "
+                "of them; it is another model's."
+            )
+        return found
+
+    def decode(self, tokens: Any) -> str:
+        """Returns the text of tokens, without those that have none."""
+        if self.tokenizer is None:
+            return bytes(token for token in tokens.tolist() if token < 256).decode(errors="replace")
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def sample(
+        self, model: Any, prompts: Sequence[Sequence[int]], length: int, **options: Any
+    ) -> list[str]:
+        """Continues prompts in one batch; options as for ``models.generate``."""
+        model.eval()
+        stop = () if self.tokenizer is None else _stop_tokens(self.source)
+        rows = models.generate(model, prompts, max_new_tokens=length, stop=stop, **options)
+        return [self.decode(row) for row in rows]
+
+
+def _stop_tokens(source: str | None) -> Sequence[int]:
+    """Returns the tokens that end a text, by the model's own files."""
+    if source is None:
+        return ()
+    folder = find_directory(source, TOKENIZER_FILES)
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if (ends := found.get("eos_token_id")) is not None:
+            return ends if isinstance(ends, list) else [ends]
+    return ()
 
 
 @dataclass(frozen=True)
@@ -231,15 +287,20 @@ class Show:
 
 @dataclass(frozen=True)
 class Sample:
-    """Continue prompts with a trained run, byte by byte."""
+    """Continue prompts with a trained run, or with a published model."""
 
     # Folder of a run, or of one of its checkpoints.
-    checkpoint: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Annotated[Path | None, tyro.conf.Positional] = None
+    # Instead of a run: a published model's folder (config.json and safetensors), or its name on the
+    # hub.
+    source: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    # Folder with a tokenizer.json, or name on the hub, if the model is published without one.
+    tokenizer: str | None = None
     # Text to continue; several are continued together.
     prompt: tuple[str, ...] = ("def ",)
-    # How many bytes to add to each.
+    # How many tokens to add to each; of a run without a tokenizer, bytes.
     length: int = 300
-    # 0 takes the likeliest byte; 1 samples from the model's distribution.
+    # 0 takes the likeliest token; 1 samples from the model's distribution.
     temperature: float = 0.7
     # Seed of the sampling.
     seed: int = 0
@@ -249,16 +310,43 @@ class Sample:
         check_values(vars(self))
         if not self.prompt or not all(self.prompt):
             raise CommandError("--prompt is empty; give at least one byte to continue.")
+        if (self.checkpoint is None) == (self.source is None):
+            raise CommandError("Name one model: the folder of a run, or --from FOLDER.")
+        model, codec = self._restored() if self.source is None else self._published()
+        prompts = [codec.encode(text) for text in self.prompt]
+        for text, tokens in zip(self.prompt, prompts, strict=True):
+            if not tokens:
+                raise CommandError(f"--prompt {text!r}: the tokenizer finds no token in it.")
+        options = {"temperature": self.temperature, "seed": self.seed}
+        print("\n\n".join(codec.sample(model, prompts, self.length, **options)))
+        return 0
+
+    def _restored(self) -> tuple[Any, TextCodec]:
+        """Returns the model of a run, as of a checkpoint."""
+        assert self.checkpoint is not None
         folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
-        model = settings.make_model()
+        if settings.source is None and self.tokenizer is not None:
+            raise CommandError("--tokenizer is of published models; this run's is read by bytes.")
         with contextlib.closing(train.Checkpoints(folder / CHECKPOINTS)) as checkpoints:
             if step is None and not checkpoints.all_steps():
                 raise CommandError(f"{folder} has no checkpoint yet.")
+            model = settings.make_model()
             checkpoints.restore((model,), step, partial=True)
-        options = {"temperature": self.temperature, "seed": self.seed}
-        print("\n\n".join(sample_texts(model, self.prompt, self.length, **options)))
-        return 0
+        return model, TextCodec(settings.source, model.config.vocab_size, self.tokenizer)
+
+    def _published(self) -> tuple[Any, TextCodec]:
+        """Returns a published model, and how it reads text."""
+        model = load_causal(str(self.source))
+        size = model.config.vocab_size
+        if self.tokenizer is None and size != 256:  # else bytes, of which there are so many
+            folder = find_directory(str(self.source))
+            if not (folder / "tokenizer.json").is_file():
+                raise CommandError(
+                    f"--from {self.source}: it has no tokenizer.json. Name a folder that has the "
+                    "model's: --tokenizer FOLDER."
+                )
+        return model, TextCodec(self.source, size, self.tokenizer)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from shardax import distributed, models, surgery, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax.cli import inputs
-from shardax.cli.runs import RunSettings, read_settings, sample_texts, write_settings
-from shardax.models.weights import find_directory
+from shardax.cli.runs import RunSettings, TextCodec, read_settings, write_settings
+from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.mesh import mesh_text
 from shardax.plan.rules_file import entry_to_data
 from shardax.train.errors import TextNotFoundError, TextSourceError
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
+_PROMPT_LENGTH = 16  # tokens of the held-out text, which a fine-tuned model continues
 _PICTURED = (".embed.embedding", ".layers[0].mlp.gate.kernel")
 _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or given
 PLACES = ("coordinator", "processes", "process", "verbose_processes")  # of one process
@@ -205,10 +207,12 @@ class _TrainingRun:
         self.model = settings.make_model(self.mesh)
         batches: Any = train.TrainBatches(training, **shape, seed=settings.seed)
         self.held_out: Any = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
-        if settings.source is not None:
-            tokens = _Tokens(settings, self.model.config.vocab_size)
-            if tokens.tokenizer is not None:
-                batches, self.held_out = tokens.batches(training), tokens.held_out(held_out)
+        self.codec = TextCodec(settings.source, self.model.config.vocab_size)
+        self.prompt = list(bytes(next(iter(held_out.segments()))[:_PROMPT_LENGTH]))
+        if self.codec.tokenizer is not None:
+            tokens = _Tokens(settings, self.codec)
+            batches, self.held_out = tokens.batches(training), tokens.held_out(held_out)
+            self.prompt = self.held_out[0]["inputs"][0, :_PROMPT_LENGTH].tolist()
         optimizer = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
         self.trainer = train.Trainer(
             self.model,
@@ -250,7 +254,8 @@ class _TrainingRun:
         for name in ("bigram", "unigram"):
             print(f"{f'{name} entropy':18}{entropy[name]:.4f} of the same text")
         options = {"temperature": 0.7, "seed": settings.seed}
-        (sample,) = sample_texts(self.model, [_PROMPT], _SAMPLE_LENGTH, **options)
+        prompt = self.codec.encode(_PROMPT)
+        (sample,) = self.codec.sample(self.model, [prompt], _SAMPLE_LENGTH, **options)
         print(f"\nSample:\n{sample}\n")
         if not distributed.is_main():
             return 0
@@ -283,7 +288,15 @@ class _TrainingRun:
         folder = self.out / f"model-{result.step:08}"
         if not folder.is_dir():  # else of this step, before the run was resumed
             models.save_pretrained(merged, folder)
+            if distributed.is_main():
+                _copy_text_files(find_directory(str(self.settings.source)), folder)
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per token")
+        room = getattr(merged.config, "max_positions", 0) or _SAMPLE_LENGTH + _PROMPT_LENGTH
+        length = min(_SAMPLE_LENGTH, room - len(self.prompt))
+        if length > 0:
+            options = {"temperature": 0.7, "seed": self.settings.seed}
+            (sample,) = self.codec.sample(merged, [self.prompt], length, **options)
+            print(f"\nSample:\n{sample}\n")
         print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nmodel       {folder}")
         return 0
 
@@ -299,6 +312,14 @@ class _TrainingRun:
         return pictures
 
 
+def _copy_text_files(source: Path, folder: Path) -> None:
+    """Copies what a published model reads text with."""
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            if file.is_file() and not (folder / file.name).exists():  # config.json is its own
+                shutil.copyfile(file, folder / file.name)
+
+
 def _absolute(source: str | None) -> str | None:
     """Makes the path of a folder absolute."""
     if source is None or not Path(source).is_dir():
@@ -309,16 +330,8 @@ def _absolute(source: str | None) -> str | None:
 class _Tokens:
     """A text as tokens of a published model, in rows."""
 
-    def __init__(self, settings: RunSettings, vocab_size: int) -> None:
-        assert settings.source is not None
-        self.settings, self.tokenizer = settings, None
-        if (find_directory(settings.source) / "tokenizer.json").is_file():
-            self.tokenizer = models.load_tokenizer(settings.source)
-        elif vocab_size < 256:
-            raise inputs.CommandError(
-                f"--from {settings.source}: it has no tokenizer.json, and its {vocab_size} tokens "
-                "are too few for bytes."
-            )
+    def __init__(self, settings: RunSettings, codec: TextCodec) -> None:
+        self.settings, self.codec = settings, codec
 
     def batches(self, part: Any) -> train.RowBatches:
         """Returns rows to train on, shuffled in each epoch."""
@@ -351,11 +364,10 @@ class _Tokens:
 
     def _rows(self, part: Any) -> np.ndarray:
         """Returns windows of tokens, each one longer than the inputs."""
-        assert self.tokenizer is not None
         found: list[int] = []
         for segment in part.segments():
             text = bytes(segment).decode(errors="replace")
-            found += self.tokenizer.encode(text, add_special_tokens=False).ids
+            found += self.codec.encode(text, special=False)
         length = self.settings.seq_len
         count = (len(found) - 1) // length
         if count < 1:

@@ -45,7 +45,12 @@ from shardax.partition.tree_check import check
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 LARGEST_FILE = 5 * 2**30
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-_WANTED = ["*.json", "*.safetensors", "tokenizer*"]
+# What is fetched of a hub's model: its weights are often there in other formats too.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template*"),
+    *("generation_config.json", "vocab.json", "merges.txt", CONFIG),
+)
+MODEL_FILES = (*TOKENIZER_FILES, SINGLE, INDEX, "model-*.safetensors")
 
 
 def from_pretrained(
@@ -219,13 +224,13 @@ def load_tokenizer(directory: str | Path) -> Any:
         raise ImportError(
             "Tokenizers come with the extra hub: pip install 'shardax[hub]'."
         ) from error
-    file = find_directory(directory) / "tokenizer.json"
+    file = find_directory(directory, TOKENIZER_FILES) / "tokenizer.json"
     if not file.is_file():
         raise PretrainedError(f"{file} is not there; the model has no tokenizer of that kind.")
     return Tokenizer.from_file(str(file))
 
 
-def find_directory(directory: str | Path) -> Path:
+def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -> Path:
     """Returns the folder of a model; one of the hub is downloaded."""
     folder = Path(directory).expanduser()
     if folder.is_dir():
@@ -233,13 +238,28 @@ def find_directory(directory: str | Path) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) or folder.is_absolute():
         raise PretrainedError(f"{directory} is neither a folder nor a name of the hub, org/name.")
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import errors, snapshot_download
     except ImportError as error:
         raise ImportError(
             f"{directory} is no folder here. To download it from the hub: pip install "
             f"'shardax[hub]'."
         ) from error
-    return Path(snapshot_download(str(directory), allow_patterns=_WANTED))
+    try:
+        return Path(snapshot_download(str(directory), allow_patterns=list(wanted)))
+    except errors.RepositoryNotFoundError as error:  # of those that ask for a login too
+        why = f"there is none of this name for you: {_first_line(error)}"
+        raise PretrainedError(f"{directory} is no folder here, and on the hub {why}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise PretrainedError(
+            f"{directory} is no folder here, the hub cannot be reached, and nothing was downloaded "
+            f"before: {_first_line(error)}"
+        ) from error
+    except (errors.HFValidationError, errors.HfHubHTTPError) as error:
+        raise PretrainedError(f"{directory}: the hub says: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of a hub: which files are fetched of a server, and what it says if there are none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardax as sx
+from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
+
+pytest.importorskip("huggingface_hub", reason="pip install 'shardax[hub]'")
+pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NEEDED = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"}
+OTHERS = {"README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json"}
+
+
+class Hub(ThreadingHTTPServer):
+    """The answers of a hub with one model, ``org/tiny``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.folder, self.fetched = folder, set[str]()
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        hub: Any = self.server
+        path = self.path.partition("?")[0]
+        files = {str(f.relative_to(hub.folder)): f for f in hub.folder.rglob("*") if f.is_file()}
+        name = path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
+        headers, status, body = {"X-Repo-Commit": COMMIT}, 200, b""
+        if path == "/api/models/org/tiny/revision/main":
+            siblings = [{"rfilename": each} for each in files]
+            body = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path == f"/api/models/org/tiny/tree/{COMMIT}":
+            entries = [
+                {"type": "file", "path": each, "size": file.stat().st_size, "oid": each}
+                for each, file in files.items()
+            ]
+            body = json.dumps(entries).encode()
+        elif name in files:
+            body = files[name].read_bytes()
+            headers["ETag"] = f'"{hashlib.sha1(body).hexdigest()}"'
+            if with_body:
+                hub.fetched.add(name)
+        else:
+            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = tmp_path / "published"
+    config = DecoderConfig(vocab_size=8, num_layers=1)
+    save_pretrained(Decoder(config, rngs=sx.Rngs(0)), folder)
+    words = {"type": "WordLevel", "vocab": {"one": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": words}))
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "onnx").mkdir()
+    for name in OTHERS:
+        (folder / name).write_text("{}")
+    with Hub(folder) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def run(program: str, endpoint: str, cache: Path) -> str:
+    """Runs a program in a process of its own: huggingface_hub reads these once."""
+    given = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **given, "HF_HUB_DISABLE_TELEMETRY": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SAYS = """
+import numpy as np
+import shardax as sx
+
+def attempt(call):
+    try:
+        return call()
+    except sx.errors.PretrainedError as error:
+        print(error)
+"""
+LOAD = """
+print(sx.models.load_tokenizer("org/tiny").encode("one").ids)
+model = sx.models.from_pretrained("org/tiny")
+print(np.asarray(model(np.array([[1, 2, 3]]))).tobytes().hex())
+"""
+
+
+def test_a_name_fetches_only_what_is_read_and_is_kept_for_a_time_without_network(
+    hub: Hub, tmp_path: Path
+):
+    logits = np.asarray(from_pretrained(hub.folder)(np.array([[1, 2, 3]]))).tobytes().hex()
+    first = SAYS + "sx.models.load_tokenizer('org/tiny')"
+    run(first, hub.endpoint, tmp_path / "cache")
+    assert hub.fetched == NEEDED - {"model.safetensors"}
+    assert run(SAYS + LOAD, hub.endpoint, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
+    assert hub.fetched == NEEDED
+    closed = "http://127.0.0.1:9"
+    assert run(SAYS + LOAD, closed, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
+
+
+def test_a_name_that_is_not_there_and_a_hub_that_is_not_are_one_line_each(hub: Hub, tmp_path: Path):
+    names = SAYS + "".join(
+        f"attempt(lambda: sx.models.from_pretrained({name!r}))\n"
+        for name in ("org/other", "org--x/tiny")
+    )
+    other, wrong = run(names, hub.endpoint, tmp_path / "cache").splitlines()
+    assert other.startswith("org/other is no folder here, and on the hub there is none of this")
+    assert wrong.startswith("org--x/tiny: the hub says: ")
+    offline = SAYS + "attempt(lambda: sx.models.from_pretrained('org/tiny'))"
+    (said,) = run(offline, "http://127.0.0.1:9", tmp_path / "cache").splitlines()
+    assert said.startswith("org/tiny is no folder here, the hub cannot be reached, and nothing was")
+    (said,) = run(
+        "import os; os.environ['HF_HUB_OFFLINE'] = '1'\n" + offline, hub.endpoint, tmp_path / "c"
+    ).splitlines()
+    assert said.startswith("org/tiny is no folder here, the hub cannot be reached, and nothing was")
