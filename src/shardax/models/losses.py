@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE
@@ -201,20 +202,21 @@ class _Blocks(NamedTuple):
         ):
             step = (index // math.prod(self.counts[axis + 1 :])) % count
             news.append(step * cut)
-            starts += [0, jnp.minimum(step * cut, size - cut)]
+            starts += [np.int32(0), jnp.minimum(step * cut, size - cut)]
         return starts, news
 
     def take(self, array: jax.Array, index: Any) -> jax.Array:
         """Returns block ``index`` of a view."""
         starts, _ = self.starts(index)
         rest = array.shape[len(starts) :]
+        starts += [np.int32(0)] * len(rest)
         sizes = [size for pair in zip(self.groups, self.cuts, strict=True) for size in pair]
-        return jax.lax.dynamic_slice(array, [*starts, *(0 for _ in rest)], (*sizes, *rest))
+        return jax.lax.dynamic_slice(array, starts, (*sizes, *rest))
 
     def put(self, array: jax.Array, block: jax.Array, index: Any) -> jax.Array:
         """Writes block ``index`` of a view."""
         starts, _ = self.starts(index)
-        rest = (0 for _ in array.shape[len(starts) :])
+        rest = [np.int32(0)] * (array.ndim - len(starts))
         return jax.lax.dynamic_update_slice(array, block.astype(array.dtype), [*starts, *rest])
 
     def is_new(self, index: Any) -> Any:
@@ -389,9 +391,7 @@ def _backward(blocks: _Blocks, *arrays: jax.Array) -> Any:
     return _laid_out(run, ((hidden, hidden.ndim), (kernel, 2)), *arrays)
 
 
-def _operands(
-    blocks: _Blocks, hidden: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _operands(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the view of the hidden states and the kernel, in one dtype."""
     dtype = hidden.dtype if hidden.dtype.itemsize <= 4 else jnp.dtype(jnp.float32)
     weights = blocks.lay_out(kernel.astype(dtype), None, blocks.vocab)

@@ -623,15 +623,74 @@ class Transformer(Module):
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape.
         """
-        tokens = as_array(tokens)
+        given = {"mask": mask, "positions": positions, "cache": cache, "token_types": token_types}
+        return self._logits(self._states(as_array(tokens), **given))
+
+    def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
+        """Computes what the head's kernel is applied to.
+
+        With ``head_kernel`` these are the logits: ``hidden @ kernel``. For a loss that does not
+        hold them see ``blockwise_cross_entropy``.
+
+        Args:
+            tokens: As for a call.
+            **options: As for a call: ``mask``, ``positions``, ``cache``, ``token_types``.
+
+        Returns:
+            Shape (batch, time, embed), in the compute dtype.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> model = Transformer(TransformerConfig(num_layers=1), rngs=sx.Rngs(0))
+            >>> tokens = jnp.arange(18).reshape(2, 9)
+            >>> hidden = model.hidden_states(tokens[:, :-1])
+            >>> loss = sx.models.blockwise_cross_entropy(hidden, model.head_kernel, tokens[:, 1:])
+            >>> hidden.shape, model.head_kernel.shape, loss.shape
+            ((2, 8, 64), (64, 256), ())
+        """
+        return self._before_head(self._states(as_array(tokens), **options))
+
+    @property
+    def head_kernel(self) -> jax.Array:
+        """Kernel of the head, (embed, vocab); of a tied one, the embedding transposed.
+
+        Raises:
+            LayerConfigError: If the logits are not a product with a kernel: a head of another kind,
+                with a bias or a softcap, or replaced.
+        """
+        config, layer = self._parts, self.embed if self.head is None else self.head
+        is_plain = type(layer) is (Embed if self.head is None else Linear)
+        why = {
+            f"its head is {config.head!r}": config.head != "tokens",
+            f"its head is a {type(layer).__name__}": not is_plain,
+            "its head has a bias": config.head_bias,
+            "it has final_softcap": config.final_softcap is not None,
+        }
+        found = [reason for reason, holds in why.items() if holds]
+        if found:
+            raise LayerConfigError(
+                f"The logits of this {type(self).__name__} are not hidden states times a kernel: "
+                f"{found[0]}. Call the model, and cross_entropy on its logits."
+            )
+        return self.embed.embedding.value.T if self.head is None else self.head.kernel.value
+
+    def _states(
+        self,
+        tokens: jax.Array,
+        mask: Any = None,
+        positions: Any = None,
+        cache: Any = None,
+        token_types: Any = None,
+    ) -> jax.Array:
+        """Returns what comes out of the layers and the last norm."""
         if self.embed is None:
-            return self._logits(self._run(self._embed_images(tokens), {}, cache))
+            return self._run(self._embed_images(tokens), {}, cache)
         if tokens.ndim not in (1, 2):
             where = type(self).__name__
             refuse_input(where, "tokens of shape (batch, time) or (time,)", tokens, "")
         given, positions = self._given(tokens, mask, positions, cache)
         x = self._embed_tokens(tokens, positions, token_types)
-        return self._logits(self._run(x, given, cache))
+        return self._run(x, given, cache)
 
     def pool(self, hidden: jax.Array) -> jax.Array:
         """Returns the tanh of the pooler on the first position."""
@@ -738,14 +797,19 @@ class Transformer(Module):
             x = rematerialised(layer, self._parts.remat)(x, **given, **own)
         return x if self.final_norm is None else self.final_norm(x)
 
+    def _before_head(self, x: jax.Array) -> jax.Array:
+        config = self._parts
+        if config.head_transform:
+            x = self.head_norm(find_activation(config.activation)(self.head_dense(x)))
+        return x
+
     def _logits(self, x: jax.Array) -> jax.Array:
         config = self._parts
         if config.head is None:
             return x
         if config.head == "first":
             return self.head(self.pool(x) if config.pooler else x[..., 0, :])
-        if config.head_transform:
-            x = self.head_norm(find_activation(config.activation)(self.head_dense(x)))
+        x = self._before_head(x)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         if self.head is None and config.head_bias:
             logits = add_bias(logits, self.head_bias.value)
