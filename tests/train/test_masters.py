@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 from tests.models.small import BATCH, SMALL
 from tests.train.towers import PATHS, RULES, TRANSFORMATIONS, Tower, X, loss, train_step
 
@@ -47,14 +46,15 @@ def test_masters_are_float32_parameters_trained_with_the_gradients_of_the_narrow
 ) -> None:
     optimizer = narrow(tx=TRANSFORMATIONS[name]())
     tx = optax.with_extra_args_support(TRANSFORMATIONS[name]())
-    wide = [v.astype(jnp.float32) for v in sx.state(optimizer.model, sx.Param).flat().values()]
-    state = tx.init(wide)
+    wide: Any = [v.astype(jnp.float32) for v in sx.state(optimizer.model, sx.Param).flat().values()]
+    state: Any = tx.init(wide)
     step = sx.jit(sx.value_and_grad(loss))
     for _ in range(4):
         value, grads = step(optimizer.model, X)
         optimizer.update(grads, value=value)
-        plain = [grads.flat()[path].astype(jnp.float32) for path in PATHS]
-        updates, state = jax.jit(tx.update)(plain, state, wide, value=value)
+        plain: Any = [grads.flat()[path].astype(jnp.float32) for path in PATHS]
+        updates: Any
+        updates, state = tx.update(plain, state, wide, value=value)
         wide = optax.apply_updates(wide, updates)
     masters = flat(optimizer.masters)
     for path, expected in zip(PATHS, wide, strict=True):
@@ -170,25 +170,31 @@ def test_masters_go_where_their_parameters_are_and_stay(mesh: Mesh) -> None:
 def test_masters_may_be_split_further_than_their_parameters(mesh: Mesh) -> None:
     optimizer = narrow()
     sx.shard(optimizer.model, mesh, RULES)
-    place = NamedSharding(mesh, PartitionSpec(None, ("model", "data")))
-    master = optimizer.masters["layers"][0]["kernel"]
-    master.value = jax.device_put(master.value, place)
-    before = optimizer.model.layers[0].kernel.value.sharding
+    further = sx.Rules({"embed": None, "mlp": ("model", "data")})
+    sx.shard((optimizer.masters, optimizer.opt_state), mesh, further)
+    params, masters = optimizer.model.layers[0].kernel, optimizer.masters["layers"][0]["kernel"]
+    places = [params.value.sharding, masters.value.sharding]
+    assert not places[0].is_equivalent_to(places[1], 2)
     with jax.set_mesh(mesh):
-        grads = sx.jit(sx.grad(loss))(optimizer.model, X)
-        optimizer.update(grads)
-    assert master.value.sharding.is_equivalent_to(place, 2)
-    assert optimizer.model.layers[0].kernel.value.sharding.is_equivalent_to(before, 2)
+        for _ in range(2):
+            train_step(optimizer.model, optimizer, X)
+            optimizer.update(sx.jit(sx.grad(loss))(optimizer.model, X))
+    found = [params.value.sharding, masters.value.sharding]
+    # Over Auto axes a compiled step leaves the layouts of its results to the compiler.
+    explicit = AxisType.Explicit in mesh.axis_types
+    for one, other in zip(found, places, strict=True):
+        assert one.is_equivalent_to(other, 2) or not explicit
+    assert_rounded(optimizer)
 
 
 def test_masters_are_in_checkpoints_pickles_and_clones(tmp_path: Any) -> None:
     optimizer = narrow()
     for _ in range(3):
         train_step(optimizer.model, optimizer, X)
-    checkpoint.save(tmp_path / "run", {"model": optimizer.model, "optimizer": optimizer})
+    checkpoint.save((optimizer.model, optimizer), tmp_path / "run")
     restored = narrow()
-    checkpoint.restore(tmp_path / "run", {"model": restored.model, "optimizer": restored})
-    for other in (restored, sx.clone(optimizer), pickle.loads(pickle.dumps(optimizer))):
+    checkpoint.restore((restored.model, restored), tmp_path / "run")
+    for other in (restored, sx.clone(optimizer), sx.host.loads(sx.host.dumps(optimizer))):
         train_step(other.model, other, X)
     train_step(optimizer.model, optimizer, X)
     for path, value in flat(optimizer.masters).items():
