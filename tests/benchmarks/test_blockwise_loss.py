@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the blockwise loss runs, its opponents agree, and it says what is out of bounds."""
+"""The benchmark of the blockwise loss runs, its opponents agree, and says what is out of bounds."""
 
 import json
 import sys

@@ -195,7 +195,7 @@ class _Blocks(NamedTuple):
         return jax.lax.with_sharding_constraint(array, place)
 
     def starts(self, index: Any) -> tuple[list[Any], list[Any]]:
-        """Returns where block ``index`` begins, and where what is new in it begins."""
+        """Returns where a block begins, and what is new in it."""
         starts, news = [], []
         for axis, (size, cut, count) in enumerate(
             zip(self.sizes, self.cuts, self.counts, strict=True)
@@ -237,7 +237,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks_of(hidden: jax.Array, kernel: jax.Array, block_size: int) -> _Blocks:
-    """Cuts the last dimension of tokens first, others if that is not enough."""
+    """Cuts the last dimension of tokens first, then others."""
     shape = hidden.shape[:-1]
     mesh, entries, vocab = _layout_of(hidden, kernel)
     if mesh is None:
@@ -312,7 +312,8 @@ _token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
 def _laid_out(function: Any, like: Sequence[tuple[jax.Array, int]], *arrays: jax.Array) -> Any:
-    """Runs a function with Explicit axes as Auto, results as given arrays' first dimensions."""
+    """Runs a function with Explicit axes as Auto."""
+    # Results are laid out as the first dimensions of given arrays.
     if all(explicit_entries(array) is None for array in arrays):
         return function(*arrays)
     mesh = next(
@@ -392,7 +393,7 @@ def _backward(blocks: _Blocks, *arrays: jax.Array) -> Any:
 
 
 def _operands(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the view of the hidden states and the kernel, in one dtype."""
+    """Returns view of hidden states, and kernel, in one dtype."""
     dtype = hidden.dtype if hidden.dtype.itemsize <= 4 else jnp.dtype(jnp.float32)
     weights = blocks.lay_out(kernel.astype(dtype), None, blocks.vocab)
     return blocks.view(hidden.astype(dtype)), weights

@@ -623,18 +623,16 @@ class Transformer(Module):
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape.
         """
-        given = {"mask": mask, "positions": positions, "cache": cache, "token_types": token_types}
-        return self._logits(self._states(as_array(tokens), **given))
+        return self._logits(self._states(as_array(tokens), mask, positions, cache, token_types))
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
         """Computes what the head's kernel is applied to.
 
-        With ``head_kernel`` these are the logits: ``hidden @ kernel``. For a loss that does not
-        hold them see ``blockwise_cross_entropy``.
+        Times ``head_kernel`` it is the logits; see ``blockwise_cross_entropy``.
 
         Args:
             tokens: As for a call.
-            **options: As for a call: ``mask``, ``positions``, ``cache``, ``token_types``.
+            **options: As for a call.
 
         Returns:
             Shape (batch, time, embed), in the compute dtype.
@@ -652,7 +650,7 @@ class Transformer(Module):
 
     @property
     def head_kernel(self) -> jax.Array:
-        """Kernel of the head, (embed, vocab); of a tied one, the embedding transposed.
+        """Kernel (embed, vocab) of the head; of a tied one, the embedding transposed.
 
         Raises:
             LayerConfigError: If the logits are not a product with a kernel: a head of another kind,
@@ -660,18 +658,17 @@ class Transformer(Module):
         """
         config, layer = self._parts, self.embed if self.head is None else self.head
         is_plain = type(layer) is (Embed if self.head is None else Linear)
-        why = {
-            f"its head is {config.head!r}": config.head != "tokens",
-            f"its head is a {type(layer).__name__}": not is_plain,
-            "its head has a bias": config.head_bias,
-            "it has final_softcap": config.final_softcap is not None,
-        }
-        found = [reason for reason, holds in why.items() if holds]
-        if found:
-            raise LayerConfigError(
-                f"The logits of this {type(self).__name__} are not hidden states times a kernel: "
-                f"{found[0]}. Call the model, and cross_entropy on its logits."
-            )
+        for holds, why in (
+            (config.head != "tokens", f"its head is {config.head!r}"),
+            (not is_plain, f"its head is a {type(layer).__name__}"),
+            (config.head_bias, "its head has a bias"),
+            (config.final_softcap is not None, "it has final_softcap"),
+        ):
+            if holds:
+                raise LayerConfigError(
+                    f"The logits of this {type(self).__name__} are not hidden states times a "
+                    f"kernel: {why}. Call the model, and cross_entropy on its logits."
+                )
         return self.embed.embedding.value.T if self.head is None else self.head.kernel.value
 
     def _states(

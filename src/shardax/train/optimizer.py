@@ -227,7 +227,7 @@ class Optimizer(Module):
 
     def _state_variables(self, layout: optimizer_state.StateLayout) -> list[Variable[Any]]:
         """Returns the Variables of the state in the order of the layout."""
-        present = dict(iter_variables(self.opt_state))
+        present: dict[Path, Variable[Any]] = dict(iter_variables(self.opt_state))
         if self.master_dtype is not None:
             parts = {"inner": present, "masters": dict(iter_variables(self.masters))}
             present = {(n, *path): v for n, part in parts.items() for path, v in part.items()}
@@ -314,7 +314,7 @@ def _current(param: Any, master: Any) -> Any:
 
 
 def _as_wide(wide: Any, grad: Any) -> Any:
-    """Returns a gradient at least as wide as the master, laid out as it."""
+    """Returns a gradient as wide as the master, laid out alike."""
     grad = jnp.asarray(grad)
     return _laid_out_as(wide, grad.astype(jnp.promote_types(grad.dtype, wide.dtype)))
 
