@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
 from shardax._transforms.errors import LayerConfigError
@@ -296,3 +297,40 @@ def test_fewer_angles_than_half_a_head_leave_its_rest():
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(LayerConfigError, match=message):
         attention(**options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scope", [False, True])
+@pytest.mark.parametrize("case", ["plain", "mask", "segments", "softcap", "cache"])
+def test_attention_over_explicit_axes_needs_no_mesh_in_scope(
+    case: str, scope: bool, compiled: bool
+) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    soft: dict[str, Any] = {"softcap": 5.0, "window": 3} if case == "softcap" else {}
+    layer = sx.nn.MultiHeadAttention(16, 4, causal=True, rope_base=100.0, rngs=sx.Rngs(0), **soft)
+    cache = sx.nn.AttentionCache(4, 8, 4, 4) if case == "cache" else None
+    x = np.random.default_rng(0).normal(size=(4, 6, 16)).astype(np.float32)
+    given: dict[str, Any] = {
+        "mask": {"mask": np.tril(np.ones((4, 1, 6, 6), bool), k=-1) | np.eye(6, dtype=bool)},
+        "segments": {"segment_ids": np.array([[0, 0, 0, 1, 1, 1]] * 4)},
+    }.get(case, {})
+    expected = layer(x, **given)
+    sx.shard(layer, mesh, [("heads", "model")])
+    if cache is not None:
+        sx.shard(cache, mesh, [("batch", "data"), ("kv_heads", "model")])
+        given = {"cache": cache}
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+    def run(layer: Any, x: Any, given: Any) -> Any:
+        return layer(x, **given)
+
+    with jax.set_mesh(mesh) if scope else contextlib.nullcontext():
+        found = (sx.jit(run) if compiled else run)(layer, placed, given)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    assert found.sharding.spec == PartitionSpec("data", None, None)
+    if cache is not None and not scope:
+        assert int(cache.count) == 6
+        assert cache.key.value.sharding.spec == PartitionSpec("data", None, "model", None)
+        alone = sx.nn.AttentionCache(4, 8, 4, 4)
+        with pytest.raises(LayerInputError, match=r"on one device.*sx.shard\(cache"):
+            layer(placed, cache=alone)

@@ -29,6 +29,11 @@ from shardax.nn.normalization import GroupNorm as GroupNorm
 from shardax.nn.normalization import InstanceNorm as InstanceNorm
 from shardax.nn.normalization import LayerNorm as LayerNorm
 from shardax.nn.normalization import RMSNorm as RMSNorm
+from shardax.nn.recurrent import RNN as RNN
+from shardax.nn.recurrent import Bidirectional as Bidirectional
+from shardax.nn.recurrent import GRUCell as GRUCell
+from shardax.nn.recurrent import LSTMCell as LSTMCell
+from shardax.nn.recurrent import SimpleCell as SimpleCell
 from shardax.nn.stack import Stack as Stack
 from shardax.nn.stack import stack_layers as stack_layers
 from shardax.nn.stack import stack_state as stack_state

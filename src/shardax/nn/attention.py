@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._core._jax import INLINE
 from shardax._core.frames import is_eager
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
@@ -405,7 +406,7 @@ class MultiHeadAttention(Module):
             order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
             mask = order if mask is None else mask & order
         if mask is not None:  # what may not be read has the weight 0, as in jax.nn
-            scores = jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
+            scores = _mask_scores(scores, mask)
         weights = self.softmax(scores)
         weights = weights if self.dropout is None else self.dropout(weights)
         weights = weights.astype(value.dtype)
@@ -419,11 +420,10 @@ class MultiHeadAttention(Module):
         precision = contextlib.nullcontext()
         if self.precision is not None:
             precision = jax.default_matmul_precision(jax.lax.Precision(self.precision).name.lower())
-        options: dict[str, Any] = {"is_causal": causal, "scale": self.scale, "mask": mask}
-        options |= {"local_window_size": near, "implementation": self.implementation}
+        options = causal, self.scale, near, self.implementation
         try:
             with precision:
-                return jax.nn.dot_product_attention(query, key, value, **options)
+                return _dot_product_attention(query, key, value, mask, *options)
         except Exception as error:
             if self.implementation != "cudnn":
                 raise
@@ -458,12 +458,7 @@ class MultiHeadAttention(Module):
             positions = places
         query, key, value = self.project(x, None, positions)
         keys, values, held, is_full = cache.update(key, value, places, self.window)
-        seen = held[:, None, None, :]
-        allowed = seen >= 0
-        if self.causal:
-            own = places[:, None, :, None]
-            allowed &= seen <= own
-            allowed = allowed if self.window is None else allowed & (seen > own - self.window)
+        allowed = _readable(held, places, self.causal, self.window)
         qkv = QueryKeyValue(query, keys.astype(query.dtype), values.astype(query.dtype))
         read = self.attend(qkv, allowed, ordered=False)
         return read if is_full is None else jnp.where(is_full, jnp.nan, read)
@@ -614,14 +609,7 @@ class AttentionCache(Module):
         Returns:
             Integers of shape (batch, time).
         """
-        held = self.position.value
-        shape = (held.shape[0], time)
-        if positions is None:
-            real = jnp.ones(shape, np.int32) if mask is None else mask.astype(np.int32)
-            positions = _laid_out(jnp.cumsum(real, 1), held) + jnp.max(held, 1, keepdims=True)
-        positions = jnp.broadcast_to(as_array(positions), shape).astype(np.int32)
-        positions = positions if mask is None else jnp.where(mask, positions, -1)
-        return _laid_out(positions, held)
+        return _next_positions(self.position.value, time, positions, mask)
 
     def update(
         self, key: jax.Array, value: jax.Array, positions: jax.Array, window: int | None = None
@@ -644,6 +632,14 @@ class AttentionCache(Module):
         time, count = positions.shape[1], self.count.value
         pairs = ((self.key, key), (self.value, value), (self.position, positions))
         old = [variable.value for variable, _ in pairs]
+        if any(jax.typeof(one).sharding.mesh.empty for one in old) and (
+            explicit_entries(key) is not None
+        ):
+            raise LayerInputError(
+                f"The AttentionCache is on one device, but keys are "
+                f"{jax.typeof(key)} over Explicit mesh axes. Lay it out as the model: "
+                f"sx.shard(cache, mesh, rules)."
+            )
         new = [_laid_out(one.astype(v.dtype), v.value) for v, one in pairs]
         is_full = None
         if not self.ring:
@@ -675,6 +671,26 @@ class AttentionCache(Module):
         return keys, values, held, is_full
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=INLINE)
+def _next_positions(held: jax.Array, time: int, positions: Any, mask: Any) -> jax.Array:
+    shape = (held.shape[0], time)
+    if positions is None:
+        real = jnp.ones(shape, np.int32) if mask is None else mask.astype(np.int32)
+        positions = _laid_out(jnp.cumsum(real, 1), held) + jnp.max(held, 1, keepdims=True)
+    positions = jnp.broadcast_to(as_array(positions), shape).astype(np.int32)
+    positions = positions if mask is None else jnp.where(mask, positions, -1)
+    return _laid_out(positions, held)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
+def _readable(held: jax.Array, places: jax.Array, causal: bool, window: int | None) -> jax.Array:
+    seen, own = held[:, None, None, :], places[:, None, :, None]
+    allowed = seen >= 0
+    if causal:
+        allowed &= seen <= own
+    return allowed if window is None else allowed & (seen > own - window)
+
+
 def _write(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
 
@@ -698,6 +714,28 @@ def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
         return new
     mesh = wanted.mesh if explicit_entries(old) is not None else have.mesh
     return jax.sharding.reshard(new, NamedSharding(mesh, wanted.spec))
+
+
+# Units, as eager arrays over Explicit axes need their mesh where masks are broadcast.
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), inline=INLINE)
+def _dot_product_attention(
+    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any, near: Any, how: Any
+) -> jax.Array:
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scale,
+        is_causal=causal,
+        local_window_size=near,
+        implementation=how,
+    )
+
+
+@functools.partial(jax.jit, inline=INLINE)
+def _mask_scores(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent cells, RNN and Bidirectional against Flax: results, gradients, masks, meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.parameters import LayerInputError
+
+INPUTS, FEATURES, BATCH, TIME = 3, 4, 4, 6
+# Our class, the peer's, the letters of its gates in our order.
+CELLS: dict[str, tuple[Any, Any, str]] = {
+    "simple": (sx.nn.SimpleCell, linen.SimpleCell, ""),
+    "lstm": (sx.nn.LSTMCell, linen.LSTMCell, "ifgo"),
+    "gru": (sx.nn.GRUCell, linen.GRUCell, "rzn"),
+}
+LENGTHS = np.array([6, 3, 1, 5])
+REAL = np.arange(TIME)[None] < LENGTHS[:, None]
+MASK = np.array([list(map(int, row)) for row in ("111111", "111000", "001111", "101101")], bool)
+
+
+def floats(*shape: int, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def close(found: Any, expected: Any, tolerance: float = 2e-6) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def make(name: str, seed: int = 0, **options: Any) -> Any:
+    """A cell with biases that are not zero, as far as the peer has them."""
+    cell = CELLS[name][0](INPUTS, FEATURES, rngs=sx.Rngs(seed), **options)
+    cell.input.bias.value = floats(*cell.input.bias.shape, seed=seed)
+    if cell.recurrent.bias is not None:
+        only_new = np.zeros((3, FEATURES), np.float32)
+        only_new[2] = floats(FEATURES, seed=seed + 1)
+        cell.recurrent.bias.value = only_new
+    return cell
+
+
+def peer_params(name: str, cell: Any) -> Any:
+    """The parameters of a cell as those of Flax's."""
+    given, kernel, bias = (cell.input.kernel[...], cell.recurrent.kernel[...], cell.input.bias[...])
+    if name == "simple":
+        return {"i": {"kernel": given[:, 0], "bias": bias[0]}, "h": {"kernel": kernel[:, 0]}}
+    params = {}
+    for index, gate in enumerate(CELLS[name][2]):
+        params["i" + gate] = {"kernel": given[:, index]}
+        params["h" + gate] = {"kernel": kernel[:, index]}
+        # Flax's LSTM has its biases with the products of the carry.
+        params[("h" if name == "lstm" else "i") + gate]["bias"] = bias[index]
+    if name == "gru":
+        params["hn"]["bias"] = cell.recurrent.bias[2]
+    return params
+
+
+def peer_carry(name: str, carry: Any) -> Any:
+    return (carry[1], carry[0]) if name == "lstm" else carry
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_rnn_has_the_results_and_gradients_of_flax(name: str, reverse: bool) -> None:
+    cell, x = make(name), floats(BATCH, TIME, INPUTS)
+    rnn, weights = sx.nn.RNN(cell, reverse=reverse), floats(BATCH, TIME, FEATURES, seed=5)
+    peer: Any = linen.RNN(
+        CELLS[name][1](FEATURES), reverse=reverse, keep_order=True, return_carry=True
+    )
+
+    def peer_loss(params: Any, x: Any) -> Any:
+        carry, y = peer.apply({"params": {"cell": params}}, x, seq_lengths=LENGTHS)
+        y *= REAL[..., None]  # the peer's other steps are not defined
+        loss = (y * weights).sum() + sum(map(jnp.sum, jax.tree.leaves(carry)))
+        return loss, (carry, y)
+
+    params = peer_params(name, cell)
+    (_, (carry, y)), gradients = jax.value_and_grad(peer_loss, (0, 1), has_aux=True)(params, x)
+
+    def loss(rnn: Any, x: Any) -> Any:
+        carry, y = rnn(x, mask=REAL, return_carry=True)
+        return (y * weights).sum() + sum(map(jnp.sum, jax.tree.leaves(carry))), (carry, y)
+
+    graded = sx.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, (our_carry, our_y)), (ours, of_x) = graded(rnn, x)
+    close((peer_carry(name, our_carry), our_y), (carry, y))
+    close(of_x, gradients[1], 2e-5)
+    grads = sx.clone(cell)
+    sx.update(grads, ours["cell"])
+    found = peer_params(name, grads)
+    close(found, gradients[0], 2e-5)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_both_directions_are_those_of_flax(name: str) -> None:
+    cells = make(name), make(name, seed=7)
+    x = floats(BATCH, TIME, INPUTS)
+    rnns = [linen.RNN(CELLS[name][1](FEATURES)) for _ in cells]
+    params = {
+        f"{way}_rnn": {"cell": peer_params(name, cell)}
+        for way, cell in zip(("forward", "backward"), cells, strict=True)
+    }
+
+    class Both(linen.Module):
+        def setup(self) -> None:
+            self.forward_rnn, self.backward_rnn = rnns
+            self.both = linen.Bidirectional(self.forward_rnn, self.backward_rnn)
+
+        def __call__(self, x: Any) -> Any:
+            return self.both(x, seq_lengths=LENGTHS)
+
+    both: Any = Both()
+    expected = both.apply({"params": params}, x) * REAL[..., None]
+    close(sx.nn.Bidirectional(*cells)(x, mask=REAL), expected)
+    added = sx.nn.Bidirectional(
+        sx.nn.RNN(cells[0]), sx.nn.RNN(cells[1], reverse=True), merge=jnp.add
+    )
+    (_, back), y = added(x, mask=REAL, return_carry=True)
+    close(y, expected[..., :FEATURES] + expected[..., FEATURES:])
+    hidden = back[0] if name == "lstm" else back
+    close(hidden, expected[:, 0, FEATURES:])  # it ends at the first step
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_steps_that_the_mask_hides_do_not_exist(name: str, reverse: bool) -> None:
+    rnn, x = sx.nn.RNN(make(name), reverse=reverse), floats(BATCH, TIME, INPUTS)
+    poison = np.where(MASK[..., None], x, np.nan)
+    carry, y = sx.jit(lambda rnn, x: rnn(x, mask=MASK, return_carry=True))(rnn, poison)
+    for row, real in enumerate(MASK):
+        expected = np.zeros((TIME, FEATURES), np.float32)
+        alone, kept = rnn(x[row, real], return_carry=True)
+        expected[real] = kept
+        close(y[row], expected)
+        close(jax.tree.map(lambda leaf, row=row: leaf[row], carry), alone)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_sequence_in_two_parts_is_one_sequence(name: str) -> None:
+    rnn, x = sx.nn.RNN(make(name)), floats(TIME, INPUTS)
+    carry, first = rnn(x[:2], return_carry=True)
+    carry, second = rnn(x[2:], carry, return_carry=True)
+    close((carry, jnp.concatenate([first, second])), rnn(x, return_carry=True))
+    step = rnn.cell.initial_carry(x[0])
+    for row in x:
+        step, _ = rnn.cell(step, row)
+    close(step, carry)
+
+
+def test_the_products_with_the_input_are_one_product_outside_the_loop() -> None:
+    rnn = sx.nn.RNN(make("lstm"))
+    (loop,) = [
+        eqn
+        for eqn in sx.make_jaxpr(lambda x: rnn(x))(floats(BATCH, TIME, INPUTS)).eqns
+        if eqn.primitive.name == "scan"
+    ]
+    assert str(loop.params["jaxpr"]).count("dot_general") == 1
+
+
+class Noisy(sx.Module):
+    """A cell of a user: another carry, dropout, and a count of its steps."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.linear = sx.nn.Linear(INPUTS, FEATURES, rngs=rngs)
+        self.dropout = sx.nn.Dropout(0.5, rngs=rngs)
+        self.steps = sx.Variable(jnp.int32(0))
+
+    def initial_carry(self, x: Any) -> Any:
+        return {"sum": jnp.zeros((*x.shape[:-1], FEATURES))}
+
+    def __call__(self, carry: Any, x: Any) -> Any:
+        self.steps += 1
+        total = carry["sum"] + self.dropout(self.linear(x))
+        return {"sum": total}, {"half": total / 2}
+
+
+def test_a_cell_of_ones_own_keeps_its_state_and_draws_anew_in_every_step() -> None:
+    rnn = sx.nn.RNN(Noisy(sx.Rngs(0)))
+    x = jnp.ones((TIME, INPUTS))
+    carry, y = sx.jit(lambda rnn: rnn(x, return_carry=True))(rnn)
+    assert (int(rnn.cell.steps), y["half"].shape) == (TIME, (TIME, FEATURES))
+    close(carry["sum"], 2 * y["half"][-1])
+    added = np.diff(np.asarray(y["half"]), axis=0)
+    assert len(np.unique(added != 0, axis=0)) > 1
+    rnn.eval()
+    close(rnn(x)["half"], jnp.cumsum(jnp.tile(rnn.cell.linear(x[:1]) / 2, (TIME, 1)), axis=0), 1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("split", ["out", "hidden"])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("simple", True), ("gru", True), ("lstm", True), ("lstm", False)]
+)
+def test_on_a_mesh_the_results_are_those_of_one_device(
+    name: str, kind: Any, split: str, compiled: bool
+) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    cell, x = make(name), floats(BATCH, TIME, INPUTS)
+    both = sx.nn.Bidirectional(cell, make(name, seed=1))
+    start = tuple(rnn.cell.initial_carry(x[:, 0]) for rnn in (both.forward, both.backward))
+
+    def run(both: Any, x: Any, mask: Any) -> Any:
+        def loss(both: Any, x: Any) -> Any:
+            y = both(x, mask=mask)
+            return (y**2).sum(), (y, both(x, start, mask=MASK), both(x))
+
+        (_, y), grads = sx.value_and_grad(loss, has_aux=True)(both, x)
+        return y, jax.tree.leaves(grads)
+
+    expected = run(both, x, MASK)
+    sx.shard(both, mesh, [(split, "model")])
+    kernel = cell.recurrent.kernel
+    assert kernel.value.sharding.spec == PartitionSpec(
+        *("model" if axis == split else None for axis in kernel.axes)
+    )
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    mask = jax.device_put(MASK, NamedSharding(mesh, PartitionSpec("data", None)))
+    with jax.set_mesh(mesh):
+        close((sx.jit(run) if compiled else run)(both, placed, mask), expected, 2e-5)
+
+
+def test_over_explicit_axes_a_split_time_is_made_whole() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2)
+    rnn, x = sx.nn.RNN(make("lstm")), floats(BATCH, TIME, INPUTS)
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", "seq")))
+    found = sx.jit(lambda rnn, x: rnn(x))(rnn, placed)
+    assert found.sharding.spec == PartitionSpec("data", None, None)
+    close(found, rnn(x))
+
+
+def test_layers_of_rnns_run_as_a_stack_and_dtypes_are_kept() -> None:
+    rngs = sx.Rngs(0)
+
+    def make_rnn() -> Any:
+        return sx.nn.RNN(sx.nn.GRUCell(FEATURES, FEATURES, dtype=jnp.bfloat16, rngs=rngs))
+
+    stack = sx.nn.Stack(make_rnn, 3)
+    x = jnp.ones((BATCH, TIME, FEATURES), jnp.bfloat16)
+    y, expected = stack(x), x
+    for index in range(3):
+        expected = stack[index](expected)
+    assert (y.dtype, stack.stacked.cell.input.kernel.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_recurrent_kernels_start_orthogonal_for_each_gate() -> None:
+    kernel = sx.nn.LSTMCell(INPUTS, FEATURES, rngs=sx.Rngs(0)).recurrent.kernel[...]
+    for gate in range(4):
+        close(kernel[:, gate].T @ kernel[:, gate], jnp.eye(FEATURES))
+    assert not np.allclose(kernel[:, 0], kernel[:, 1])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    rnn = sx.nn.RNN(make("gru"))
+    with pytest.raises(LayerConfigError, match=r"RNN runs a cell.*initial_carry"):
+        sx.nn.RNN(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))
+    with pytest.raises(LayerConfigError, match="RNN runs a cell"):
+        sx.nn.RNN(sx.nn.GRUCell)
+    with pytest.raises(LayerConfigError, match="features"):
+        sx.nn.LSTMCell(2, 0, rngs=sx.Rngs(0))
+    with pytest.raises(LayerConfigError, match="reverse=False"):
+        sx.nn.Bidirectional(rnn, rnn)
+    with pytest.raises(LayerConfigError, match="reverse=True"):
+        sx.nn.Bidirectional(sx.nn.RNN(make("gru"), reverse=True), make("gru"))
+    for wrong in (floats(TIME), floats(2, 0, INPUTS), floats(BATCH, TIME, 5)):
+        with pytest.raises(LayerInputError, match=r"RNN|GRUCell\(in_features=3\)"):
+            rnn(wrong)
+    x = floats(BATCH, TIME, INPUTS)
+    for mask in (MASK[:2], MASK.astype(np.int32), MASK[0]):
+        with pytest.raises(LayerInputError, match="mask of booleans"):
+            rnn(x, mask=mask)
+    with pytest.raises(LayerInputError, match="a carry of"):
+        rnn(x, jnp.zeros((BATCH, FEATURES + 1)))
+    with pytest.raises(LayerInputError, match="a carry of"):
+        rnn(x, (jnp.zeros((BATCH, FEATURES)),) * 2)
