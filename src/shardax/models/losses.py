@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of language models: of logits, and of hidden states block by block.
+"""Losses of language models, of logits and block by block.
 
 A loss over a large vocabulary is mostly the memory of its logits: (batch, time, vocab) in float32,
 several times. ``blockwise_cross_entropy`` computes them for some tokens at a time, and once more in

@@ -650,7 +650,7 @@ class Transformer(Module):
 
     @property
     def head_kernel(self) -> jax.Array:
-        """Kernel (embed, vocab) of the head; of a tied one, the embedding transposed.
+        """Kernel (embed, vocab) of the head; if tied, the embedding transposed.
 
         Raises:
             LayerConfigError: If the logits are not a product with a kernel: a head of another kind,
