@@ -48,8 +48,8 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
         most = np.nanmax(np.abs(other), initial=1e-30) if other.size else 1.0
-        # Probabilities are rounded: with one word a gradient is 0, or some 1e-8.
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * most + 1e-6)
+        # Terms of a gradient are rounded, and may cancel.
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(most, 0.2))
 
 
 @given(
