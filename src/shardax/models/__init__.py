@@ -6,9 +6,10 @@ from shardax.models.decoder import Decoder as Decoder
 from shardax.models.decoder import DecoderConfig as DecoderConfig
 from shardax.models.decoder import DecoderLayer as DecoderLayer
 from shardax.models.families import register as register
-from shardax.models.generation import cross_entropy as cross_entropy
 from shardax.models.generation import generate as generate
-from shardax.models.generation import next_token_loss as next_token_loss
+from shardax.models.losses import blockwise_cross_entropy as blockwise_cross_entropy
+from shardax.models.losses import cross_entropy as cross_entropy
+from shardax.models.losses import next_token_loss as next_token_loss
 from shardax.models.transformer import Rope as Rope
 from shardax.models.transformer import Transformer as Transformer
 from shardax.models.transformer import TransformerConfig as TransformerConfig

@@ -595,15 +595,71 @@ class Transformer(Module):
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape.
         """
-        tokens = as_array(tokens)
+        return self._logits(self._states(as_array(tokens), mask, positions, cache, token_types))
+
+    def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
+        """Computes what the head's kernel is applied to.
+
+        Times ``head_kernel`` it is the logits; see ``blockwise_cross_entropy``.
+
+        Args:
+            tokens: As for a call.
+            **options: As for a call.
+
+        Returns:
+            Shape (batch, time, embed), in the compute dtype.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> model = Transformer(TransformerConfig(num_layers=1), rngs=sx.Rngs(0))
+            >>> tokens = jnp.arange(18).reshape(2, 9)
+            >>> hidden = model.hidden_states(tokens[:, :-1])
+            >>> loss = sx.models.blockwise_cross_entropy(hidden, model.head_kernel, tokens[:, 1:])
+            >>> hidden.shape, model.head_kernel.shape, loss.shape
+            ((2, 8, 64), (64, 256), ())
+        """
+        return self._before_head(self._states(as_array(tokens), **options))
+
+    @property
+    def head_kernel(self) -> jax.Array:
+        """Kernel (embed, vocab) of the head; if tied, the embedding transposed.
+
+        Raises:
+            LayerConfigError: If the logits are not a product with a kernel: a head of another kind,
+                with a bias or a softcap, or replaced.
+        """
+        config, layer = self._parts, self.embed if self.head is None else self.head
+        is_plain = type(layer) is (Embed if self.head is None else Linear)
+        for holds, why in (
+            (config.head != "tokens", f"its head is {config.head!r}"),
+            (not is_plain, f"its head is a {type(layer).__name__}"),
+            (config.head_bias, "its head has a bias"),
+            (config.final_softcap is not None, "it has final_softcap"),
+        ):
+            if holds:
+                raise LayerConfigError(
+                    f"The logits of this {type(self).__name__} are not hidden states times a "
+                    f"kernel: {why}. Call the model, and cross_entropy on its logits."
+                )
+        return self.embed.embedding.value.T if self.head is None else self.head.kernel.value
+
+    def _states(
+        self,
+        tokens: jax.Array,
+        mask: Any = None,
+        positions: Any = None,
+        cache: Any = None,
+        token_types: Any = None,
+    ) -> jax.Array:
+        """Returns what comes out of the layers and the last norm."""
         if self.embed is None:
-            return self._logits(self._run(self._embed_images(tokens), {}, cache))
+            return self._run(self._embed_images(tokens), {}, cache)
         if tokens.ndim not in (1, 2):
             where = type(self).__name__
             refuse_input(where, "tokens of shape (batch, time) or (time,)", tokens, "")
         given, positions = self._given(tokens, mask, positions, cache)
         x = self._embed_tokens(tokens, positions, token_types)
-        return self._logits(self._run(x, given, cache))
+        return self._run(x, given, cache)
 
     def pool(self, hidden: jax.Array) -> jax.Array:
         """Returns the tanh of the pooler on the first position."""
@@ -710,14 +766,19 @@ class Transformer(Module):
             x = rematerialised(layer, self._parts.remat)(x, **given, **own)
         return x if self.final_norm is None else self.final_norm(x)
 
+    def _before_head(self, x: jax.Array) -> jax.Array:
+        config = self._parts
+        if config.head_transform:
+            x = self.head_norm(find_activation(config.activation)(self.head_dense(x)))
+        return x
+
     def _logits(self, x: jax.Array) -> jax.Array:
         config = self._parts
         if config.head is None:
             return x
         if config.head == "first":
             return self.head(self.pool(x) if config.pooler else x[..., 0, :])
-        if config.head_transform:
-            x = self.head_norm(find_activation(config.activation)(self.head_dense(x)))
+        x = self._before_head(x)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         if self.head is None and config.head_bias:
             logits = add_bias(logits, self.head_bias.value)

@@ -5,13 +5,18 @@ An optimizer refers to its model and holds the state of a transformation (any of
 object with the same ``init`` and ``update``). That state is kept as ``OptState`` Variables, one per
 array, so it is lifted, sharded and saved like the rest of a model. A leaf that belongs to a
 parameter carries the parameter's axes, so the rules that lay out the parameter lay out its moments.
+
+With ``master_dtype`` narrow parameters have a *master*, a wider copy, which is what the
+transformation sees and updates; the parameter is the master rounded. An update that is too small to
+change a bfloat16 number is kept in its master, and counts once there are enough of them.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +60,20 @@ class Optimizer(Module):
             made the same way count as equal, so making one anew does not compile a train step
             again.
         wrt: Filter of the Variables to train; the same as given to ``grad``.
+        master_dtype: Dtype of masters, ``"float32"`` for bfloat16 parameters; None for no masters.
+            Parameters that are not narrower have none. A parameter that something else has changed
+            since the last update is the master's new value.
 
     Attributes:
         step: Number of updates so far, int32 of shape ().
         opt_state: The transformation's state as nested Dicts of ``OptState``, by the names in it:
             ``optimizer.opt_state[0]["mu"]["layers"][0]["kernel"]``.
+        masters: Masters as nested Dicts of ``OptState``, by the paths of their parameters, where
+            ``master_dtype`` is given: ``optimizer.masters["layers"][0]["kernel"]``.
 
     Raises:
-        ArgumentError: If ``tx`` is no transformation, or ``model`` is one.
+        ArgumentError: If ``tx`` is no transformation, ``model`` is one, or ``master_dtype`` is no
+            floating dtype.
         OptimizerStateError: If no Variable matches ``wrt``.
 
     Example:
@@ -86,7 +97,10 @@ class Optimizer(Module):
         (22.5, 3.0, 20)
     """
 
-    def __init__(self, model: Any, tx: Any, wrt: Any = Param) -> None:
+    masters: Any = None
+    master_dtype: Any = None
+
+    def __init__(self, model: Any, tx: Any, wrt: Any = Param, *, master_dtype: Any = None) -> None:
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
             raise ArgumentError(
@@ -94,6 +108,10 @@ class Optimizer(Module):
                 "then the transformation: Optimizer(model, optax.adam(1e-3))."
             )
         self.model = model
+        # Set only where given: an optimizer without masters looks as it did before there were any.
+        if master_dtype is not None:
+            self.master_dtype = _floating(master_dtype)
+            tx = _Masters(tx, self.master_dtype)
         self._transformation = optimizer_state.Transformation(tx)
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         variables = [variable for _, variable in self._chosen()]
@@ -109,12 +127,17 @@ class Optimizer(Module):
             self._transformation, variables, jax.tree.structure(shapes)
         )
         self.step = OptState(optimizer_state.StateValue(_STEP, parameters, -1))
-        self.opt_state = self._make_state(layout, parameters, variables)
+        made = self._make_state(layout, parameters, variables)
+        if self.master_dtype is not None:
+            self.masters = made.get("masters", {})
+            made = made.get("inner", {})
+        self.opt_state = made
 
     @property
     def tx(self) -> Any:
         """The transformation."""
-        return self._transformation.value
+        value = self._transformation.value
+        return value.tx if isinstance(value, _Masters) else value
 
     def update(self, grads: Any, *others: Any, **extra: Any) -> None:
         """Applies one update to the model's parameters, in place.
@@ -151,8 +174,8 @@ class Optimizer(Module):
             import optax
 
             update = optax.with_extra_args_support(self.tx).update
-        updates, new_state = update(aligned, state, params, **extra)
-        new_params = jax.tree.map(_apply, updates, params, is_leaf=lambda item: item is None)
+        step = _step_of(self._transformation.value, update)
+        new_params, new_state = step(aligned, state, params, **extra)
         new_leaves = _check_state(new_state, layout)
         for path, variable in chosen:
             variable.value = new_params.flat()[path]
@@ -185,7 +208,8 @@ class Optimizer(Module):
         traced: list[Any] | None = None
         if any(isinstance(value, Tracer) for value in known):
             params = self._state_of([variable.value for variable in variables])
-            traced = optimizer_state.separate_arrays(self.tx.init(params)).arrays
+            initial = self._transformation.value.init(params)
+            traced = optimizer_state.separate_arrays(initial).arrays
         nested: dict[Any, Any] = {}
         for position, leaf in enumerate(layout.leaves):
             value: Any = optimizer_state.StateValue(leaf, parameters, position)
@@ -203,7 +227,10 @@ class Optimizer(Module):
 
     def _state_variables(self, layout: optimizer_state.StateLayout) -> list[Variable[Any]]:
         """Returns the Variables of the state in the order of the layout."""
-        present = dict(iter_variables(self.opt_state))
+        present: dict[Path, Variable[Any]] = dict(iter_variables(self.opt_state))
+        if self.master_dtype is not None:
+            parts = {"inner": present, "masters": dict(iter_variables(self.masters))}
+            present = {(n, *path): v for n, part in parts.items() for path, v in part.items()}
         wrong = [
             format_path(leaf.path)
             for leaf in layout.leaves
@@ -219,6 +246,91 @@ class Optimizer(Module):
                 f"{_listed(wrong)}. Make a new one: Optimizer(model, tx)."
             )
         return [present[leaf.path] for leaf in layout.leaves]
+
+
+class _MasterState(NamedTuple):
+    inner: Any  # of the transformation, for the masters
+    masters: Any  # None for a parameter that is not narrower
+
+
+class _Masters(NamedTuple):
+    """Transformation of wider copies of the parameters."""
+
+    tx: Any
+    dtype: np.dtype
+
+    def init(self, params: Any) -> _MasterState:
+        """Returns the masters, and the state of the transformation for them."""
+        masters = jax.tree.map(self._master, params)
+        return _MasterState(self.tx.init(jax.tree.map(_either, params, masters)), masters)
+
+    def step(self, update: Any, grads: Any, state: _MasterState, params: Any, **extra: Any) -> Any:
+        """Returns new parameters and the new state."""
+        wide = jax.tree.map(_current, params, state.masters)
+        grads = jax.tree.map(_as_wide, wide, grads)
+        updates, inner = update(grads, state.inner, wide, **extra)
+        wide = jax.tree.map(_apply, updates, wide, is_leaf=lambda item: item is None)
+        new = jax.tree.map(lambda p, w: _laid_out_as(p, w.astype(p.dtype)), params, wide)
+        masters = jax.tree.map(
+            lambda p, w, old: None if old is None else w, params, wide, state.masters
+        )
+        return new, _MasterState(inner, masters)
+
+    def _master(self, param: Any) -> Any:
+        is_float = jnp.issubdtype(param.dtype, jnp.floating)
+        is_narrow = is_float and jnp.dtype(param.dtype).itemsize < self.dtype.itemsize
+        return param.astype(self.dtype) if is_narrow else None
+
+
+def _step_of(transformation: Any, update: Any) -> Any:
+    """Returns the function from gradients to new parameters and state."""
+    if isinstance(transformation, _Masters):
+        return functools.partial(transformation.step, update)
+
+    def step(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
+        updates, new_state = update(grads, state, params, **extra)
+        new = jax.tree.map(_apply, updates, params, is_leaf=lambda item: item is None)
+        return new, new_state
+
+    return step
+
+
+def _either(param: Any, master: Any) -> Any:
+    return param if master is None else master
+
+
+def _current(param: Any, master: Any) -> Any:
+    """Returns a master, or the parameter where that was changed."""
+    if master is None:
+        return param
+    # Rounded in a way that the compiler keeps: it may leave out a cast there and back. What is
+    # too small to be normal is rounded to zero then, so that is compared by distance.
+    info, param = jnp.finfo(param.dtype), _laid_out_as(master, param)
+    value = param.astype(master.dtype)
+    rounded = jax.lax.reduce_precision(master, info.nexp, info.nmant)
+    is_small = jnp.abs(value) <= info.smallest_normal.astype(master.dtype)
+    is_near = jnp.abs(master - value) <= info.smallest_subnormal.astype(master.dtype)
+    return jnp.where((rounded == value) | (is_small & is_near), master, value)
+
+
+def _as_wide(wide: Any, grad: Any) -> Any:
+    """Returns a gradient as wide as the master, laid out alike."""
+    grad = jnp.asarray(grad)
+    return _laid_out_as(wide, grad.astype(jnp.promote_types(grad.dtype, wide.dtype)))
+
+
+def _floating(dtype: Any) -> np.dtype:
+    """Returns a dtype, or raises if it is not floating."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = np.dtype(bool)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ArgumentError(
+            f"master_dtype={dtype!r} is no floating dtype. Wider copies of bfloat16 parameters are "
+            "mostly float32: Optimizer(model, tx, master_dtype=jnp.float32)."
+        )
+    return jax.dtypes.canonicalize_dtype(found)
 
 
 def _axes_of_leaves(variable: Variable[Any]) -> Sequence[Any]:

@@ -55,7 +55,7 @@ class InitialValue(NamedTuple):
 
     needs: tuple[int, ...]  # positions of the parameters that it depends on
     number: Any = None  # of all elements, where they depend on none
-    is_copy: bool = False  # of the one parameter that it needs
+    is_copy: bool = False  # of the one parameter that it needs, perhaps in a wider dtype
 
 
 class StateLeaf(NamedTuple):
@@ -203,6 +203,10 @@ def _outputs(equation: Any, inputs: Sequence[InitialValue]) -> list[InitialValue
             return [only]
         if name == "convert_element_type" and only.number is not None:
             return [InitialValue((), np.asarray(only.number).astype(params["new_dtype"]))]
+        if name == "convert_element_type" and only.is_copy:
+            narrow, wide = equation.invars[0].aval.dtype, params["new_dtype"]
+            if jnp.promote_types(narrow, wide) == wide:
+                return [only]
     needs = tuple(sorted({position for each in inputs for position in each.needs}))
     return [InitialValue(needs)] * len(equation.outvars)
 
@@ -267,7 +271,7 @@ class StateValue(LazyValue):
             return _fill_program(leaf.shape, leaf.dtype, sharding)(initial.number)
         arrays = [parameters.array(position) for position in initial.needs]
         if initial.is_copy:
-            return _copy_program(sharding)(arrays[0])
+            return _copy_program(sharding, leaf.dtype)(arrays[0])
         peeked = map(parameters.peek, range(len(parameters.places)))
         shapes = tuple((tuple(each.shape), each.dtype) for each in peeked)
         key = (parameters.transformation, parameters.treedef, shapes, initial.needs, self.position)
@@ -283,10 +287,10 @@ def _fill_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable
 
 
 @functools.lru_cache(maxsize=4096)
-def _copy_program(sharding: Any) -> Callable[[Any], jax.Array]:
+def _copy_program(sharding: Any, dtype: Any) -> Callable[[Any], jax.Array]:
     # A copy in memory, because a train step that donates the model and the optimizer must not
     # donate one buffer twice.
-    return jax.jit(lambda value: jnp.copy(value), out_shardings=sharding)
+    return jax.jit(lambda value: jnp.copy(value).astype(dtype), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of the blockwise loss runs, its opponents agree, and says what is out of bounds."""
+
+import json
+import sys
+
+import blockwise_loss
+import numpy as np
+import pytest
+
+
+def test_quick_run_leaves_a_record_per_loss_and_dtype_with_the_peak_of_a_block(
+    monkeypatch, tmp_path
+):
+    path = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["blockwise_loss", "--quick", "--json", str(path)])
+    assert blockwise_loss.main() == 0
+    written = json.loads(path.read_text())
+    assert (written["benchmark"], written["failures"]) == ("blockwise_loss", [])
+    names = blockwise_loss.BASELINE, blockwise_loss.OURS
+    rows = [(record["dtype"], record["name"]) for record in written["records"]]
+    assert rows == [(dtype, name) for dtype in blockwise_loss.DTYPES for name in names]
+    peaks = [record["peak_ratio"] for record in written["records"]]
+    assert all(plain == 1 for plain in peaks[::2])
+    assert all(ours < blockwise_loss.PEAK_BOUND for ours in peaks[1::2])
+
+
+def test_opponents_that_disagree_stop_the_run():
+    arrays = blockwise_loss.inputs(blockwise_loss.QUICK, "float32")
+    steps = blockwise_loss.compiled(16, arrays)
+    blockwise_loss.check_equal(steps, arrays, 1e-4)
+    half = blockwise_loss.compiled(16, arrays)[blockwise_loss.OURS]
+    steps["half"] = lambda hidden, kernel, targets: half(hidden / 2, kernel, targets)
+    del steps[blockwise_loss.OURS]
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        blockwise_loss.check_equal(steps, arrays, 1e-4)
+    assert np.isfinite(float(half(*arrays)[0]))
+
+
+@pytest.mark.parametrize(
+    ("peak", "time", "failures"),
+    [
+        (0.25, 1.5, []),
+        (0.26, 1.5, ["bfloat16: peak 0.26 of that with all logits, at most 0.25"]),
+        (0.1, 1.51, ["bfloat16: time 1.51 of that with all logits, at most 1.5"]),
+    ],
+)
+def test_peak_and_time_are_bounded(peak, time, failures):
+    record = {"dtype": "bfloat16", "peak_ratio": peak, "ratio_median": time}
+    assert blockwise_loss.bound_failures(record) == failures

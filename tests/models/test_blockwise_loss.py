@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""blockwise_cross_entropy: the plain loss of ``hidden @ kernel``, without its logits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.models.small import BATCH, SMALL
+from tests.models.test_meshes import wire_bytes
+
+import shardax as sx
+from shardax.errors import LayerConfigError
+from shardax.models import blockwise_cross_entropy, cross_entropy
+from shardax.nn.parameters import LayerInputError
+
+RULES = sx.models.DECODER_RULES
+RANDOM = np.random.default_rng(0)
+HIDDEN = RANDOM.normal(size=(8, 16, 16)).astype(np.float32)
+KERNEL = RANDOM.normal(size=(16, 24)).astype(np.float32)
+TARGETS = RANDOM.integers(0, 24, (8, 16), np.int32)
+MASK = (RANDOM.random((8, 16)) > 0.3).astype(np.float32)
+
+
+def plain(hidden: Any, kernel: Any, targets: Any, mask: Any = None) -> jax.Array:
+    """The loss with all logits, their products summed in float32."""
+    logits = jax.lax.dot_general(
+        hidden,
+        kernel.astype(hidden.dtype),
+        (((hidden.ndim - 1,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return cross_entropy(logits, targets, mask)
+
+
+def assert_equal(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    leaves, others = jax.tree.leaves(found), jax.tree.leaves(expected)
+    for one, other in zip(leaves, others, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        most = np.nanmax(np.abs(other), initial=1e-30) if other.size else 1.0
+        # Terms of a gradient are rounded, and may cancel.
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(most, 0.2))
+
+
+@given(
+    leading=st.lists(st.integers(1, 7), max_size=3).map(tuple),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 9)),
+    block_size=st.integers(1, 40),
+    dtypes=st.sampled_from(["float32 float32", "bfloat16 bfloat16", "bfloat16 float32"]),
+    masked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_loss_and_gradients_are_those_of_all_logits_whatever_the_shapes(
+    leading: Any, sizes: Any, block_size: int, dtypes: str, masked: bool, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    of_hidden, of_kernel = dtypes.split()
+    hidden = jnp.asarray(random.normal(size=(*leading, sizes[0])), of_hidden)
+    kernel = jnp.asarray(random.normal(size=sizes), of_kernel)
+    targets = jnp.asarray(random.integers(-sizes[1], sizes[1], leading), jnp.int32)
+    mask = jnp.asarray(random.integers(0, 3, leading), jnp.float32) if masked else None
+    over = (0, 1, 3) if masked else (0, 1)
+    blockwise = functools.partial(blockwise_cross_entropy, block_size=block_size)
+    found = jax.value_and_grad(blockwise, over)(hidden, kernel, targets, mask)
+    expected = jax.value_and_grad(plain, over)(hidden, kernel, targets, mask)
+    # A gradient of the kernel in bfloat16 is summed in float32 over blocks: rounding differs.
+    assert_equal(found, expected, 2e-5 if of_hidden == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_the_log_softmax_is_in_float32_whatever_the_dtype(dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        hidden, kernel = jnp.asarray(HIDDEN, dtype), jnp.asarray(KERNEL, dtype)
+        step = jax.value_and_grad(functools.partial(blockwise_cross_entropy, block_size=7), (0, 1))
+        loss, gradients = step(hidden, kernel, TARGETS)
+        assert loss.dtype == jnp.float32
+        assert {gradient.dtype.name for gradient in gradients} == {dtype}
+        wide = jax.value_and_grad(plain, (0, 1))(
+            hidden.astype(jnp.float32), kernel.astype(jnp.float32), TARGETS
+        )
+        np.testing.assert_allclose(loss, wide[0], rtol=1e-5)
+        expected = jax.tree.map(lambda each: each.astype(dtype), wide[1])
+        assert_equal(gradients, expected, {"float64": 1e-5, "float16": 2e-3}.get(dtype, 2e-2))
+
+
+def test_small_cotangents_do_not_vanish_in_float16() -> None:
+    def loss(hidden: Any) -> Any:
+        return 1e-6 * blockwise_cross_entropy(hidden, KERNEL * 1e3, TARGETS, block_size=5)
+
+    wide = jax.grad(loss)(jnp.asarray(HIDDEN))
+    found = jax.grad(loss)(jnp.asarray(HIDDEN, jnp.float16))
+    assert float(jnp.abs(found).max()) == pytest.approx(float(jnp.abs(wide).max()), rel=0.05)
+
+
+# --- targets and masks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [24, -25, -100, 2**31 - 1])
+def test_a_target_that_is_no_entry_is_nan_in_both_and_nothing_if_masked(target: int) -> None:
+    targets = TARGETS.copy()
+    targets[1, 3] = target
+    mask = np.ones_like(MASK)
+    over = (0, 1)
+    blockwise = functools.partial(blockwise_cross_entropy, block_size=10)
+    for loss in (blockwise, plain):
+        value, gradients = jax.value_and_grad(loss, over)(HIDDEN, KERNEL, targets)
+        assert np.isnan(value) and all(np.isfinite(each).all() for each in gradients)
+    assert_equal(
+        jax.grad(blockwise, over)(HIDDEN, KERNEL, targets),
+        jax.grad(plain, over)(HIDDEN, KERNEL, targets),
+    )
+    mask[1, 3] = 0
+    found = jax.value_and_grad(blockwise, over)(HIDDEN, KERNEL, targets, mask)
+    expected = jax.value_and_grad(plain, over)(HIDDEN, KERNEL, TARGETS, mask)
+    assert_equal(found, expected)
+    assert_equal(jax.value_and_grad(plain, over)(HIDDEN, KERNEL, targets, mask), expected)
+
+
+def test_everything_masked_is_no_loss_and_no_gradient() -> None:
+    step = jax.value_and_grad(blockwise_cross_entropy, (0, 1))
+    value, gradients = step(HIDDEN, KERNEL, TARGETS, MASK * 0)
+    assert [float(jnp.abs(each).max()) for each in (value, *gradients)] == [0, 0, 0]
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(LayerInputError, match=r"hidden of shape \(8, 16, 16\) and targets"):
+        blockwise_cross_entropy(HIDDEN, KERNEL, TARGETS[:, 1:])
+    with pytest.raises(LayerInputError, match=r"mask of shape \(8,\)"):
+        blockwise_cross_entropy(HIDDEN, KERNEL, TARGETS, MASK[:, 0])
+    with pytest.raises(LayerInputError, match=r"kernel of shape \(24, 16\).*\(embed, vocab\)"):
+        blockwise_cross_entropy(HIDDEN, KERNEL.T, TARGETS)
+    with pytest.raises(LayerInputError, match="integers, not float32"):
+        blockwise_cross_entropy(HIDDEN, KERNEL, MASK)
+    with pytest.raises(LayerConfigError, match="block_size=0"):
+        blockwise_cross_entropy(HIDDEN, KERNEL, TARGETS, block_size=0)
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+def test_vmap_scan_jit_and_second_derivatives_agree_with_all_logits() -> None:
+    blockwise = functools.partial(blockwise_cross_entropy, block_size=5)
+
+    def mapped(loss: Any) -> Any:
+        return jax.vmap(jax.value_and_grad(loss, (0, 1)), in_axes=(0, None, 0, 0))(
+            HIDDEN, KERNEL, TARGETS, MASK
+        )
+
+    def scanned(loss: Any) -> Any:
+        def step(kernel: Any, batch: Any) -> Any:
+            value, gradient = jax.value_and_grad(loss, 1)(batch[0], kernel, *batch[1:])
+            return kernel - gradient, value
+
+        return jax.jit(lambda kernel: jax.lax.scan(step, kernel, (HIDDEN, TARGETS, MASK)))(KERNEL)
+
+    def twice(loss: Any) -> Any:
+        def norm(hidden: Any) -> Any:
+            return jnp.sum(jax.grad(loss)(hidden, KERNEL, TARGETS) ** 2)
+
+        return jax.grad(norm)(jnp.asarray(HIDDEN))
+
+    for run in (mapped, scanned, twice):
+        assert_equal(run(blockwise), run(plain), 1e-4)
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+KINDS = {"A": AxisType.Auto, "E": AxisType.Explicit}
+
+
+def over_a_mesh(kinds: str, specs: Any, rules: Any, mask: Any, block_size: int) -> Any:
+    """Returns (value, gradients) over data=2, model=4, and the compiled program."""
+    types = tuple(KINDS[kind] for kind in kinds)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
+    of_hidden, of_kernel = (PartitionSpec(*spec) for spec in specs)
+    hidden = jax.device_put(HIDDEN, NamedSharding(mesh, of_hidden))
+    kernel = jax.device_put(KERNEL, NamedSharding(mesh, of_kernel))
+    tokens = NamedSharding(mesh, PartitionSpec(*of_hidden[:2]))
+    targets = jax.device_put(TARGETS, tokens)
+    mask = None if mask is None else jax.device_put(mask, tokens)
+    blockwise = functools.partial(blockwise_cross_entropy, block_size=block_size)
+    step = jax.jit(jax.value_and_grad(blockwise, (0, 1)))
+    with jax.set_mesh(mesh), sx.axis_rules(rules):
+        program = step.lower(hidden, kernel, targets, mask).compile().as_text()
+        found = step(hidden, kernel, targets, mask)
+    for one, gradient in zip((hidden, kernel), found[1], strict=True):
+        if "E" in kinds:
+            assert jax.typeof(gradient).sharding.spec == jax.typeof(one).sharding.spec
+    return found, program
+
+
+@pytest.mark.parametrize("rules", [RULES, sx.Rules([])], ids=["rules", "no rules"])
+@pytest.mark.parametrize("kinds", ["AA", "EE", "AE", "EA"])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (("data", None, None), (None, "model")),
+        (("data", "model", None), (None, "model")),
+        (("data", None, "model"), ("data", "model")),
+        ((("data", "model"), None, None), ("model", None)),
+        ((None, None, None), (None, "model")),
+    ],
+    ids=["tensor", "context", "fully", "batch", "vocab"],
+)
+def test_over_meshes_loss_and_gradients_are_those_of_one_device(
+    specs: Any, kinds: str, rules: Any
+) -> None:
+    found, _ = over_a_mesh(kinds, specs, rules, MASK, 28)  # cut 6, 6, 4 where only rows are split
+    assert_equal(found, jax.value_and_grad(plain, (0, 1))(HIDDEN, KERNEL, TARGETS, MASK))
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8)], ids=["rows", "time"])
+def test_flat_tokens_over_all_devices(shape: Any, mesh: Any) -> None:
+    hidden, targets = HIDDEN.reshape(-1, 16), TARGETS.reshape(-1)
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, PartitionSpec(("data", "model")))
+        arrays = [jax.device_put(each, place) for each in (hidden, targets)]
+        step = jax.jit(jax.value_and_grad(blockwise_cross_entropy, (0, 1)), static_argnums=4)
+        found = step(arrays[0], KERNEL, arrays[1], None, shape[0])
+    assert_equal(found, jax.value_and_grad(plain, (0, 1))(hidden, KERNEL, targets))
+
+
+@pytest.mark.parametrize(("kinds", "rules"), [("AA", RULES), ("EE", sx.Rules([]))])
+def test_devices_sum_the_gradient_of_the_kernel_once_whatever_the_number_of_blocks(
+    kinds: str, rules: Any
+) -> None:
+    specs = ("data", None, None), (None, "model")
+    (_, many), (_, one) = (over_a_mesh(kinds, specs, rules, None, size) for size in (16, 512))
+    of_kernel = KERNEL.nbytes // 4  # of a device
+    assert set(wire_bytes(many)) == {"all-reduce"}
+    assert wire_bytes(many)["all-reduce"] - wire_bytes(one)["all-reduce"] < of_kernel
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def peak(loss: Any, mesh: Any = None) -> int:
+    """Bytes of a device for a gradient, beside inputs and results, counted by the compiler."""
+    specs: list[Any] = [None, None, None]
+    if mesh is not None:
+        names = ("data", None, None), (None, "model"), ("data", None)
+        specs = [NamedSharding(mesh, PartitionSpec(*each)) for each in names]
+    shapes = ((8, 128, 32), jnp.bfloat16), ((32, 4096), jnp.bfloat16), ((8, 128), jnp.int32)
+    arrays = [
+        jax.ShapeDtypeStruct(*shape, sharding=spec)
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), sx.axis_rules(RULES):
+        counted: Any = step.lower(*arrays).compile().memory_analysis()
+    return counted.temp_size_in_bytes
+
+
+def test_peak_memory_is_that_of_a_block_and_not_of_all_logits(mesh: Any) -> None:
+    blockwise = functools.partial(blockwise_cross_entropy, block_size=64)
+    assert peak(blockwise) < peak(plain) / 4
+    assert peak(blockwise, mesh) < peak(plain, mesh) / 4
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_and_head_kernel_of_a_model_give_its_loss(tied: bool, dtype: str) -> None:
+    config = dataclasses.replace(SMALL, tied_head=tied, dtype=dtype)
+    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+
+    @sx.jit
+    @sx.value_and_grad
+    def blockwise(model: Any, batch: Any) -> Any:
+        hidden = model.hidden_states(batch["inputs"])
+        assert hidden.dtype == dtype
+        return blockwise_cross_entropy(hidden, model.head_kernel, batch["targets"], block_size=5)
+
+    found = blockwise(model, BATCH)
+    expected = sx.jit(sx.value_and_grad(sx.models.next_token_loss))(model, BATCH)
+    assert_equal(found, expected, 1e-4 if dtype == "float32" else 5e-2)
+
+
+def test_a_model_over_a_mesh_trains_as_with_all_logits(mesh: Any) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        hidden = model.hidden_states(batch["inputs"])
+        return blockwise_cross_entropy(hidden, model.head_kernel, batch["targets"], block_size=5)
+
+    found = []
+    for each in (loss, sx.models.next_token_loss):
+        model = sx.models.Decoder(dataclasses.replace(SMALL, tied_head=True), rngs=sx.Rngs(0))
+        model = sx.shard(model, mesh, RULES)
+        batch = jax.device_put(BATCH, NamedSharding(mesh, PartitionSpec("data")))
+        with jax.set_mesh(mesh), sx.axis_rules(RULES):
+            found.append(sx.jit(sx.value_and_grad(each))(model, batch))
+    assert_equal(found[0], found[1], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"final_softcap": 30.0}, "final_softcap"),
+        ({"head_bias": True}, "bias"),
+        ({"head_bias": True, "tied_head": True}, "bias"),
+        ({"head": None}, "head is None"),
+    ],
+)
+def test_a_model_whose_logits_are_no_product_says_so(options: Any, why: str) -> None:
+    config = sx.models.TransformerConfig(num_layers=1, **options)
+    model = sx.models.Transformer(config, rngs=sx.Rngs(0))
+    with pytest.raises(LayerConfigError, match=f"{why}.*cross_entropy on its logits"):
+        model.head_kernel  # noqa: B018
+
+
+def test_a_head_with_adapters_says_so() -> None:
+    model = sx.models.Decoder(SMALL, rngs=sx.Rngs(0))
+    adapted = sx.surgery.lora(sx.select(model).at(lambda model: model.head), 2, rngs=sx.Rngs(1))
+    with pytest.raises(LayerConfigError, match="cross_entropy on its logits"):
+        adapted.head_kernel  # noqa: B018
