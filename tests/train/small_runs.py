@@ -75,6 +75,7 @@ def make_trainer(
     mesh: Any = None,
     layout: Any = None,
     eval: Any = None,
+    callbacks: Any = (),
     **settings: Any,
 ) -> sx.train.Trainer:
     """A trainer of a ``Bigram``; over a mesh by ``RULES`` and what else ``layout`` says."""
@@ -93,6 +94,7 @@ def make_trainer(
         mesh=mesh,
         rules=RULES,
         eval_metrics=eval,
+        callbacks=callbacks,
         **({} if layout is None else layout),
     )
 

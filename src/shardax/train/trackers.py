@@ -8,7 +8,9 @@ compiled step and read on the host only where they are recorded. A tracker is an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -80,7 +82,7 @@ def learning_rate_of(optimizer: Any) -> float | None:
     found = _rates(optimizer.tx.update)
     if len(found) != 1:
         return None
-    rate = found[0]
+    rate: Any = found[0]
     if callable(rate):
         rate = rate(np.int32(max(int(np.asarray(optimizer.step.value)) - 1, 0)))
     return -float(rate) if np.ndim(rate) == 0 else None
@@ -110,6 +112,45 @@ def device_memory() -> int | None:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
+
+
+class Throughput:
+    """Tokens per second since it was last asked."""
+
+    # A token is a target of a batch; a batch without targets counts its rows. The first step
+    # compiles, so counting starts after it.
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._since: float | None = None
+
+    def count(self, batch: Any, pending: Any) -> None:
+        """Counts the batch of a step whose loss is ``pending``."""
+        if self._since is None:
+            jax.block_until_ready(pending)
+            self._since = time.perf_counter()
+            return
+        targets = batch.get("targets") if isinstance(batch, Mapping) else None
+        rows = jax.tree.leaves(batch)[0].shape[0] if targets is None else targets.size
+        self._tokens += rows
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of a ``with`` block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since += time.perf_counter() - started
+
+    def speed(self) -> float | None:
+        """Returns tokens per second, or None if there were none since."""
+        if self._since is None or self._tokens == 0:
+            return None
+        speed = self._tokens / max(time.perf_counter() - self._since, 1e-9)
+        self._tokens, self._since = 0, time.perf_counter()
+        return speed
 
 
 # --- Numbers of an evaluation ---
