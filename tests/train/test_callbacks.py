@@ -17,7 +17,7 @@ from shardax.train.errors import TrainerError
 
 def worsening() -> dict[str, Any]:
     """Options of a run whose held-out loss falls first and then rises."""
-    tx = optax.sgd(lambda count: (count < 4) * 2.0 - (count >= 4) * 2.0)
+    tx = optax.sgd(optax.piecewise_constant_schedule(2.0, {4: -1.0}))
     return {
         "tx": tx,
         "held_out": eval_batches(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that are called while a run goes on, and may stop it.
+"""Functions that a run calls, and that may stop it.
 
 Every process of a run calls them, with the same numbers. A stop that any process asks for stops all
 at one step: that of the next log record, evaluation or checkpoint. A callback with ``state()`` and
@@ -47,7 +47,7 @@ class Event:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers by name, those of the log; to read them waits for the step."""
+        """Numbers by name; reading them waits for the step."""
         return {name: float(each) for name, each in jax.device_get(dict(self._metrics)).items()}
 
     def stop(self) -> None:
@@ -66,7 +66,7 @@ class _Watch:
         self.best: float | None = None
 
     def sees(self, event: Event) -> bool | None:
-        """Whether an event has a better value; None if it does not tell."""
+        """Whether an event has a better value; None: no value."""
         if event.kind != ("eval" if self.metric.startswith("eval_") else "step"):
             return None
         metrics = event.metrics
@@ -83,7 +83,7 @@ class _Watch:
 
 
 class EarlyStopping(_Watch):
-    """Stops a run once a metric has not become better for a while.
+    """Stops a run when a metric is no longer getting better.
 
     Args:
         metric: Its name in the log, such as ``"eval_loss"``; others than ``eval_`` ones are looked
@@ -189,19 +189,20 @@ class Callbacks:
     """The callbacks of a run, and what they asked for."""
 
     def __init__(self, given: Iterable[Callable[[Event], Any]]) -> None:
-        if callable(given) or not all(callable(each) for each in given):
+        listed: Any = given
+        if callable(listed) or not all(callable(each) for each in listed):
             raise TrainerError(
                 "callbacks must be functions of an event, in a tuple or list: "
                 "callbacks=(EarlyStopping('eval_loss', patience=3),)."
             )
-        self.given = tuple(given)
+        self.given = tuple(listed)
         self.stopping = False
         self.saving = False
         self._asks = [False, False]
         self._kept_before: set[int] = set()
 
     def begin(self, saved: Any) -> None:
-        """Takes the states of a checkpoint, or none at the start of a run."""
+        """Takes the states of a checkpoint, or none."""
         for own, (name, state) in zip(self.given, saved or (), strict=False):
             if state is not None and name == type(own).__name__:
                 own.restore(state)  # pyright: ignore[reportFunctionMemberAccess]
@@ -209,7 +210,7 @@ class Callbacks:
         self.saving, self._asks, self._kept_before = False, [False, False], self._kept()
 
     def fire(self, kind: Any, step: int, metrics: Mapping[str, Any], agreed: bool = True) -> None:
-        """Calls all with an event; ``agreed``: all processes learn what they asked for."""
+        """Calls all; if ``agreed``, processes share what they asked for."""
         if not self.given:
             return
         event = Event(kind, step, metrics)

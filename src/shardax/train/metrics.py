@@ -238,7 +238,7 @@ class MultiMetric(Metric):
 def update_from_batch(
     metric: Metric, name: str, model: Any, batch: Any, loss: Any, count: Any
 ) -> None:
-    """Updates a metric by what it takes: logits and labels, or the mean loss."""
+    """Updates a metric with logits and labels, or the mean loss."""
     known = _known_keywords(metric) or {"logits", "labels", "weights"}
     own = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
     if known == {"logits", "labels", "weights"} and own:

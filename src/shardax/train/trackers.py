@@ -29,7 +29,7 @@ _OWN += ("tokens_per_second", "checkpoint_seconds")
 
 
 def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Makes a loss return (loss, metrics), also one that returns a loss alone."""
+    """Makes any loss return (loss, metrics)."""
 
     def both(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         value = loss(model, batch)
@@ -71,7 +71,7 @@ def gradient_norm(gradients: Any) -> jax.Array:
 
 
 def learning_rate_of(optimizer: Any) -> float | None:
-    """Returns the learning rate of the last update; None if there is not one."""
+    """Returns the last learning rate; None if there is not one."""
     injected = [
         variable
         for path, variable in iter_variables(optimizer.opt_state)
@@ -108,7 +108,7 @@ def _rates(update: Any) -> list[Any]:
 
 
 def device_memory() -> int | None:
-    """Returns the bytes at most in use on a device so far; None if it does not tell."""
+    """Returns the peak bytes of a device; None if not told."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
@@ -180,7 +180,7 @@ class EvalNumbers:
                 )
 
     def measure(self, model: Any, metrics: Any, batch: Any, loss: Any) -> tuple[Any, Any, Any]:
-        """Returns the means over a batch and its number of targets; updates metrics."""
+        """Returns means of a batch and its targets' number; updates metrics."""
         mean, means = loss(model, batch)
         mask = batch.get("mask") if isinstance(batch, Mapping) else None
         count = jnp.asarray(jax.tree.leaves(batch)[0].shape[0]) if mask is None else jnp.sum(mask)

@@ -674,7 +674,7 @@ class Trainer:
         return numbers["eval_loss"]
 
     def _evaluate(self, should_stop: Callable[[], bool]) -> dict[str, float] | None:
-        """Returns the numbers of held-out data by name; None if it was stopped."""
+        """Returns held-out numbers by name; None if it was stopped."""
         assert self.held_out is not None
         places = self._held_out_shardings()
         totals, count = dict[str, float](), 0.0
