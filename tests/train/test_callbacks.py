@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import optax
 import pytest
@@ -17,7 +17,9 @@ from shardax.train.errors import TrainerError
 
 def worsening() -> dict[str, Any]:
     """Options of a run whose held-out loss falls first and then rises."""
-    tx = optax.sgd(optax.piecewise_constant_schedule(2.0, {4: -1.0}))
+    tx = optax.sgd(
+        optax.join_schedules([optax.constant_schedule(2.0), optax.constant_schedule(-2.0)], [4])
+    )
     return {
         "tx": tx,
         "held_out": eval_batches(),
@@ -138,7 +140,7 @@ def test_a_metric_to_be_large_and_one_of_training_can_be_watched() -> None:
     [
         (lambda: EarlyStopping("eval_loss", patience=0), "patience=0"),
         (lambda: BestCheckpoint("loss"), "begins with eval_"),
-        (lambda: BestCheckpoint("eval_loss", mode="least"), "mode='least'"),
+        (lambda: BestCheckpoint("eval_loss", mode=cast("Any", "least")), "mode='least'"),
         (lambda: make_trainer(Path(), 1, callbacks=print), "in a tuple or list"),
         (
             lambda: EarlyStopping("eval_x", patience=1)(Event("eval", 2, {"eval_loss": 1.0})),

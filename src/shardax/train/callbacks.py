@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 
@@ -189,7 +189,7 @@ class Callbacks:
     """The callbacks of a run, and what they asked for."""
 
     def __init__(self, given: Iterable[Callable[[Event], Any]]) -> None:
-        listed: Any = given
+        listed = cast("Any", given)
         if callable(listed) or not all(callable(each) for each in listed):
             raise TrainerError(
                 "callbacks must be functions of an event, in a tuple or list: "
@@ -205,7 +205,7 @@ class Callbacks:
         """Takes the states of a checkpoint, or none."""
         for own, (name, state) in zip(self.given, saved or (), strict=False):
             if state is not None and name == type(own).__name__:
-                own.restore(state)  # pyright: ignore[reportFunctionMemberAccess]
+                own.restore(state)
         self.stopping = any(getattr(each, "stopped", False) is True for each in self.given)
         self.saving, self._asks, self._kept_before = False, [False, False], self._kept()
 
@@ -230,7 +230,7 @@ class Callbacks:
     def states(self) -> list[Any]:
         """Returns what a checkpoint keeps of each."""
         return [
-            [type(each).__name__, each.state() if hasattr(each, "restore") else None]  # pyright: ignore[reportFunctionMemberAccess]
+            [type(each).__name__, each.state() if hasattr(each, "restore") else None]
             for each in self.given
         ]
 
