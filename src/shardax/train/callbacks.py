@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 
@@ -188,14 +188,13 @@ class BestCheckpoint(_Watch):
 class Callbacks:
     """The callbacks of a run, and what they asked for."""
 
-    def __init__(self, given: Iterable[Callable[[Event], Any]]) -> None:
-        listed = cast("Any", given)
-        if callable(listed) or not all(callable(each) for each in listed):
+    def __init__(self, given: Any) -> None:
+        if callable(given) or not all(callable(each) for each in given):
             raise TrainerError(
                 "callbacks must be functions of an event, in a tuple or list: "
                 "callbacks=(EarlyStopping('eval_loss', patience=3),)."
             )
-        self.given = tuple(listed)
+        self.given: tuple[Any, ...] = tuple(given)
         self.stopping = False
         self.saving = False
         self._asks = [False, False]
@@ -203,7 +202,7 @@ class Callbacks:
 
     def begin(self, saved: Any) -> None:
         """Takes the states of a checkpoint, or none."""
-        for own, (name, state) in zip(self.given, saved or (), strict=False):
+        for own, (name, state) in zip(self.given, list(saved or []), strict=False):
             if state is not None and name == type(own).__name__:
                 own.restore(state)
         self.stopping = any(getattr(each, "stopped", False) is True for each in self.given)
