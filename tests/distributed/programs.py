@@ -145,6 +145,32 @@ def trained(meshes: list[Any], folder: Path) -> list[Any]:
     return found
 
 
+def stopped_by_one(meshes: list[Any], folder: Path) -> list[Any]:
+    """Where a run ends that the last process stops, its held-out numbers, its best checkpoint."""
+    found = []
+    for number, (sizes, transposed) in enumerate(meshes):
+
+        def last_stops(event: sx.train.Event) -> None:
+            if event.step >= 3 and jax.process_index() == jax.process_count() - 1:
+                event.stop()
+
+        best = sx.train.BestCheckpoint("eval_accuracy", mode="max")
+        trainer = small_runs.make_trainer(
+            folder / f"run{number}",
+            9,
+            mesh=mesh_of(sizes, transposed=transposed),
+            held_out=small_runs.eval_batches(max_batches=2),
+            eval={"accuracy": sx.train.metrics.Accuracy()},
+            callbacks=(last_stops, best),
+            eval_every=1,
+            log_every=2,
+            checkpoint_every=4,
+        )
+        result = trainer.run()
+        found.append([result.step, result.eval_loss, best.step, best.best])
+    return found
+
+
 class Scaled(sx.Module):
     """A model with a value that each process makes itself."""
 

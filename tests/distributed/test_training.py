@@ -191,3 +191,15 @@ def wait_for(condition, running) -> None:
     while not condition():
         assert time.monotonic() < limit and all(each.poll() is None for each in running)
         time.sleep(0.05)
+
+
+def test_a_stop_that_one_process_asks_for_ends_all_at_one_step(tmp_path: Path) -> None:
+    meshes = [({"data": 2, "model": 2}, False)]
+    (first,), (other,) = run("stopped_by_one", meshes, tmp_path, processes=2, devices=2)
+    assert first == other
+    step, eval_loss, best, share = first
+    records = [r for r in sx.train.read_jsonl(tmp_path / "run0" / "log.jsonl") if "eval_loss" in r]
+    shares = {record["step"]: record["eval_accuracy"] for record in records}
+    assert (step, records[-1]["eval_loss"]) == (3, eval_loss)
+    assert (best, share) == (max(shares, key=lambda at: shares[at]), max(shares.values()))
+    assert (tmp_path / "run0" / "checkpoints" / f"{best:08}").is_dir()

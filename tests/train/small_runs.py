@@ -74,6 +74,8 @@ def make_trainer(
     batch_size: int = BATCH,
     mesh: Any = None,
     layout: Any = None,
+    eval: Any = None,
+    callbacks: Any = (),
     **settings: Any,
 ) -> sx.train.Trainer:
     """A trainer of a ``Bigram``; over a mesh by ``RULES`` and what else ``layout`` says."""
@@ -91,6 +93,8 @@ def make_trainer(
         held_out=held_out,
         mesh=mesh,
         rules=RULES,
+        eval_metrics=eval,
+        callbacks=callbacks,
         **({} if layout is None else layout),
     )
 

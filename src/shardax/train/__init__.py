@@ -4,6 +4,9 @@
 from shardax.train import checkpoint as checkpoint
 from shardax.train import metrics as metrics
 from shardax.train.accumulation import accumulated_value_and_grad as accumulated_value_and_grad
+from shardax.train.callbacks import BestCheckpoint as BestCheckpoint
+from shardax.train.callbacks import EarlyStopping as EarlyStopping
+from shardax.train.callbacks import Event as Event
 from shardax.train.checkpoint import Checkpoints as Checkpoints
 from shardax.train.data import DataPosition as DataPosition
 from shardax.train.data import EvalBatches as EvalBatches

@@ -86,6 +86,7 @@ def facts_of(trainer: Any, start: Any) -> dict[str, str]:
     facts |= {name: str(getattr(jax.config, name)) for name in _CONFIG}
     facts |= {f"setting {path}": text for path, text in trainer.run_settings.items()}
     facts |= {k: repr(v) for k, v in dataclasses.asdict(trainer.settings).items()}
+    facts["callbacks"] = ", ".join(type(each).__name__ for each in trainer.callbacks.given)
     devices = [device.id for device in mesh.devices.flat]
     facts["mesh"] = f"{dict(mesh.shape)} of devices {devices}"
     # Into abstract values, which hold the layout that ``shard`` would choose.

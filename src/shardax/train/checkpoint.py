@@ -264,6 +264,7 @@ class Checkpoints:
         self.directory = storage.as_path(directory)
         self.keep = keep
         self.every = every
+        self.pinned: set[int] = set()  # steps that stay however many there are
         self._writer: storage.Writer | None = None
 
     def steps(self) -> list[int]:
@@ -358,7 +359,7 @@ class Checkpoints:
         try:
             self._writer.wait()
             if self.keep is not None:
-                self._remove(self.steps()[: -self.keep])
+                self._remove([s for s in self.steps()[: -self.keep] if s not in self.pinned])
         except Exception as error:
             raise self._failed(error) from error
 

@@ -235,6 +235,26 @@ class MultiMetric(Metric):
             getattr(self, name).merge(getattr(other, name))
 
 
+def update_from_batch(
+    metric: Metric, name: str, model: Any, batch: Any, loss: Any, count: Any
+) -> None:
+    """Updates a metric with logits and labels, or the mean loss."""
+    known = _known_keywords(metric) or {"logits", "labels", "weights"}
+    own = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
+    if known == {"logits", "labels", "weights"} and own:
+        weights = {} if batch.get("mask") is None else {"weights": batch["mask"]}
+        metric.update(logits=model(batch["inputs"]), labels=batch["targets"], **weights)
+    elif known == {"loss", "weights"}:
+        metric.update(loss=loss, weights=count)
+    else:
+        raise MetricError(
+            f"eval_metrics[{name!r}], a {type(metric).__name__}, takes "
+            f"{', '.join(f'{each}=...' for each in sorted(known))}, which this batch does not "
+            f"tell. Say what to give it: eval_metrics={{{name!r}: (metric, lambda model, batch: "
+            "{'values': ...})}."
+        )
+
+
 def _known_keywords(metric: Any) -> set[str] | None:
     """Returns the keywords that a metric's ``update`` takes; None for any."""
     owner = next(kind for kind in type(metric).__mro__ if "update" in vars(kind))

@@ -42,8 +42,9 @@ from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
 from shardax.partition.specs import shardings
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
-from shardax.train import agreement, prefetch
+from shardax.train import agreement, prefetch, trackers
 from shardax.train.accumulation import accumulated_value_and_grad
+from shardax.train.callbacks import Callbacks, Event
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
@@ -51,9 +52,13 @@ from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
 from shardax.train.optimizer import Optimizer
 from shardax.train.run_folder import RunFolder, differences, settings_of
+from shardax.train.trackers import Throughput
 
 Loss = Callable[[Any, Any], Any]
-"""``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true)."""
+"""``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true).
+
+It may return ``(loss, metrics)``, with real numbers by name.
+"""
 
 
 @dataclass(frozen=True)
@@ -249,52 +254,14 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Throughput:
-    """Tokens per second since it was last asked."""
-
-    # A token is a target of a batch; a batch without targets counts its rows. The first step
-    # compiles, so counting starts after it.
-
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._since: float | None = None
-
-    def count(self, batch: Any, pending: Any) -> None:
-        """Counts the batch of a step whose loss is ``pending``."""
-        if self._since is None:
-            jax.block_until_ready(pending)
-            self._since = time.perf_counter()
-            return
-        targets = batch.get("targets") if isinstance(batch, Mapping) else None
-        rows = jax.tree.leaves(batch)[0].shape[0] if targets is None else targets.size
-        self._tokens += rows
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out the time of a ``with`` block."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._since is not None:
-                self._since += time.perf_counter() - started
-
-    def speed(self) -> float | None:
-        """Returns tokens per second, or None if there were none since."""
-        if self._since is None or self._tokens == 0:
-            return None
-        speed = self._tokens / max(time.perf_counter() - self._since, 1e-9)
-        self._tokens, self._since = 0, time.perf_counter()
-        return speed
-
-
 class Trainer:
     """Training run of a model over a mesh, with checkpoints and log.
 
     Args:
         model: The model, usually still lazy.
         optimizer: Its ``Optimizer``.
-        loss: ``loss(model, batch)``, the mean loss over the batch's targets.
+        loss: ``loss(model, batch)``, the mean loss over the batch's targets; or ``(loss,
+            metrics)`` with real numbers by name, which go to the log.
         batches: Endless host batches that can be saved and restored, such as ``TrainBatches``.
         directory: Where checkpoints and the log go.
         settings: See ``TrainerSettings``.
@@ -306,6 +273,13 @@ class Trainer:
             parameters. Paths begin with 0 for the model and 1 for the optimizer.
         memory_kind: Memory of the devices, as for ``shardax.shard``: with ``{sx.OptState:
             "pinned_host"}`` the optimizer's state is on the devices during a step only.
+        eval_metrics: What else to measure on held-out data, by name: a metric such as
+            ``metrics.Accuracy()``, a pair of a metric and a function ``(model, batch)`` that
+            returns the arguments of its ``update``, or a function ``(model, batch)`` that returns a
+            mean over targets. Logged as ``eval_<name>``, as are the metrics of the loss.
+        callbacks: Functions of an ``Event``: ``event.kind`` is ``"step"``, ``"eval"``,
+            ``"checkpoint"`` or ``"end"``, ``event.metrics`` has numbers by name, ``event.stop()``
+            ends the run. Such as ``EarlyStopping`` and ``BestCheckpoint``. All processes call them.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, shardax as sx
@@ -337,6 +311,8 @@ class Trainer:
         rules: Any = None,
         overrides: OverridesLike | None = None,
         memory_kind: MemoryKinds | None = None,
+        eval_metrics: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callable[[Event], Any]] = (),
     ) -> None:
         given: Any
         for name, given, fits, wanted in (
@@ -373,15 +349,15 @@ class Trainer:
         self.mesh = found
         self.rules = rules
 
+        self.callbacks = Callbacks(callbacks)
+        self.eval_numbers = trackers.EvalNumbers(eval_metrics or {})
+        numbers = self.eval_numbers
+
         @jit
-        def eval_step(model: Any, batch: Any) -> tuple[Any, Any]:
-            """Mean loss of a batch, and its number of targets."""
+        def eval_step(model: Any, metrics: Any, batch: Any) -> tuple[Any, Any, Any]:
+            """Mean loss of a batch, its number of targets, and further means."""
             with prefetch.in_device_memory(model):
-                mean = loss(model, batch)
-            mask = batch.get("mask") if isinstance(batch, Mapping) else None
-            if mask is not None:
-                return mean, jnp.sum(mask)
-            return mean, jnp.asarray(jax.tree.leaves(batch)[0].shape[0])
+                return numbers.measure(model, metrics, batch, trackers.with_metrics(loss))
 
         self.eval_step = eval_step
 
@@ -397,16 +373,17 @@ class Trainer:
 
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
-        """Compiled step: ``train_step(model, optimizer, batch)`` returns the loss."""
-        gradient = accumulated_value_and_grad(
-            self.loss, self.settings.grad_accumulation, wrt=self.optimizer.wrt
-        )
+        """Compiled step: ``train_step(model, optimizer, batch)`` returns (loss, numbers)."""
+        loss, parts = trackers.with_metrics(self.loss), self.settings.grad_accumulation
+        gradient = accumulated_value_and_grad(loss, parts, has_aux=True, wrt=self.optimizer.wrt)
 
         def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
             with prefetch.in_device_memory((model, optimizer)):
-                value, gradients = gradient(model, batch)
+                (value, metrics), gradients = gradient(model, batch)
                 optimizer.update(gradients)
-            return value
+                numbers = {name: jnp.mean(each) for name, each in metrics.items()}
+                norm = trackers.gradient_norm(gradients)
+            return value, {"grad_norm": norm, **numbers}
 
         if self.mesh is None:
             return jit(train_step, donate_argnums=(0, 1))
@@ -602,43 +579,61 @@ class Trainer:
 
     def _loop(self, run: _Run) -> None:
         settings = self.settings
-        while run.step < settings.steps and not run.stop.reached():
+        callbacks = self.callbacks
+        while run.step < settings.steps and not (callbacks.stopping or run.stop.reached()):
             batch = next(run.source, None)
             if batch is None:
                 raise TrainerError(
                     f"The training batches ended after step {run.step} of {settings.steps}; give "
                     f"an endless iterator, or fewer steps. {_last_saved(run)}"
                 )
-            run.pending = self.train_step(self.model, self.optimizer, batch)
+            run.pending, run.numbers = self.train_step(self.model, self.optimizer, batch)
             run.step += 1
             run.throughput.count(batch, run.pending)
-            if run.step % settings.log_every == 0 or run.step == settings.steps:
+            run.known = {"loss": run.pending, **run.numbers}
+            recorded = run.step % settings.log_every == 0 or run.step == settings.steps
+            if recorded:
                 loss, speed = float(run.pending), run.throughput.speed()
-                known = {} if speed is None else {"tokens_per_second": speed}
+                known = self._numbers(run)
+                if speed is not None:
+                    known["tokens_per_second"] = speed
                 if run.saving:
                     known["checkpoint_seconds"], run.saving = run.saving, 0.0
                 self.folder.check()
-                run.log.write(step=run.step, loss=loss, **known)
+                if callbacks.given:
+                    known = from_main(known, "the numbers of a step")
+                run.known = {"loss": loss, **known}
+                run.log.write(step=run.step, **run.known)
                 run.shown.step(run.step, loss, speed)
                 _require_finite(run)
             else:
                 run.shown.step(run.step, None, None)
             with run.throughput.paused():
+                callbacks.fire("step", run.step, run.known, recorded)
                 if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
                     agreement.compare_copies(self, f"after step {run.step}")
                 if _due(run.step, settings.eval_every) and run.step < settings.steps:
                     self._evaluate_and_record(run)
-                if _due(run.step, settings.checkpoint_every):
+                if _due(run.step, settings.checkpoint_every) or callbacks.saving:
                     self._save(run)
         if run.saved != run.step:
             self._save(run)
         run.checkpoints.wait()
+
+    def _numbers(self, run: _Run) -> dict[str, Any]:
+        """Returns what is logged with a loss."""
+        known = {name: float(each) for name, each in jax.device_get(run.numbers).items()}
+        rate, memory = trackers.learning_rate_of(self.optimizer), trackers.device_memory()
+        more = {"learning_rate": rate, "memory": memory}
+        return known | {name: each for name, each in more.items() if each is not None}
 
     def _finish(self, run: _Run) -> RunResult:
         stop, loss, eval_loss = run.stop, math.nan, None
         if stop:
             name = stop.signal.name if stop.signal else "request"
             run.shown.note(f"stopped by {name}; saved at step {run.step}")
+        elif self.callbacks.stopping and run.step < self.settings.steps:
+            run.shown.note(f"stopped by a callback; saved at step {run.step}")
         # What a finished run has already measured is neither measured nor logged twice.
         logged: dict[str, Any] = {}
         for record in read_jsonl(self.log_path) if distributed.is_main() else ():
@@ -646,10 +641,16 @@ class Trainer:
                 logged.update(record)
         logged = from_main(logged, "the end of the log")
         loss = float(logged.get("loss", math.nan) if run.pending is None else run.pending)
-        if run.step >= self.settings.steps:
+        if run.step >= self.settings.steps or (self.callbacks.stopping and not stop):
             eval_loss = logged.get("eval_loss")
             if eval_loss is None:
                 eval_loss = self._evaluate_and_record(run)
+            elif not run.known:  # what is logged past the checkpoint, callbacks do not know yet
+                numbers = {k: v for k, v in logged.items() if k.startswith("eval_")}
+                self.callbacks.fire("eval", run.step, numbers)
+        run.checkpoints.pinned = self.callbacks.pinned() and self.callbacks.pinned()
+        run.checkpoints.wait()
+        self.callbacks.fire("end", run.step, {"loss": loss, **run.known})
         self.folder.check()
         path = run.checkpoints.path(run.step)
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
@@ -668,38 +669,46 @@ class Trainer:
             if self.mesh is not None:
                 # In a tuple, so that overrides find it at the path that it has in training.
                 shard((self.model,), self.mesh, self.rules, **self.where)
-            loss = self._evaluate(lambda: False)
-        assert loss is not None  # nothing stopped it
-        return loss
+            numbers = self._evaluate(lambda: False)
+        assert numbers is not None  # nothing stopped it
+        return numbers["eval_loss"]
 
-    def _evaluate(self, should_stop: Callable[[], bool]) -> float | None:
-        """Returns the mean held-out loss; None if it was stopped."""
+    def _evaluate(self, should_stop: Callable[[], bool]) -> dict[str, float] | None:
+        """Returns held-out numbers by name; None if it was stopped."""
         assert self.held_out is not None
         places = self._held_out_shardings()
-        total, count = 0.0, 0.0
+        totals, count = dict[str, float](), 0.0
+        metrics = self.eval_numbers.reset()
         with _evaluation_mode(self.model):
             for batch in prefetch.placed_batches(self.held_out, places):
                 if should_stop():
                     return None
-                mean, targets = jax.device_get(self.eval_step(self.model, batch))
+                mean, targets, means = jax.device_get(self.eval_step(self.model, metrics, batch))
                 if targets:  # the mean over nothing may be anything
-                    total += float(mean) * float(targets)
+                    for name, each in {"loss": mean, **means}.items():
+                        totals[name] = totals.get(name, 0.0) + float(each) * float(targets)
                     count += float(targets)
         if count == 0:
             raise TrainerError(
                 "The held-out batches hold no target. Every evaluation reads them anew: give "
                 "EvalBatches or a list, not a generator."
             )
-        return total / count
+        numbers = {name: total / count for name, total in totals.items()}
+        numbers |= self.eval_numbers.computed()
+        return {f"eval_{name}": number for name, number in numbers.items()}
 
     def _evaluate_and_record(self, run: _Run) -> float | None:
         if self.held_out is None:
             return None
-        eval_loss = self._evaluate(run.stop.reached)
-        if eval_loss is not None:
-            run.log.write(step=run.step, eval_loss=eval_loss)
-            run.shown.note(f"step {run.step}: held-out loss {eval_loss:.4f}")
-        return eval_loss
+        numbers = self._evaluate(run.stop.reached)
+        if numbers is None:
+            return None
+        run.log.write(step=run.step, **numbers)
+        run.known = {**run.known, **numbers}
+        self.callbacks.fire("eval", run.step, numbers)
+        more = [f"  {name[5:]} {each:.4f}" for name, each in numbers.items()][1:]
+        run.shown.note(f"step {run.step}: held-out loss {numbers['eval_loss']:.4f}{''.join(more)}")
+        return numbers["eval_loss"]
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
@@ -720,18 +729,25 @@ class Trainer:
                 self._trained, start.path, start.description, self.mesh, self.rules, self.where
             )
             self.batches.restore(extra["data"])
-        elif self.mesh is not None:
+            self.callbacks.begin(extra.get("callbacks"))
+            return
+        self.callbacks.begin(None)
+        if self.mesh is not None:
             shard(self._trained, self.mesh, self.rules, **self.where)
 
     def _save(self, run: _Run) -> None:
         _require_finite(run)
         self.folder.check()
         extra = {"data": run.source.state(), "settings": self.run_settings}
+        if self.callbacks.given:
+            extra["callbacks"] = self.callbacks.states()
+        run.checkpoints.pinned = self.callbacks.pinned()
         # The step has ended, as its loss was read: what follows holds up the loop.
         begin = time.perf_counter()
         run.checkpoints.save(run.step, self._trained, extra=extra)
         run.saving += time.perf_counter() - begin
         run.saved = run.step
+        self.callbacks.fire("checkpoint", run.step, run.known)
 
 
 class _Start(NamedTuple):
@@ -766,6 +782,8 @@ class _Run:
     step: int
     saved: int  # the last step of which there is a checkpoint, or -1
     pending: Any = None  # the loss of the last step, still on its devices
+    numbers: Any = field(default_factory=dict)  # what else that step found, also on devices
+    known: dict[str, Any] = field(default_factory=dict)  # all numbers of that step
     saving: float = 0.0  # seconds that saves held up the loop since the last record
     throughput: Throughput = field(default_factory=Throughput)
 

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run records beside its loss, and where it goes.
+
+Numbers of a training step (those that the loss returns, the gradient's norm) are computed in the
+compiled step and read on the host only where they are recorded. A tracker is any object with
+``write(**record)`` and ``close()``, such as ``JsonlLog``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._core.state.split_merge import iter_variables
+from shardax.train.errors import TrainerError
+from shardax.train.metrics import Metric, update_from_batch
+
+_OWN = ("step", "loss", "grad_norm", "learning_rate", "memory")
+_OWN += ("tokens_per_second", "checkpoint_seconds")
+
+
+# --- Numbers of a training step ---
+
+
+def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes any loss return (loss, metrics)."""
+
+    def both(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        value = loss(model, batch)
+        if not isinstance(value, tuple):
+            return value, {}
+        if len(value) != 2 or not isinstance(value[1], Mapping):
+            kinds = ", ".join(type(each).__name__ for each in value)
+            raise TrainerError(
+                f"The loss returned a tuple of {kinds or 'nothing'}. It may return the loss alone, "
+                "or the loss and its metrics by name: return loss, {'accuracy': accuracy}."
+            )
+        metrics = {name: jnp.asarray(number) for name, number in value[1].items()}
+        for name, number in metrics.items():
+            check_name(name, "The loss returned a metric")
+            if number.shape or not jnp.isrealobj(number):
+                raise TrainerError(
+                    f"The loss returned the metric {name!r} as {number.dtype}{list(number.shape)}, "
+                    "but what is logged is one real number. Return its mean: jnp.mean(...)."
+                )
+        return value[0], {name: number.astype(jnp.float32) for name, number in metrics.items()}
+
+    return both
+
+
+def check_name(name: Any, who: str) -> None:
+    """Raises TrainerError unless a metric may have this name in the log."""
+    if not isinstance(name, str) or not name or name in _OWN or name.startswith("eval_"):
+        raise TrainerError(
+            f"{who} named {name!r}, but a name is a text, does not begin with eval_, and is none "
+            f"of those that the log has by itself: {', '.join(_OWN)}."
+        )
+
+
+def gradient_norm(gradients: Any) -> jax.Array:
+    """Returns the norm of all gradients together, in float32."""
+    leaves = [x for x in jax.tree.leaves(gradients) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+def learning_rate_of(optimizer: Any) -> float | None:
+    """Returns the last learning rate; None if there is not one."""
+    injected = [
+        variable
+        for path, variable in iter_variables(optimizer.opt_state)
+        if path[-2:] == ("hyperparams", "learning_rate")
+    ]
+    if injected:
+        return float(np.asarray(injected[0].value)) if len(injected) == 1 else None
+    found = _rates(optimizer.tx.update)
+    if len(found) != 1:
+        return None
+    rate: Any = found[0]
+    if callable(rate):
+        rate = rate(np.int32(max(int(np.asarray(optimizer.step.value)) - 1, 0)))
+    return -float(rate) if np.ndim(rate) == 0 else None
+
+
+def _rates(update: Any) -> list[Any]:
+    """Returns what the transformations of a chain multiply updates with at last."""
+    # optax does not tell it, but its functions hold it: a number, or a function of the count.
+    code = getattr(update, "__code__", None)
+    held: dict[str, Any] = {}
+    for name, cell in zip(code.co_freevars if code else (), update.__closure__ or (), strict=True):
+        try:
+            held[name] = cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
+    for name in ("step_size", "step_size_fn"):
+        if name in held:
+            # Those that shrink updates, such as scale(0.5), have no sign of a descent.
+            step: Any = held[name]
+            return [step] if callable(step) or (np.ndim(step) == 0 and step < 0) else []
+    within = held.get("update_fns", ()) or [getattr(held.get("tx"), "update", None)]
+    return [rate for each in within if each is not None for rate in _rates(each)]
+
+
+def device_memory() -> int | None:
+    """Returns the peak bytes of a device; None if not told."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
+
+
+class Throughput:
+    """Tokens per second since it was last asked."""
+
+    # A token is a target of a batch; a batch without targets counts its rows. The first step
+    # compiles, so counting starts after it.
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._since: float | None = None
+
+    def count(self, batch: Any, pending: Any) -> None:
+        """Counts the batch of a step whose loss is ``pending``."""
+        if self._since is None:
+            jax.block_until_ready(pending)
+            self._since = time.perf_counter()
+            return
+        targets = batch.get("targets") if isinstance(batch, Mapping) else None
+        rows = jax.tree.leaves(batch)[0].shape[0] if targets is None else targets.size
+        self._tokens += rows
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of a ``with`` block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since += time.perf_counter() - started
+
+    def speed(self) -> float | None:
+        """Returns tokens per second, or None if there were none since."""
+        if self._since is None or self._tokens == 0:
+            return None
+        speed = self._tokens / max(time.perf_counter() - self._since, 1e-9)
+        self._tokens, self._since = 0, time.perf_counter()
+        return speed
+
+
+# --- Numbers of an evaluation ---
+
+
+class EvalNumbers:
+    """Means and metrics over held-out batches, by name."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.functions: dict[str, Callable[[Any, Any], Any]] = {}
+        self.metrics: dict[str, Metric] = {}
+        self._arguments: dict[str, Callable[[Any, Any], Any]] = {}
+        for name, how in given.items():
+            check_name(name, "eval_metrics has a metric")
+            metric, arguments = how if isinstance(how, tuple) and len(how) == 2 else (how, None)
+            if isinstance(metric, Metric) and (arguments is None or callable(arguments)):
+                self.metrics[name] = metric
+                if arguments is not None:
+                    self._arguments[name] = arguments
+            elif callable(how):
+                self.functions[name] = how
+            else:
+                raise TrainerError(
+                    f"eval_metrics[{name!r}] is a {type(how).__name__}. Give a metric, such as "
+                    "metrics.Accuracy(), a metric with a function (model, batch) that returns the "
+                    "arguments of its update, or a function (model, batch) that returns a mean."
+                )
+
+    def measure(self, model: Any, metrics: Any, batch: Any, loss: Any) -> tuple[Any, Any, Any]:
+        """Returns means of a batch and its targets' number; updates metrics."""
+        mean, means = loss(model, batch)
+        mask = batch.get("mask") if isinstance(batch, Mapping) else None
+        count = jnp.asarray(jax.tree.leaves(batch)[0].shape[0]) if mask is None else jnp.sum(mask)
+        if twice := means.keys() & {*self.functions, *self.metrics}:
+            raise TrainerError(
+                f"eval_metrics and the loss both have {', '.join(sorted(map(repr, twice)))}. What "
+                "the loss returns is averaged over held-out data too: give one of them."
+            )
+        for name, function in self.functions.items():
+            value = jnp.asarray(function(model, batch))
+            if value.shape:
+                raise TrainerError(
+                    f"eval_metrics[{name!r}] returned an array of shape {value.shape}, but must "
+                    "return the mean over the batch's targets, one number."
+                )
+            means = {**means, name: value}
+        for name, metric in metrics.items():
+            if name in self._arguments:
+                metric.update(**self._arguments[name](model, batch))
+            else:
+                update_from_batch(metric, name, model, batch, mean, count)
+        return mean, count, means
+
+    def reset(self) -> dict[str, Metric]:
+        """Makes metrics forget what they took in; returns them."""
+        for metric in self.metrics.values():
+            metric.reset()
+            # As NumPy arrays, which every process may give to a program over all devices.
+            for _, variable in iter_variables(metric):
+                variable.value = np.asarray(variable.value)
+        return self.metrics
+
+    def computed(self) -> dict[str, float]:
+        """Returns what the metrics have found, by name."""
+        numbers: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            result = jax.device_get(metric.compute())
+            parts = result.items() if isinstance(result, Mapping) else [("", result)]
+            numbers |= {f"{name}_{key}" if key else name: float(part) for key, part in parts}
+        return numbers

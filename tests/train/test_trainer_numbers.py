@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run logs beside its loss: metrics of the loss, of held-out data, gradients, rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from tests.train.small_runs import TRAIN, Bigram, Quiet, eval_batches, make_trainer, state_of
+
+import shardax as sx
+from shardax.models import next_token_loss
+from shardax.train import metrics
+from shardax.train.errors import MetricError, TrainerError
+
+
+def with_accuracy(model: Any, batch: Any) -> Any:
+    hits = jnp.argmax(model(batch["inputs"]), -1) == batch["targets"]
+    weights = batch.get("mask", jnp.ones(hits.shape))
+    return next_token_loss(model, batch), {"accuracy": jnp.sum(hits * weights) / weights.sum()}
+
+
+def log_of(trainer: sx.train.Trainer) -> list[dict[str, Any]]:
+    return sx.train.read_jsonl(trainer.log_path)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_metrics_of_the_loss_are_logged_and_averaged_over_held_out_data(
+    tmp_path: Path, parts: int
+) -> None:
+    options: dict[str, Any] = {"held_out": eval_batches(), "log_every": 1}
+    plain = make_trainer(tmp_path / "plain", 3, grad_accumulation=parts, **options)
+    both = make_trainer(
+        tmp_path / "both", 3, loss=with_accuracy, grad_accumulation=parts, **options
+    )
+    results = [trainer.run(display=Quiet()) for trainer in (plain, both)]
+    assert state_of(plain) == state_of(both)
+    assert results[0].eval_loss == results[1].eval_loss
+    trained, held_out = log_of(both)[:-1], log_of(both)[-1]
+    assert [sorted(r.keys() - {"tokens_per_second"}) for r in trained] == [
+        ["accuracy", "grad_norm", "learning_rate", "loss", "step"]
+    ] * 3
+    assert sorted(held_out) == ["eval_accuracy", "eval_loss", "step"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_held_out_metrics_are_those_of_all_targets_at_once(tmp_path: Path, kind: Any) -> None:
+    held_out, model = eval_batches(), Bigram()
+    measured = {
+        "accuracy": metrics.Accuracy(),
+        "perplexity": metrics.Perplexity(),
+        "half": lambda model, batch: next_token_loss(model, batch) / 2,
+        "logit": (
+            metrics.Welford("logit"),
+            lambda model, batch: {"logit": model(batch["inputs"]), "weights": batch["mask"]},
+        ),
+    }
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    trainer = make_trainer(tmp_path, 1, model=model, held_out=held_out, mesh=mesh, eval=measured)
+    result = trainer.run(display=Quiet())
+    batches = [jax.tree.map(jnp.asarray, batch) for batch in held_out]
+    weights = np.concatenate([batch["mask"] for batch in batches]).astype(bool)
+    sx.unshard(model)
+    logits = np.concatenate([model(batch["inputs"]) for batch in batches])
+    targets = np.concatenate([batch["targets"] for batch in batches])
+    assert result.eval_loss is not None
+    record = log_of(trainer)[-1]
+    assert record == pytest.approx(
+        {
+            "step": 1,
+            "eval_loss": result.eval_loss,
+            "eval_half": result.eval_loss / 2,
+            "eval_accuracy": (logits.argmax(-1) == targets)[weights].mean(),
+            "eval_perplexity": np.exp(result.eval_loss),
+            "eval_logit_mean": logits[weights].mean(),
+            "eval_logit_std": logits[weights].std(),
+        },
+        rel=1e-4,
+        abs=1e-6,
+    )
+
+
+def test_the_gradient_norm_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    batches = sx.train.TrainBatches(TRAIN, batch_size=8, seq_len=16)
+    start = batches.state()
+    batch = next(iter(batches))
+    batches.restore(start)
+    gradients = sx.grad(next_token_loss)(Bigram(), jax.tree.map(jnp.asarray, batch))
+    for parts in (1, 4):
+        trainer = make_trainer(tmp_path / str(parts), 1, batches=batches, grad_accumulation=parts)
+        trainer.run(display=Quiet())
+        batches.restore(start)
+        expected = float(optax.tree.norm(jax.tree.leaves(gradients)))
+        assert log_of(trainer)[0]["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+DECAY = optax.linear_schedule(0.1, 0.0, 10)
+
+
+@pytest.mark.parametrize(
+    ("tx", "rates"),
+    [
+        (optax.sgd(0.1), [0.1, 0.1]),
+        (optax.chain(optax.clip(1.0), optax.scale(0.5), optax.adamw(DECAY)), [0.1, 0.09]),
+        (optax.inject_hyperparams(optax.adam)(learning_rate=DECAY), [0.1, 0.09]),
+        (optax.scale_by_adam(), [None, None]),
+        (optax.chain(optax.sgd(0.1), optax.scale(-1.0)), [None, None]),
+    ],
+    ids=["number", "schedule", "injected", "none", "two"],
+)
+def test_the_learning_rate_is_logged_where_the_optimizer_has_one(
+    tmp_path: Path, tx: Any, rates: list[float | None]
+) -> None:
+    trainer = make_trainer(tmp_path, 2, tx=tx, log_every=1)
+    trainer.run(display=Quiet())
+    assert [record.get("learning_rate") for record in log_of(trainer)] == [
+        rate if rate is None else pytest.approx(rate) for rate in rates
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: (next_token_loss(m, b), 1.0), "a tuple of"),
+        (lambda m, b: (next_token_loss(m, b), {"loss": 1.0}), "named 'loss'"),
+        (lambda m, b: (next_token_loss(m, b), {"hits": jnp.ones(3)}), r"'hits' as float32\[3\]"),
+    ],
+)
+def test_a_loss_that_returns_what_cannot_be_logged_is_refused(
+    tmp_path: Path, loss: Any, message: str
+) -> None:
+    with pytest.raises(TrainerError, match=message):
+        make_trainer(tmp_path, 1, loss=loss).run(display=Quiet())
+
+
+def test_held_out_metrics_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
+    for number, (given, error, message) in enumerate(
+        [
+            ({"loss": metrics.Accuracy()}, TrainerError, "named 'loss'"),
+            ({"accuracy": 3}, TrainerError, "is a int"),
+            ({"accuracy": metrics.Accuracy()}, TrainerError, "both have 'accuracy'"),
+            ({"spread": metrics.Welford()}, MetricError, "takes values=..., weights=..."),
+            ({"all": lambda model, batch: jnp.ones(2)}, TrainerError, r"shape \(2,\)"),
+        ]
+    ):
+        with pytest.raises(error, match=message):
+            make_trainer(
+                tmp_path / str(number), 1, loss=with_accuracy, held_out=eval_batches(), eval=given
+            ).run(display=Quiet())
+
+
+def test_device_memory_is_logged_where_the_device_tells_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1)
+    trainer.run(display=Quiet())
+    stats = jax.devices()[0].memory_stats()
+    assert ("memory" in log_of(trainer)[0]) == (stats is not None)
+    if stats is not None:
+        assert 0 < log_of(trainer)[0]["memory"] <= stats["peak_bytes_in_use"]
