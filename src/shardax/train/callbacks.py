@@ -48,7 +48,8 @@ class Event:
     @property
     def metrics(self) -> dict[str, float]:
         """Numbers by name; reading them waits for the step."""
-        return {name: float(each) for name, each in jax.device_get(dict(self._metrics)).items()}
+        numbers: dict[str, Any] = jax.device_get(dict(self._metrics))
+        return {name: float(each) for name, each in numbers.items()}
 
     def stop(self) -> None:
         """Ends the run after this step, with a checkpoint."""
