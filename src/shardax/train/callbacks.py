@@ -234,12 +234,12 @@ class Callbacks:
             for each in self.given
         ]
 
-    def pinned(self) -> set[int]:
-        """Returns the steps whose checkpoints stay, also the best before this save."""
+    def pinned(self, *, ended: bool = False) -> set[int]:
+        """Returns the steps whose checkpoints stay, until the end also the best before."""
         # The one before goes only once its successor is complete.
         before, self._kept_before = self._kept_before, self._kept()
         self.saving = False
-        return before | self._kept_before
+        return self._kept_before if ended else before | self._kept_before
 
     def _kept(self) -> set[int]:
         steps = (each.step for each in self.given if isinstance(each, BestCheckpoint))

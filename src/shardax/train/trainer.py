@@ -648,7 +648,7 @@ class Trainer:
             elif not run.known:  # what is logged past the checkpoint, callbacks do not know yet
                 numbers = {k: v for k, v in logged.items() if k.startswith("eval_")}
                 self.callbacks.fire("eval", run.step, numbers)
-        run.checkpoints.pinned = self.callbacks.pinned() and self.callbacks.pinned()
+        run.checkpoints.pinned = self.callbacks.pinned(ended=True)
         run.checkpoints.wait()
         self.callbacks.fire("end", run.step, {"loss": loss, **run.known})
         self.folder.check()
