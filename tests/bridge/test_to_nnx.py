@@ -145,3 +145,26 @@ def test_what_a_model_sows_is_kept() -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Linear: make an instance"):
         sx.bridge.to_nnx(cast(Any, sx.nn.Linear))
+
+
+@pytest.mark.parametrize("name", ["items", "update", "_hidden"])
+def test_a_layer_may_have_any_name(name: str) -> None:
+    class Model(sx.Module):
+        def __init__(self) -> None:
+            setattr(self, name, sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return getattr(self, name)(x)
+
+    model, x = Model(), jnp.ones((1, 2))
+    peer = sx.bridge.to_nnx(model)
+    assert (peer(x) == model(x)).all()
+    gradients = nnx.grad(lambda peer: peer(x).sum())(peer)
+    assert gradients["variables"][name]["kernel"].get_value().tolist() == [[1.0] * 3] * 2
+
+
+def test_keys_that_are_one_name_in_nnx_are_refused() -> None:
+    model = sx.nn.Sequential()
+    model.table = {0: sx.Param(jnp.ones(2)), "0": sx.Param(jnp.zeros(2))}
+    with pytest.raises(sx.bridge.BridgeError, match=r"\.table\[0\] and \.table\['0'\]"):
+        sx.bridge.to_nnx(model)

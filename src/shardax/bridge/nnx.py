@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.rng import RngStream
 from shardax._core.module import Module
 from shardax._core.state import split_merge
@@ -156,13 +156,20 @@ def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
 
 
 @functools.cache
+def _part_class() -> Any:
+    """Returns the class of what holds Variables under names."""
+    nnx = library("flax.nnx", "to_nnx")
+    return type("Part", (nnx.Module,), {"__module__": __name__})
+
+
+@functools.cache
 def _nnx_class() -> Any:
     """Returns the class of NNX modules around models."""
     nnx = library("flax.nnx", "to_nnx")
 
     class FromShardax(nnx.Module):
         def __init__(self, model: Any) -> None:
-            self.variables = nnx.Dict()
+            self.variables = _part_class()()
             self._take(split_merge.clone(model), {})
 
         def _take(self, model: Any, old: Mapping[Path, Any]) -> None:
@@ -172,14 +179,14 @@ def _nnx_class() -> Any:
                 self.structure = structure
             for path, variable in split_merge.iter_variables(model):
                 if path not in old:
-                    _nest(nnx, self.variables, path, _to_nnx(nnx, variable))
+                    _nest(self.variables, path, _to_nnx(nnx, variable))
                 elif not same(old[path], variable.value):
                     _at(self.variables, path).set_value(variable.value)
             for path, value in sown.flat().items():
                 present = _at(self.variables, path)
                 kept = () if present is None else present.get_value()
                 made = Intermediate(sown_on(kept, value))
-                _nest(nnx, self.variables, path, _to_nnx(nnx, made))
+                _nest(self.variables, path, _to_nnx(nnx, made))
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             graphdef = self.structure.value
@@ -205,16 +212,31 @@ def _to_nnx(nnx: Any, variable: Variable[Any]) -> Any:
     return kind(variable.value, **metadata)
 
 
-def _nest(nnx: Any, holder: Any, path: Path, variable: Any) -> None:
+def _nest(holder: Any, path: Path, variable: Any) -> None:
     for key in path[:-1]:
-        if not hasattr(holder, str(key)):
-            setattr(holder, str(key), nnx.Dict())
+        if str(key) not in vars(holder):
+            setattr(holder, str(key), _part_class()())
         holder = getattr(holder, str(key))
     setattr(holder, str(path[-1]), variable)
 
 
 def _at(holder: Any, path: Path) -> Any:
-    return functools.reduce(lambda part, key: getattr(part, str(key), None), path, holder)
+    # Not getattr, which finds methods too: a layer may be called "items".
+    return functools.reduce(
+        lambda part, key: None if part is None else vars(part).get(str(key)), path, holder
+    )
+
+
+def _check_names(model: Module) -> None:
+    """Raises if two Variables would have one name in NNX."""
+    names: dict[tuple[str, ...], Path] = {}
+    for path, _ in split_merge.iter_variables(model):
+        known = names.setdefault(tuple(map(str, path)), path)
+        if known != path or [*map(type, known)] != [*map(type, path)]:
+            raise BridgeError(
+                f"to_nnx names Variables by strings, but {format_path(known)} and "
+                f"{format_path(path)} then have one name. Rename a key of the model."
+            )
 
 
 def to_nnx(model: Module) -> Any:
@@ -231,7 +253,8 @@ def to_nnx(model: Module) -> Any:
         An ``nnx.Module`` to call like the model.
 
     Raises:
-        BridgeError: If it is no Module, or has Variables at paths that NNX cannot name.
+        BridgeError: If it is no Module, or has two Variables of one name but for the
+            types of its parts, such as 0 and "0".
         ImportError: If Flax is not installed.
 
     Example:
@@ -245,4 +268,5 @@ def to_nnx(model: Module) -> Any:
     made = _nnx_class()
     if not isinstance(model, Module):
         raise BridgeError(f"to_nnx takes a shardax Module, but was given {described(model)}.")
+    _check_names(model)
     return made(model)
