@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -198,3 +199,11 @@ def test_results_without_the_state_are_refused() -> None:
     model = sx.bridge.from_equinox(Forgets(eqx.nn.BatchNorm(2, "batch", mode="ema")))
     with pytest.raises(sx.bridge.BridgeError, match=r"returns \(result, state\)"):
         model(X)
+
+
+def test_a_bridged_module_is_pickled() -> None:
+    bridged, x = sx.bridge.from_equinox(Peer(jax.random.key(0)), rngs=sx.Rngs(0)), jnp.ones((2, 4))
+    bridged.eval()
+    copy = pickle.loads(pickle.dumps(bridged))
+    assert sx.graphdef(copy) == sx.graphdef(bridged)
+    np.testing.assert_array_equal(copy(x), bridged(x))

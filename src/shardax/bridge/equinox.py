@@ -27,13 +27,33 @@ from shardax.bridge.base import (
 )
 
 
+class _Structure(PeerStructure):
+    """A structure that is pickled as trees, as Equinox reads its own definitions wrongly."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        treedef, paths, leaves, state = self.value
+        trees = [
+            None if each is None else jax.tree.unflatten(each, range(each.num_leaves))
+            for each in (treedef, state)
+        ]
+        return _read, (trees[0], paths, leaves, trees[1])
+
+
+def _read(module: Any, paths: Any, leaves: Any, state: Any) -> _Structure:
+    kept = None if state is None else jax.tree.structure(state)
+    return _Structure((jax.tree.structure(module), paths, leaves, kept))
+
+
 class _FromEquinox(Bridged):
     deterministic: bool | None = None
 
     def __init__(
         self, peer: Any, variables: Mapping[Path, Variable[Any]], state: Any, rngs: Any
     ) -> None:
-        super().__init__(peer, variables)
+        super().__init__(None, variables)
+        self.peer = _Structure(peer)
         self.state = Dict()
         for path, variable in state.items():
             put(self.state, path, variable)
@@ -77,7 +97,7 @@ class _FromEquinox(Bridged):
         eqx = library("equinox", "from_equinox")
         module = eqx.nn.inference_mode(self._merged(), modes["deterministic"])
         structure, _ = _taken_apart(module)
-        self.peer = PeerStructure((*structure, self.peer.value[3]))
+        self.peer = _Structure((*structure, self.peer.value[3]))
 
 
 def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
