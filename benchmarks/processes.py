@@ -130,7 +130,7 @@ def work(given: dict[str, Any]) -> None:
         print(json.dumps(found), file=replies, flush=True)
         for line in sys.stdin:
             for _ in range(int(line)):
-                loss = step(*state, batch)
+                loss, _ = step(*state, batch)
             print(json.dumps(float(loss)), file=replies, flush=True)  # waits for it
 
 

@@ -63,7 +63,7 @@ def test_training_lays_everything_out_by_the_rules_of_the_file(
                 raise CommandError("as far as a resumed run needs to go here")
 
     monkeypatch.setattr(sx.train, "Trainer", Recorded)
-    monkeypatch.setattr(sx.models, "generate", lambda *_, **__: [np.zeros(4)])  # another's affair
+    monkeypatch.setattr(sx.models, "generate", lambda *_, **__: [np.zeros(4, int)])
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 200)
     out = str(tmp_path / "run")
     words = ["train", "--preset", "tiny", "--steps", "2", "--batch-size", "8", "--seq-len", "16"]

@@ -130,13 +130,14 @@ def primitives(jaxpr: Any) -> Counter[str]:
     return found
 
 
-def test_the_traced_program_has_the_operations_of_the_hand_written_one(raw: Any):
+def test_the_traced_program_has_no_operation_more_than_the_hand_written_one(raw: Any):
     model = make(num_layers=2)
     config, params = raw_config(raw, model.config), raw_params(model)
     by_hand = jax.make_jaxpr(jax.grad(lambda params: raw.loss(config, params, BATCH)))(params)
     ours = jax.make_jaxpr(jax.grad(lambda model: sx.models.next_token_loss(model, BATCH)))(model)
-    assert primitives(ours.jaxpr) == primitives(by_hand.jaxpr)
-    assert primitives(ours.jaxpr)["dot_general"] > 30
+    found, expected = primitives(ours.jaxpr), primitives(by_hand.jaxpr)
+    assert found - expected == Counter()  # attention, a jit of its own, leaves out what is unused
+    assert found["dot_general"] == expected["dot_general"] > 30
 
 
 # --- what it is ----------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
     targets, mask = _checked("cross_entropy", "logits", logits, targets, mask)
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     # Over Explicit axes the logits, which are large, stay where they are.
-    return _mean(-_pick(log_probabilities, targets), mask)
+    chosen = _pick(log_probabilities, targets)
+    return -jnp.mean(chosen) if mask is None else -_mean(chosen[..., 0], mask)
 
 
 def blockwise_cross_entropy(
@@ -142,11 +143,11 @@ def _mean(losses: jax.Array, weights: Any) -> jax.Array:
 
 
 def _pick(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the entries at the targets; NaN if there is none."""
+    """Returns the entries at the targets, with a last dimension of one; NaN if there is none."""
     if explicit_entries(scores) is None:
-        return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+        return jnp.take_along_axis(scores, targets[..., None], axis=-1)
     # JAX cannot look up along a dimension that Explicit mesh axes may split.
-    return _pick_by_sum(scores, targets)
+    return _pick_by_sum(scores, targets)[..., None]
 
 
 def _pick_by_sum(scores: jax.Array, targets: jax.Array) -> jax.Array:
