@@ -28,11 +28,12 @@ from shardax.bridge.base import (
 
 
 class _Structure(PeerStructure):
-    """A structure that is pickled as trees, as Equinox reads its own definitions wrongly."""
+    """A structure that is pickled as trees."""
 
     __slots__ = ()
 
     def __reduce__(self) -> Any:
+        # Equinox reads its own pickled definitions wrongly.
         treedef, paths, leaves, state = self.value
         trees = [
             None if each is None else jax.tree.unflatten(each, range(each.num_leaves))

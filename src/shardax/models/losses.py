@@ -143,7 +143,7 @@ def _mean(losses: jax.Array, weights: Any) -> jax.Array:
 
 
 def _pick(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the entries at the targets, with a last dimension of one; NaN if there is none."""
+    """Returns the entries at the targets, NaN where there is none."""
     if explicit_entries(scores) is None:
         return jnp.take_along_axis(scores, targets[..., None], axis=-1)
     # JAX cannot look up along a dimension that Explicit mesh axes may split.

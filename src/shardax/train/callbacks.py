@@ -235,7 +235,7 @@ class Callbacks:
         ]
 
     def pinned(self, *, ended: bool = False) -> set[int]:
-        """Returns the steps whose checkpoints stay, until the end also the best before."""
+        """Returns the steps whose checkpoints stay."""
         # The one before goes only once its successor is complete.
         before, self._kept_before = self._kept_before, self._kept()
         self.saving = False
