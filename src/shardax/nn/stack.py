@@ -46,6 +46,7 @@ from shardax._transforms.lift.arguments import find_sources, objects_in
 from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
 from shardax.nn.parameters import as_size
+from shardax.nn.pipeline import run_pipeline
 
 POLICY_NAMES = (
     "dots_saveable",
@@ -124,6 +125,8 @@ class Stack(Module):
         True
     """
 
+    microbatches: int | None = None
+
     def __init__(
         self,
         make: Callable[[], Module],
@@ -132,10 +135,13 @@ class Stack(Module):
         *,
         remat: Any = None,
         unroll: int = 1,
+        microbatches: int | None = None,
     ) -> None:
         count = as_size("Stack", "length", length)
         older = frozenset(_objects_around(make)) if count == 1 else frozenset[int]()
         self._start([make() for _ in range(count)], axis_name, remat, unroll, older)
+        if microbatches is not None:
+            self.microbatches = as_size("Stack", "microbatches", microbatches)
 
     def _start(
         self, layers: Sequence[Any], axis_name: str, remat: Any, unroll: int, older: frozenset[int]
@@ -212,6 +218,7 @@ def _static(leaf: Any) -> Any:
 def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = rest
+    is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
 
     def body(x: Any, layer: Any, given: list[Any]) -> Any:
         leaves = [
@@ -220,17 +227,32 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         args, kwargs = treedef.unflatten(leaves)
         return layer(x, *args, **kwargs)
 
-    by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
-    of_layer = StateAxes({_IsShared(_all_shared(stack)): None, ...: 0}) if stack.shared else 0
-    loop = scan(
-        rematerialised(body, stack.remat, in_loop=True),
-        in_axes=(Carry, of_layer, by_layer),
-        out_axes=Carry,
+    def run(stacked: Any, x: Any, given: list[Any], length: int) -> Any:
+        by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
+        of_layer = StateAxes({is_shared: None, ...: 0}) if stack.shared else 0
+        loop = scan(
+            rematerialised(body, stack.remat, in_loop=True),
+            in_axes=(Carry, of_layer, by_layer),
+            out_axes=Carry,
+            length=length,
+            unroll=stack.unroll,
+            metadata={PARTITION_NAME: stack.axis_name},
+        )
+        return loop(x, stacked, given)
+
+    # A cache is written for the whole batch, token by token.
+    if stack.microbatches is None or any(isinstance(one, Object) for one in given):
+        return run(stack.stacked, x, given, stack.length)
+    return run_pipeline(
+        stack.stacked,
+        is_shared,
+        run,
+        x,
+        given,
+        axis_name=stack.axis_name,
         length=stack.length,
-        unroll=stack.unroll,
-        metadata={PARTITION_NAME: stack.axis_name},
+        microbatches=stack.microbatches,
     )
-    return loop(x, stack.stacked, given)
 
 
 def _is_stacked(given: Any, axis_name: str) -> bool:
