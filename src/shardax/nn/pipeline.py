@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from shardax._core.errors import StackError
 from shardax._core.graph.paths import Path, format_path
@@ -32,6 +33,7 @@ from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rules import mesh_axes_of
 
 Run = Callable[[Any, Any, list[Any], int], Any]
 """Runs layers: ``run(stacked, x, given, length)``."""
@@ -59,6 +61,20 @@ class Stages(NamedTuple):
         if self.axis is None:
             return tree
         return jax.tree.map(lambda x: jax.lax.pcast(x, (self.axis,), to="varying"), tree)
+
+    def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Returns values whole along the axis, where their type has it."""
+
+        def whole(x: Any) -> Any:
+            sharding = jax.typeof(x).sharding
+            spec = tuple(sharding.spec)
+            if not spec or spec[0] != self.axis:
+                return x
+            return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *spec[1:])))
+
+        if self.axis is None:
+            return dict(values)
+        return {path: jax.tree.map(whole, value) for path, value in values.items()}
 
     def of_last(self, tree: Any) -> Any:
         """Returns what the last stage has, in all stages."""
@@ -142,7 +158,23 @@ def check_rows(x: Any, count: int) -> int:
             f"{size} rows cannot be cut into {count} microbatches of equal size. Give the stack a "
             f"batch of a multiple of {count} rows, or another number of microbatches."
         )
+    for leaf in jax.tree.leaves(x):
+        ways = _ways(leaf)
+        if size // count % ways:
+            raise StackError(
+                f"{size} rows are laid out over {ways} devices, but {count} microbatches have "
+                f"{size // count} rows each, which cannot be split over them. Take a batch of a "
+                f"multiple of {count * ways} rows, or fewer microbatches."
+            )
     return size
+
+
+def _ways(x: Any) -> int:
+    """Over how many devices Explicit axes split the rows of an array."""
+    sharding = jax.typeof(x).sharding
+    entry = tuple(sharding.spec)[:1]
+    axes = mesh_axes_of(entry[0]) if entry else ()
+    return math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
 def find_rowwise(
@@ -208,9 +240,9 @@ class Step:
         self.microbatches = microbatches
         variables = dict(iter_variables(stacked))
         self.shared = {path for path, v in variables.items() if is_shared(path, v)}
-        random = {path for path, v in variables.items() if isinstance(v, RngState)}
-        self.keys = {path for path in random if _is_key(self.values[path])}
-        self.counts = (random - self.keys) & self.shared
+        self.random = {path for path, v in variables.items() if isinstance(v, RngState)}
+        self.keys = {path for path in self.random if _is_key(self.values[path])}
+        self.counts = (self.random - self.keys) & self.shared
         self.sown = {path for path, v in variables.items() if isinstance(v, Intermediate)}
         self.written: set[Path] = set()  # of the layers' own, found by tracing
 
@@ -307,7 +339,7 @@ def run_pipeline(
     rows = check_rows(x, microbatches)
 
     def whole(x: Any, given: list[Any]) -> Any:
-        return step(step.values, x, given, length, 0)
+        return step(stages.gathered(step.values), x, given, length, 0)
 
     rowwise = find_rowwise(lambda x, given: whole(x, given)[0], x, given, rows, microbatches)
     shapes = jax.eval_shape(whole, x, given)
@@ -318,7 +350,9 @@ def run_pipeline(
             "goes from layer to layer keeps its structure, shapes and dtypes."
         )
     call = _Pipeline(step, stages, length, microbatches)
-    parts = [cut(g, microbatches) if of_row else None for g, of_row in zip(given, rowwise, strict=True)]
+    parts = [
+        cut(g, microbatches) if of_row else None for g, of_row in zip(given, rowwise, strict=True)
+    ]
     same = [None if of_row else g for g, of_row in zip(given, rowwise, strict=True)]
     y, state, sown = call(cut(x, microbatches), parts, same)
     found = {
@@ -355,10 +389,11 @@ class _Pipeline:
         if self.stages.axis is None:
             return self._region(own, shared, x, parts, same)
         by_stage, whole = PartitionSpec(self.stages.axis), PartitionSpec()
-        mesh = resolve_mesh()
+        # A mesh of ``with mesh:`` is not one that JAX finds by itself.
+        mesh = resolve_mesh() if jax.sharding.get_abstract_mesh().empty else None
         region = jax.shard_map(
             self._region,
-            mesh=mesh if isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty else None,
+            mesh=mesh,
             in_specs=(by_stage, whole, whole, whole, whole),
             out_specs=(whole, (whole, by_stage), PartitionSpec(None, self.stages.axis)),
             axis_names={self.stages.axis},
@@ -369,6 +404,8 @@ class _Pipeline:
         stages, step, last = self.stages, self.step, self.stages.count - 1
         stage = stages.index()
         counts = {path: jnp.asarray(shared[path]) for path in step.counts}
+        # A stream advances as in one call.
+        fresh = step.random - step.shared
         written = {path: jax.tree.map(jnp.asarray, own[path]) for path in step.written}
 
         def tick(carry: Any, time: Any) -> Any:
@@ -383,6 +420,7 @@ class _Pipeline:
                 for g, part in zip(same, parts, strict=True)
             ]
             values = {**own, **present, **shared, **entering[1]}
+            values |= {path: own[path] for path in fresh}
             y, after, sown = step(values, entering[0], given, self.length // stages.count, number)
             leaving = (y, {path: after.get(path, entering[1][path]) for path in counts})
             later = {path: after.get(path, value) for path, value in present.items()}
@@ -401,9 +439,7 @@ class _Pipeline:
 
 
 def _part(tree: Any, index: Any) -> Any:
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree
-    )
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
 def _choose(condition: Any, one: Any, other: Any) -> Any:
@@ -423,7 +459,11 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
         if jnp.issubdtype(parts.dtype, jnp.inexact):
             return jnp.mean(parts, axis=0).astype(parts.dtype)
     differ = [k for k, (a, b) in enumerate(zip(part, wanted, strict=True)) if a != b]
-    if len(part) == len(wanted) and len(differ) == 1 and part[differ[0]] * count == wanted[differ[0]]:
+    if (
+        len(part) == len(wanted)
+        and len(differ) == 1
+        and part[differ[0]] * count == wanted[differ[0]]
+    ):
         (k,) = differ
         if part[k] % rows == 0:
             shape = parts.shape

@@ -47,6 +47,7 @@ from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
 from shardax.nn.parameters import as_size
 from shardax.nn.pipeline import run_pipeline
+from shardax.partition.context import current_microbatches
 
 POLICY_NAMES = (
     "dots_saveable",
@@ -101,12 +102,17 @@ class Stack(Module):
             (``sx.remat``): ``"full"``; the name of one of ``jax.checkpoint_policies``, such as
             ``"dots_saveable"``; such a policy; None to keep everything.
         unroll: How many layers one turn of the loop runs, as in ``jax.lax.scan``.
+        microbatches: In how many parts the layers run a batch, one after another; None for those of
+            ``sx.parallel``, else the whole. Where the rules in scope lay ``axis_name`` over a mesh
+            axis, the layers are a pipeline along it. A call with a Module, such as a cache, runs
+            the whole batch.
 
     Attributes:
         stacked: The layer that holds all layers' Variables, stacked.
         shared: Paths, below ``stacked``, of what all layers share.
         length: How many layers.
         axis_name: Name of the leading dimension.
+        microbatches: In how many parts the layers run a batch.
 
     Raises:
         StackError: If the layers are not alike; names the path that differs.
@@ -167,6 +173,8 @@ class Stack(Module):
 
         Raises:
             CarryError: If a layer's result has another structure, shape or dtype than its input.
+            StackError: With microbatches, if rows or layers cannot be divided, or layers write what
+                they share.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         dynamic: list[Any] = []
@@ -241,7 +249,8 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         return loop(x, stacked, given)
 
     # A cache is written for the whole batch, token by token.
-    if stack.microbatches is None or any(isinstance(one, Object) for one in given):
+    microbatches = stack.microbatches or current_microbatches()
+    if microbatches is None or any(isinstance(one, Object) for one in given):
         return run(stack.stacked, x, given, stack.length)
     return run_pipeline(
         stack.stacked,
@@ -251,7 +260,7 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         given,
         axis_name=stack.axis_name,
         length=stack.length,
-        microbatches=stack.microbatches,
+        microbatches=microbatches,
     )
 
 
