@@ -149,10 +149,10 @@ def test_each_microbatch_draws_by_itself_and_a_stream_advances_as_in_one_call() 
     stack = sx.nn.Stack(lambda: Noise(rngs), 3, microbatches=2)
     y = stack(jnp.zeros((4, 6)))
     assert len(np.unique(np.asarray(y))) == 24
-    assert int(rngs.noise.count) == 0 and int(stack.stacked.stream.count) == 3
+    assert int(rngs.noise.count) == int(stack.stacked.stream.count) == 3
 
 
-def test_what_is_sown_again_is_appended_and_read_caches_get_the_whole_batch() -> None:
+def test_what_is_sown_again_is_appended() -> None:
     x, mask = batch()
     stack = make_stack(2)
     stack.eval()
@@ -166,15 +166,15 @@ def test_what_is_sown_again_is_appended_and_read_caches_get_the_whole_batch() ->
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_stages_send_activations_once_a_tick_and_no_parameters(kind: AxisType) -> None:
     mesh = make_mesh({"stage": 4}, kind)
-    with jax.set_mesh(mesh), sx.axis_rules(RULES):
+    with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
         stack = sx.shard(make_stack(4), mesh)
         stack.eval()
         run = sx.jit(lambda stack, x: stack(x))
-        facts = read_program(run.lower(stack, batch()[0]).compile().as_text())
+        facts = read_program(run.lower(stack, batch()[0]).compile().as_text(), mesh.shape)
     sends = [c for c in facts.collectives if c.kind == "collective-permute"]
     row_bytes = 2 * 5 * 8 * 4
     ticks = 4 + 4 - 1
-    assert sum(c.times * c.operand_bytes for c in sends) == ticks * row_bytes
+    assert sum(c.runs * c.payload for c in sends) == ticks * row_bytes
     assert not [c for c in facts.collectives if c.kind in ("all-gather", "all-to-all")]
 
 
@@ -194,7 +194,9 @@ def test_remat_gives_the_same_numbers_in_less_memory() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_an_unchanged_model_becomes_a_pipeline_by_a_rule_and_a_scope(kind: AxisType) -> None:
-    config = sx.models.TransformerConfig(num_layers=4, scan_layers=True, num_experts=2, top_k=1)
+    config = sx.models.TransformerConfig(
+        num_layers=4, scan_layers=True, num_experts=2, expert_dim=32
+    )
     tokens = jax.random.randint(jax.random.key(0), (8, 12), 0, 256)
     mask = jnp.arange(12)[None] >= jnp.arange(8)[:, None] % 3
 
@@ -210,9 +212,8 @@ def test_an_unchanged_model_becomes_a_pipeline_by_a_rule_and_a_scope(kind: AxisT
 
     wanted, gradient = step(make(), tokens, mask)
     mesh = make_mesh({"data": 2, "stage": 2, "model": 2}, kind)
-    rules = {**sx.models.DEFAULT_RULES, "layers": "stage"} if False else {
-        "batch": "data", "layers": "stage", "heads": "model", "kv_heads": "model", "mlp": "model"
-    }
+    rules = {"batch": "data", "layers": "stage", "heads": "model", "kv_heads": "model"}
+    rules |= {"mlp": "model", "vocab": "model"}
     with jax.set_mesh(mesh), sx.axis_rules(rules), sx.parallel(microbatches=2):
         model = sx.shard(make(), mesh)
         rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -287,7 +288,7 @@ def _sow_counts(layer: Any, x: jax.Array) -> jax.Array:
         (2, 4, 2, lambda _, x: x, {"layers": ("stage", "data")}, "a pipeline has its stages along"),
         (2, 4, 2, _write_shared, {}, r"wrote \.shared, which they share"),
         (2, 4, 2, _sow_counts, {}, r"sowed int32\[\] at \.count .*neither rows"),
-        (2, 4, 2, lambda _, x: x[:, :1], {}, r"given float32\[4, 3\] and returned float32\[4, 1\]"),
+        (2, 4, 2, lambda _, x: x[:, :1], {}, r"from float32\[4,3\] to float32\[4,1\]"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused_by_name(

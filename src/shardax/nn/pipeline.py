@@ -64,17 +64,25 @@ class Stages(NamedTuple):
 
     def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
         """Returns values whole along the axis, where their type has it."""
+        return {path: jax.tree.map(self._along(None), value) for path, value in values.items()}
 
-        def whole(x: Any) -> Any:
+    def divided(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Returns values of all layers, where their type says so over the axis."""
+        return {path: jax.tree.map(self._along(self.axis), v) for path, v in values.items()}
+
+    def _along(self, entry: str | None) -> Callable[[Any], Any]:
+        def laid_out(x: Any) -> Any:
             sharding = jax.typeof(x).sharding
-            spec = tuple(sharding.spec)
-            if not spec or spec[0] != self.axis:
+            typed = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+            now = (*sharding.spec, None)
+            if typed.get(self.axis) is not AxisType.Explicit or entry == now[0]:
                 return x
-            return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *spec[1:])))
+            if entry is None and now[0] != self.axis:
+                return x
+            spec = PartitionSpec(entry, *sharding.spec[1:])
+            return jax.sharding.reshard(x, sharding.update(spec=spec))
 
-        if self.axis is None:
-            return dict(values)
-        return {path: jax.tree.map(whole, value) for path, value in values.items()}
+        return laid_out
 
     def of_last(self, tree: Any) -> Any:
         """Returns what the last stage has, in all stages."""
@@ -343,12 +351,7 @@ def run_pipeline(
 
     rowwise = find_rowwise(lambda x, given: whole(x, given)[0], x, given, rows, microbatches)
     shapes = jax.eval_shape(whole, x, given)
-    step.written = set(shapes[1]) - step.shared
-    if jax.tree.map(_form, shapes[0]) != jax.tree.map(_form, x):
-        raise StackError(
-            f"A layer of the stack was given {_forms(x)} and returned {_forms(shapes[0])}. What "
-            "goes from layer to layer keeps its structure, shapes and dtypes."
-        )
+    step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
     call = _Pipeline(step, stages, length, microbatches)
     parts = [
         cut(g, microbatches) if of_row else None for g, of_row in zip(given, rowwise, strict=True)
@@ -363,14 +366,6 @@ def run_pipeline(
     }
     _write(stacked, state, found, step)
     return joined(y)
-
-
-def _form(leaf: Any) -> tuple[Any, ...]:
-    return (np.shape(leaf), jnp.result_type(leaf))
-
-
-def _forms(tree: Any) -> str:
-    return ", ".join(f"{jnp.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree))
 
 
 class _Pipeline:
@@ -398,7 +393,9 @@ class _Pipeline:
             out_specs=(whole, (whole, by_stage), PartitionSpec(None, self.stages.axis)),
             axis_names={self.stages.axis},
         )
-        return region(own, shared, x, parts, same)
+        y, (counts, written), sown = region(self.stages.divided(own), shared, x, parts, same)
+        kept = {path: jax.tree.map(_as_before, own[path], value) for path, value in written.items()}
+        return y, (counts, kept), sown
 
     def _region(self, own: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]) -> Any:
         stages, step, last = self.stages, self.step, self.stages.count - 1
@@ -436,6 +433,14 @@ class _Pipeline:
         final = jax.tree.map(lambda c: c[-1], counted)
         y, final = stages.of_last((jax.tree.map(lambda part: part[last:], ys), final))
         return y, (final, written), mine
+
+
+def _as_before(before: Any, after: jax.Array) -> jax.Array:
+    """Lays out what was written as it was, where types say so."""
+    sharding = jax.typeof(before).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return after
+    return jax.sharding.reshard(after, sharding)
 
 
 def _part(tree: Any, index: Any) -> Any:
