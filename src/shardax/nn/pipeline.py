@@ -15,11 +15,11 @@ numbers are averaged.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState
+from shardax._transforms.control.scan import abstract_eval
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import mesh_axes_of
@@ -39,7 +40,8 @@ Run = Callable[[Any, Any, list[Any], int], Any]
 """Runs layers: ``run(stacked, x, given, length)``."""
 
 
-class Stages(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Stages:
     """The mesh axis that layers are laid out over."""
 
     axis: str | None
@@ -64,25 +66,15 @@ class Stages(NamedTuple):
 
     def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
         """Returns values whole along the axis, where their type has it."""
-        return {path: jax.tree.map(self._along(None), value) for path, value in values.items()}
 
-    def divided(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
-        """Returns values of all layers, where their type says so over the axis."""
-        return {path: jax.tree.map(self._along(self.axis), v) for path, v in values.items()}
-
-    def _along(self, entry: str | None) -> Callable[[Any], Any]:
-        def laid_out(x: Any) -> Any:
+        def whole(x: Any) -> Any:
             sharding = jax.typeof(x).sharding
-            typed = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-            now = (*sharding.spec, None)
-            if typed.get(self.axis) is not AxisType.Explicit or entry == now[0]:
+            if self.axis is None or (*sharding.spec, None)[0] != self.axis:
                 return x
-            if entry is None and now[0] != self.axis:
-                return x
-            spec = PartitionSpec(entry, *sharding.spec[1:])
+            spec = PartitionSpec(None, *sharding.spec[1:])
             return jax.sharding.reshard(x, sharding.update(spec=spec))
 
-        return laid_out
+        return {path: jax.tree.map(whole, value) for path, value in values.items()}
 
     def of_last(self, tree: Any) -> Any:
         """Returns what the last stage has, in all stages."""
@@ -103,9 +95,11 @@ def find_stages(axis_name: str, length: int) -> Stages:
     mesh, rules = resolve_mesh(), current_rules()
     if mesh is None or not rules:
         return Stages(None, 1)
-    (entry,) = rules.assign((axis_name,)).entries
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    axes = tuple(axis for axis in axes if axis in mesh.shape and not _is_manual(mesh, axis))
+    axes = [
+        axis
+        for axis in mesh_axes_of(rules.assign((axis_name,)).entries[0])
+        if axis in mesh.shape and not _is_manual(mesh, axis)
+    ]
     if len(axes) > 1:
         raise StackError(
             f"The rules lay {axis_name!r} over the mesh axes {', '.join(map(repr, axes))}, but a "
@@ -166,23 +160,7 @@ def check_rows(x: Any, count: int) -> int:
             f"{size} rows cannot be cut into {count} microbatches of equal size. Give the stack a "
             f"batch of a multiple of {count} rows, or another number of microbatches."
         )
-    for leaf in jax.tree.leaves(x):
-        ways = _ways(leaf)
-        if size // count % ways:
-            raise StackError(
-                f"{size} rows are laid out over {ways} devices, but {count} microbatches have "
-                f"{size // count} rows each, which cannot be split over them. Take a batch of a "
-                f"multiple of {count * ways} rows, or fewer microbatches."
-            )
     return size
-
-
-def _ways(x: Any) -> int:
-    """Over how many devices Explicit axes split the rows of an array."""
-    sharding = jax.typeof(x).sharding
-    entry = tuple(sharding.spec)[:1]
-    axes = mesh_axes_of(entry[0]) if entry else ()
-    return math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
 def find_rowwise(
@@ -350,22 +328,39 @@ def run_pipeline(
         return step(stages.gathered(step.values), x, given, length, 0)
 
     rowwise = find_rowwise(lambda x, given: whole(x, given)[0], x, given, rows, microbatches)
-    shapes = jax.eval_shape(whole, x, given)
+    shapes = abstract_eval(whole, x, given)
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
-    call = _Pipeline(step, stages, length, microbatches)
-    parts = [
-        cut(g, microbatches) if of_row else None for g, of_row in zip(given, rowwise, strict=True)
-    ]
-    same = [None if of_row else g for g, of_row in zip(given, rowwise, strict=True)]
-    y, state, sown = call(cut(x, microbatches), parts, same)
-    found = {
-        path: jax.tree.map(
-            functools.partial(_combined, path, rows // microbatches), value, shapes[2][path]
-        )
-        for path, value in sown.items()
-    }
-    _write(stacked, state, found, step)
-    return joined(y)
+
+    def compute(values: dict[Path, Any], x: Any, given: list[Any]) -> Any:
+        call = _Pipeline(step, stages, length, microbatches)
+        pairs = list(zip(given, rowwise, strict=True))
+        parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
+        same = [None if of_row else g for g, of_row in pairs]
+        y, state, sown = call(values, cut(x, microbatches), parts, same)
+        size = rows // microbatches
+        found = {
+            path: jax.tree.map(functools.partial(_combined, path, size), value, shapes[2][path])
+            for path, value in sown.items()
+        }
+        return joined(y), state, found
+
+    state = tuple({p: step.values[p] for p in paths} for paths in (step.counts, step.written))
+    compute = _with_auto_axes(compute, (shapes[0], state, shapes[2]))
+    y, (counts, written), sown = compute(step.values, x, given)
+    _write(stacked, {**counts, **written}, sown, step)
+    return y
+
+
+def _with_auto_axes(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """Runs a function with Explicit mesh axes as Auto; results get the types of ``like``."""
+    # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have it.
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
+    if not explicit:
+        return function
+    layouts = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=layouts)
 
 
 class _Pipeline:
@@ -377,10 +372,12 @@ class _Pipeline:
         self.length = length
         self.microbatches = microbatches
 
-    def __call__(self, x: Any, parts: list[Any], same: list[Any]) -> tuple[Any, Any, Any]:
+    def __call__(
+        self, values: dict[Path, Any], x: Any, parts: list[Any], same: list[Any]
+    ) -> tuple[Any, Any, Any]:
         """Runs all ticks; returns rows by microbatch, state, and what was sown."""
-        shared = {p: v for p, v in self.step.values.items() if p in self.step.shared}
-        own = {p: v for p, v in self.step.values.items() if p not in self.step.shared}
+        shared = {p: v for p, v in values.items() if p in self.step.shared}
+        own = {p: v for p, v in values.items() if p not in self.step.shared}
         if self.stages.axis is None:
             return self._region(own, shared, x, parts, same)
         by_stage, whole = PartitionSpec(self.stages.axis), PartitionSpec()
@@ -393,9 +390,7 @@ class _Pipeline:
             out_specs=(whole, (whole, by_stage), PartitionSpec(None, self.stages.axis)),
             axis_names={self.stages.axis},
         )
-        y, (counts, written), sown = region(self.stages.divided(own), shared, x, parts, same)
-        kept = {path: jax.tree.map(_as_before, own[path], value) for path, value in written.items()}
-        return y, (counts, kept), sown
+        return region(own, shared, x, parts, same)
 
     def _region(self, own: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]) -> Any:
         stages, step, last = self.stages, self.step, self.stages.count - 1
@@ -433,14 +428,6 @@ class _Pipeline:
         final = jax.tree.map(lambda c: c[-1], counted)
         y, final = stages.of_last((jax.tree.map(lambda part: part[last:], ys), final))
         return y, (final, written), mine
-
-
-def _as_before(before: Any, after: jax.Array) -> jax.Array:
-    """Lays out what was written as it was, where types say so."""
-    sharding = jax.typeof(before).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return after
-    return jax.sharding.reshard(after, sharding)
 
 
 def _part(tree: Any, index: Any) -> Any:
@@ -482,10 +469,10 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
     )
 
 
-def _write(stacked: Any, state: Any, sown: Mapping[Path, Any], step: Step) -> None:
+def _write(stacked: Any, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
     variables = dict(iter_variables(stacked))
     owners = dict(iter_modules(stacked))
-    for path, value in (*state[0].items(), *state[1].items()):
+    for path, value in state.items():
         variables[path].value = value
     for path, value in sown.items():
         if path in variables:
@@ -495,4 +482,4 @@ def _write(stacked: Any, state: Any, sown: Mapping[Path, Any], step: Step) -> No
         else:
             origin = step.origins[path]
             made = origin.variable_type(value)
-            setattr(owners[path[:-1]], path[-1], made)
+            setattr(owners[path[:-1]], str(path[-1]), made)
