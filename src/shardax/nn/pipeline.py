@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines: the layers of a stack on the parts of a mesh axis, microbatch after microbatch.
+"""Pipelines: the layers of a stack in stages along a mesh axis.
 
 A batch goes through the layers in *microbatches*, parts of equal numbers of rows. Where the rules
 lay the stack's dimension over a mesh axis, each *stage*, a part of that axis, holds a run of layers
@@ -91,7 +91,7 @@ class Stages:
 
 
 def find_stages(axis_name: str, length: int) -> Stages:
-    """Returns the mesh axis that the rules in scope give to a stack."""
+    """Returns the mesh axis that the rules give to a stack."""
     mesh, rules = resolve_mesh(), current_rules()
     if mesh is None or not rules:
         return Stages(None, 1)
@@ -305,21 +305,8 @@ def run_pipeline(
     length: int,
     microbatches: int,
 ) -> Any:
-    """Runs layers over a batch in microbatches, and writes their state.
-
-    Args:
-        stacked: The layers, stacked.
-        is_shared: Filter of the Variables that all layers share.
-        run: Runs some of the layers.
-        x: What goes from layer to layer.
-        given: Further arguments of the layers; None for those that are not arrays.
-        axis_name: Name of the layers' dimension in the rules.
-        length: How many layers.
-        microbatches: How many parts of the batch.
-
-    Returns:
-        The result of the whole batch.
-    """
+    """Runs layers over a batch in microbatches, and writes their state."""
+    # ``given`` has None for arguments that are not arrays.
     stages = find_stages(axis_name, length)
     step = Step(stacked, run, is_shared, microbatches)
     rows = check_rows(x, microbatches)
@@ -352,7 +339,7 @@ def run_pipeline(
 
 
 def _with_auto_axes(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    """Runs a function with Explicit mesh axes as Auto; results get the types of ``like``."""
+    """Runs a function with Explicit axes as Auto, typed like a tree."""
     # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have it.
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
