@@ -4,6 +4,7 @@
 import gc
 import json
 import os
+import sys
 import textwrap
 from typing import Any
 
@@ -39,15 +40,21 @@ autosummary_generate = True
 autosummary_imported_members = True
 
 
-def _also_above() -> list[str]:
-    """Names of ``shardax.partition`` that are described as names of ``shardax``."""
-    import shardax as sx
+def _described(module: str, name: str) -> bool:
+    """Whether a name has a page below its module: not below another, and not internal."""
+    here = sys.modules[module]
+    above = sys.modules[module.rpartition(".")[0] or module]
+    value = getattr(here, name)
+    if module == "shardax.partition":
+        return getattr(above, name, None) is not value
+    if module not in ("shardax.train.checkpoint", "shardax.train.metrics"):
+        return True
+    # These are modules and no packages, so all that they import and use is in them too.
+    is_public = isinstance(value, type) or "Args:" in (value.__doc__ or "")
+    return value.__module__ == module and is_public and getattr(above, name, None) is not value
 
-    inner = vars(sx.partition)
-    return [name for name in inner if getattr(sx, name, None) is inner[name]]
 
-
-autosummary_context = {"also_above": _also_above()}
+autosummary_context = {"described": _described}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

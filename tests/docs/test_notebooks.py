@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import pytest
-from tests.docs.notebooks import FOLDER, names
 
+from tests.docs.notebooks import FOLDER, names
 from tests.house.sources import ROOT
 
 for package in ("nbclient", "ipykernel", "treescope"):
@@ -83,4 +83,4 @@ def test_a_stored_notebook_is_whole_and_the_same_on_every_machine(name: str) -> 
 def test_the_notebooks_are_those_that_the_docs_list() -> None:
     assert set(names()) == LEARN
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert LEARN == set(re.findall(r"^notebooks/([\w-]+)$", index, re.MULTILINE))
+    assert set(re.findall(r"^notebooks/([\w-]+)$", index, re.MULTILINE)) == LEARN

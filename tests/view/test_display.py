@@ -249,6 +249,8 @@ def test_a_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch
 
 def test_a_notebook_gets_html_and_a_terminal_the_repr(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tied()
+    # Another test may have imported IPython, whose terminals are shown the repr alone.
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
     bundle = model._repr_mimebundle_()
     assert bundle["text/plain"] == repr(model)
     assert "treescope-container" in bundle["text/html"]
