@@ -4,7 +4,6 @@
 import gc
 import json
 import os
-import sys
 import textwrap
 from typing import Any
 
@@ -40,21 +39,25 @@ autosummary_generate = True
 autosummary_imported_members = True
 
 
-def _described(module: str, name: str) -> bool:
-    """Whether a name has a page below its module: not below another, and not internal."""
-    here = sys.modules[module]
-    above = sys.modules[module.rpartition(".")[0] or module]
-    value = getattr(here, name)
-    if module == "shardax.partition":
-        return getattr(above, name, None) is not value
-    if module not in ("shardax.train.checkpoint", "shardax.train.metrics"):
-        return True
-    # These are modules and no packages, so all that they import and use is in them too.
-    is_public = isinstance(value, type) or "Args:" in (value.__doc__ or "")
-    return value.__module__ == module and is_public and getattr(above, name, None) is not value
+def _left_out() -> dict[str, list[str]]:
+    """By module, names that have no page below it: they are described above, or internal."""
+    import shardax as sx
+
+    inner = vars(sx.partition)
+    found = {"shardax.partition": [n for n in inner if getattr(sx, n, None) is inner[n]]}
+    # Modules and no packages, so all that they import and use is in them too.
+    for module in (sx.train.checkpoint, sx.train.metrics):
+        found[module.__name__] = [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", None) != module.__name__
+            or not (isinstance(value, type) or "Args:" in (value.__doc__ or ""))
+            or hasattr(sx.train, name)
+        ]
+    return found
 
 
-autosummary_context = {"described": _described}
+autosummary_context = {"left_out": _left_out()}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
