@@ -99,7 +99,7 @@ def _shown(output: dict[str, Any]) -> str:
         return _block("{raw} html", html)
     lines = "".join(output.get("text") or data["text/plain"]).rstrip().splitlines()
     wrapped = (
-        line if "  " in line.strip() or "│" in line else textwrap.fill(line, 96) for line in lines
+        line if "  " in line.strip() or "│" in line else textwrap.fill(line, 84) for line in lines
     )
     return _block("{code-block} text", ":class: notebook-output\n\n" + "\n".join(wrapped))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,13 @@ def names() -> list[str]:
 
 def environment(folder: str) -> dict[str, str]:
     """Settings of the kernel, the same on every machine; nothing of the user's own is read."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     fixed = {
         "COLUMNS": "100",
         "JAX_PLATFORMS": "cpu",
-        "PATH": path,
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
-    owned = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "SHARDAX_CACHE_DIR")
+    jupyter = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    owned = (*jupyter, "IPYTHONDIR", "SHARDAX_CACHE_DIR")
     return os.environ | fixed | {name: f"{folder}/{name.lower()}" for name in owned}
 
 
