@@ -278,6 +278,22 @@ def test_a_notebook_gets_html_and_a_terminal_the_repr(monkeypatch: pytest.Monkey
     assert model._repr_mimebundle_() is None
 
 
+def test_ipython_shows_tables_and_views_as_they_print() -> None:
+    pretty = pytest.importorskip("IPython.lib.pretty", reason="pip install 'shardax[test]'").pretty
+    layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+    for value in (sx.view.table(layer), sx.view.sharding(layer)):
+        assert pretty(value) == str(value)
+
+
+def test_texts_are_the_same_in_every_process() -> None:
+    """They name a function, and not its address."""
+    model = sx.nn.MultiHeadAttention(4, 2, rngs=sx.Rngs(0))
+    selection = sx.select(model).at_instances_of(sx.nn.Linear)
+    for text in (repr(model), sx.view.to_text(model), str(selection)):
+        assert "function softmax" in text
+        assert " at 0x" not in text
+
+
 def test_without_treescope_the_page_has_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "treescope", None)
     model = Tied()
