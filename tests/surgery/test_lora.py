@@ -283,3 +283,35 @@ def test_a_table_is_adapted_where_it_is_selected_and_its_transpose_with_it(kind:
         y = sx.jit(lambda model, tokens: model(tokens))(adapted, rows)
         np.testing.assert_allclose(y, looked_up, rtol=1e-5, atol=1e-6)
         close(sx.jit(lambda model, x: model.attend(x))(adapted, vectors), logits)
+
+
+@pytest.mark.parametrize(
+    "base", [sx.nn.Linear, sx.nn.MoE, sx.nn.Embed], ids=lambda base: base.__name__
+)
+def test_a_layer_that_computes_something_else_than_its_base_is_refused(base: Any) -> None:
+    class Doubled(base):
+        def __call__(self, x: Any, **options: Any) -> Any:
+            return 2 * super().__call__(x, **options)
+
+    options = {"num_experts": 2} if base is sx.nn.MoE else {}
+    layer = Doubled(4, 3, rngs=sx.Rngs(0), **options)
+    model = sx.nn.Sequential(layer)
+    with pytest.raises(errors.SelectionError, match=r"\.layers\[0\] is a Doubled, whose __call__"):
+        lora(sx.select(model).at(lambda model: model.layers[0]), 2)
+    with pytest.raises(errors.SelectionError, match="Doubled"):
+        LoRA(layer, 2)
+    adapted = LoRA(base(4, 3, rngs=sx.Rngs(0), **options), 2)
+    if base is not sx.nn.MoE:
+        with pytest.raises(TypeError, match="mask"):
+            adapted(jnp.ones((2, 4), int), mask=jnp.ones(2))
+
+
+def test_the_scale_of_experts_is_not_rounded_to_their_parameters() -> None:
+    sizes = {"num_experts": 2, "dtype": jnp.float32, "rngs": sx.Rngs(0)}
+    layer = sx.nn.MoE(4, 8, param_dtype=jnp.bfloat16, **sizes)
+    adapted = moved(lora(sx.select(layer), 2, scale=1 / 3))
+    whole = lora(sx.select(sx.nn.MoE(4, 8, **sizes)), 2, scale=1 / 3)
+    for path, variable in sx.iter_variables(adapted, sx.Param):
+        sx.select(whole).at_keypaths(path).get()[...] = variable[...].astype(jnp.float32)
+    x = jax.random.normal(jax.random.key(5), (3, 4))
+    close(adapted(x), whole(x))

@@ -491,7 +491,7 @@ class _Files(contextlib.ExitStack):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
         self.offsets: dict[Any, int] = {}
@@ -508,10 +508,14 @@ class _Files(contextlib.ExitStack):
         absent = [name for name in sorted({*places.values()}) if not (folder / name).is_file()]
         if absent:
             raise PretrainedError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names.")
-        opened = {
-            name: self.enter_context(safe_open(folder / name, framework="np"))
-            for name in sorted({*places.values()})
-        }
+        opened: dict[str, Any] = {}
+        for name in sorted({*places.values()}):
+            try:
+                opened[name] = self.enter_context(safe_open(folder / name, framework="np"))
+            except SafetensorError as error:
+                raise PretrainedError(
+                    f"{folder / name} is damaged: {error}. Download or save it again."
+                ) from error
         self.names: dict[str, Any] = {
             key: file for file in opened.values() for key in sorted(file.keys())
         }

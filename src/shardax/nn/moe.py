@@ -164,9 +164,14 @@ class MoE(Module):
         return self._routed(x, mask, out_sharding, {})
 
     def _routed(
-        self, x: Any, mask: Any, out_sharding: Any, adapters: dict[str, tuple[Any, Any]]
+        self,
+        x: Any,
+        mask: Any,
+        out_sharding: Any,
+        adapters: dict[str, tuple[Any, Any]],
+        scale: float = 1.0,
     ) -> jax.Array:
-        """Does the work of a call, with low-rank terms by kernel."""
+        """Does the work of a call, with scaled low-rank terms by kernel."""
         kernels = {name: (getattr(self, name).value,) for name in ("gate", "up", "down")}
         x = take_features("MoE", x, (kernels["gate"][0].shape[1],))
         counted = jnp.ones((), bool) if mask is None else as_array(mask)
@@ -190,7 +195,10 @@ class MoE(Module):
             explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
             options = {"axes": explicit, "out_sharding": (wanted, whole)}
             compute = jax.sharding.auto_axes(compute, **options)
-        y, loss = compute(*leading, *jax.tree.unflatten(structure, leaves))
+        parts = jax.tree.unflatten(structure, leaves)
+        # In the compute dtype, which holds more of the scale than a parameter may.
+        parts = [(*part[:2], *(scale * b for b in part[2:])) for part in parts]
+        y, loss = compute(*leading, *parts)
         if not self.deterministic:
             record = self.__dict__.get("load_balance_loss")
             if isinstance(record, Intermediate):

@@ -170,13 +170,16 @@ class LoRA(LayerWrapper):
     def __init__(
         self, layer: Adaptable, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None
     ) -> None:
+        _refuse_own_call(layer, type(layer).__name__)
         super().__init__(layer)
         rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
         pairs = {name: self._pair(name, rank, rngs) for name in _kernels_of(layer)}
-        # Experts have many kernels, and a pair for each.
-        self.a: Any = Dict({name: a for name, (a, _) in pairs.items()})
-        self.b: Any = Dict({name: b for name, (_, b) in pairs.items()})
-        if not isinstance(layer, MoE):
+        self.a: Any
+        self.b: Any
+        if isinstance(layer, MoE):  # several kernels, and a pair for each
+            self.a = Dict({name: a for name, (a, _) in pairs.items()})
+            self.b = Dict({name: b for name, (_, b) in pairs.items()})
+        else:
             ((self.a, self.b),) = pairs.values()
         self.scale = float(scale)
 
@@ -203,12 +206,12 @@ class LoRA(LayerWrapper):
         a = make(terms.first.kernel, zeros if looked_up else drawn(terms.first))
         return a, make(terms.second.kernel, drawn(terms.second) if looked_up else zeros)
 
-    def __call__(self, x: Any, *, out_sharding: Any = None, **options: Any) -> jax.Array:
-        """Maps an input as the layer does, and adds the term."""
+    def __call__(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> jax.Array:
+        """Maps an input as the layer does (``mask`` for a MoE), and adds the term."""
         if isinstance(self.body, MoE):
             pairs = {name: (self.a[name].value, self.b[name].value) for name in self.a}
-            scaled = {name: (a, (self.scale * b).astype(b.dtype)) for name, (a, b) in pairs.items()}
-            return self.body._routed(x, options.pop("mask", None), out_sharding, scaled, **options)
+            return self.body._routed(x, mask, out_sharding, pairs, self.scale)
+        options = {} if mask is None else {"mask": mask}
         y, x = self.body(x, out_sharding=out_sharding, **options), as_array(x)
         if isinstance(self.body, Embed):
             a, b = cast_all(self.body.dtype, self.a.value, self.b.value)
@@ -263,6 +266,24 @@ class LoRA(LayerWrapper):
         term = align(einsum(f"{inner},{outer}->{whole}", a, b), kernel.value)
         total = (kernel.value.astype(dtype) + self.scale * term).astype(kernel.dtype)
         return kernel.replace(total)
+
+
+def _refuse_own_call(layer: Any, where: str) -> None:
+    """Raises if a subclass computes something else than its base."""
+    # The term is added to what the base computes: such a layer would not equal its merged one.
+    own = [name for name in ("__call__", "attend") if _is_own(type(layer), name)]
+    if own:
+        raise SelectionError(
+            f"{where} is a {type(layer).__name__}, whose {own[0]} is its own, so shardax does not "
+            f"know what a low-rank term of its kernel adds. Make it a Module that calls the layer, "
+            f"or leave it out: selection.where(...)."
+        )
+
+
+def _is_own(cls: type, name: str) -> bool:
+    """Whether a method is defined outside shardax's layers."""
+    definer = next((each for each in cls.__mro__ if name in vars(each)), None)
+    return definer is not None and not definer.__module__.startswith("shardax.nn.")
 
 
 def _kernels_of(layer: Any) -> tuple[str, ...]:
@@ -337,7 +358,8 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
         their kernels; ``sx.shard`` lays them out.
 
     Raises:
-        SelectionError: If a layer has an adapter already.
+        SelectionError: If a layer has an adapter already, or is of a subclass with a call of its
+            own.
         EmptySelectionError: If there is no such layer.
 
     Example:
@@ -359,6 +381,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     streams = rngs or Rngs(0)
 
     def adapt(path: Path, layer: Any) -> LoRA:
+        _refuse_own_call(layer, format_path(path))
         if id(layer) in adapted:
             raise SelectionError(
                 f"{format_path(path[:-1])} has an adapter already. Merge it first, "
