@@ -48,7 +48,7 @@ from shardax.train.callbacks import Callbacks, Event
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
-from shardax.train.data import prefetch
+from shardax.train.data import prefetch, sources
 from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
 from shardax.train.optimizer import Optimizer
@@ -263,7 +263,9 @@ class Trainer:
         optimizer: Its ``Optimizer``.
         loss: ``loss(model, batch)``, the mean loss over the batch's targets; or ``(loss,
             metrics)`` with real numbers by name, which go to the log.
-        batches: Endless host batches that can be saved and restored, such as ``TrainBatches``.
+        batches: Endless host batches with a position to save and restore: ``TrainBatches``, or
+            what has ``state()`` and ``restore()``, an iterator of grain, an ``IterableDataset`` of
+            ``datasets``, a ``StatefulDataLoader`` of torchdata, which starts its next epoch itself.
         directory: Where checkpoints and the log go.
         settings: See ``TrainerSettings``.
         held_out: Batches with a ``mask`` for held-out evaluation, such as ``EvalBatches``.
@@ -281,6 +283,8 @@ class Trainer:
         callbacks: Functions of an ``Event``: ``event.kind`` is ``"step"``, ``"eval"``,
             ``"checkpoint"`` or ``"end"``, ``event.metrics`` has numbers by name, ``event.stop()``
             ends the run. Such as ``EarlyStopping`` and ``BestCheckpoint``. All processes call them.
+        resumable: False takes batches without a position; a resumed run starts them anew and says
+            so.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, shardax as sx
@@ -314,6 +318,7 @@ class Trainer:
         memory_kind: MemoryKinds | None = None,
         eval_metrics: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[[Event], Any]] = (),
+        resumable: bool = True,
     ) -> None:
         given: Any
         for name, given, fits, wanted in (
@@ -327,7 +332,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
-        self.batches = batches
+        self.batches = sources.require_position(batches, resumable)
         self.held_out = held_out
         self.settings = settings
         self.directory = Path(directory)
@@ -425,7 +430,7 @@ class Trainer:
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
         if resume:
             start = self._find_start(fallback=fallback, override=override, sizes_only=True)
-            if start.description is not None and isinstance(self.batches, prefetch.Positioned):
+            if start.description is not None:
                 position = self.batches.state()
                 self.batches.restore(start.description["extra"]["data"])
                 self.batches.restore(position)
@@ -443,11 +448,6 @@ class Trainer:
 
     def _train_shardings(self) -> Any:
         source = self.batches
-        if not isinstance(source, prefetch.Positioned):
-            raise TrainerError(
-                f"The batches ({type(source).__name__}) have no state() and restore(), so the run "
-                "could not be resumed. Use TrainBatches, or give your iterator these two methods."
-            )
         position = source.state()
         first = prefetch.first_batch(source)
         source.restore(position)
@@ -530,6 +530,8 @@ class Trainer:
                 if start.description is None and self.log_path.exists():
                     shown.note("There is no checkpoint to go on from: starting again at step 0.")
                 self._place(start)
+                if start.description is not None and not sources.is_resumable(self.batches):
+                    shown.note("The batches have no position to go on from: they start anew.")
                 places = self._train_shardings()
                 if several:
                     agreement.compare_programs(self, places)

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from shardax.train.data.sources import with_position
 from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataPositionError, WindowError
 
@@ -86,7 +87,8 @@ class TrainBatches:
         WindowError: No segment is long enough for a window, or the sizes are out of range.
 
     Example:
-        >>> from shardax.train.data.text import ByteText
+        >>> from shardax.train.data.sources import with_position
+    from shardax.train.data.text import ByteText
         >>> train, held_out = ByteText.from_bytes(b"the quick brown fox " * 500).split(0.1)
         >>> batches = TrainBatches(train, batch_size=4, seq_len=16)
         >>> {name: (array.shape, str(array.dtype)) for name, array in next(batches).items()}
@@ -268,7 +270,8 @@ class EvalBatches:
         WindowError: The part has no two consecutive bytes, or the sizes are out of range.
 
     Example:
-        >>> from shardax.train.data.text import ByteText
+        >>> from shardax.train.data.sources import with_position
+    from shardax.train.data.text import ByteText
         >>> batches = EvalBatches(ByteText.from_bytes(b"abcdef").whole, batch_size=2, seq_len=3)
         >>> [batch["mask"].tolist() for batch in batches]
         [[[True, True, True], [True, True, False]]]
@@ -460,8 +463,9 @@ class WholeBatches:
     hold.
 
     Args:
-        batches: An iterable of trees of arrays with ``batch_size`` rows. Its ``state()`` and
-            ``restore()`` are used if it has them.
+        batches: An iterable of trees of arrays with ``batch_size`` rows. Its position
+            is used if it has one: ``state()`` and ``restore()``, or as grain, ``datasets`` and
+            torchdata name them.
         batch_size: Rows per batch, over all processes together.
 
     Raises:
@@ -475,7 +479,7 @@ class WholeBatches:
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
         _check_size("batch_size", batch_size)
-        self.batches = batches
+        self.batches = batches = with_position(batches)
         self.batch_size = batch_size
         # Positioned if the source is. From Python 3.12 isinstance looks for attributes that are
         # there, not for those that ``__getattr__`` would give.

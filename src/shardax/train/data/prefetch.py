@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -31,29 +31,12 @@ from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.train.data.batches import Rows, Rowwise
+from shardax.train.data.sources import Positioned, with_position
 from shardax.train.errors import PrefetchError, TrainerError
 
 BATCH_AXES = ("batch", "seq")
 
 _END = object()
-
-
-@runtime_checkable
-class Positioned(Protocol):
-    """Source of batches with a position to save and restore, as ``TrainBatches``.
-
-    Example:
-        >>> isinstance([1, 2], Positioned)
-        False
-    """
-
-    def state(self) -> Any:
-        """Returns the position after the last batch taken."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Goes to a position that ``state()`` gave."""
-        ...
 
 
 def put_batch(batch: Any, sharding: Any) -> Any:
@@ -217,7 +200,8 @@ class Prefetch:
 
     Args:
         batches: Host batches (pytrees of arrays). If it has ``state()`` and ``restore()``, as
-            ``TrainBatches`` has, so has the result. Over several processes it builds the rows that
+            ``TrainBatches`` has, or a position of grain, ``datasets`` or torchdata, so has the
+            result. Over several processes it builds the rows that
             each holds: ``TrainBatches``, ``RowBatches`` or ``WholeBatches``.
         sharding: As for ``put_batch``.
         depth: How many batches to keep ready, 1 or more.
@@ -236,9 +220,9 @@ class Prefetch:
     def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
         if not isinstance(depth, int) or depth < 1:
             raise PrefetchError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
-        self._source = batches
+        self._source = with_position(batches)
         self._sharding = sharding
-        self._iterator = placed_batches(batches, sharding)
+        self._iterator = placed_batches(self._source, sharding)
         self._depth = depth
         self._state = self._source_state()
         # Dropped, or at interpreter exit, the executor ends its thread after the current fetch.
