@@ -20,7 +20,10 @@ from shardax.train.data import WholeBatches as WholeBatches
 from shardax.train.data import in_device_memory as in_device_memory
 from shardax.train.data import open_text as open_text
 from shardax.train.data import put_batch as put_batch
+from shardax.train.ema import EMA as EMA
 from shardax.train.log import JsonlLog as JsonlLog
+from shardax.train.log import TensorBoardLog as TensorBoardLog
+from shardax.train.log import Tracker as Tracker
 from shardax.train.log import read_jsonl as read_jsonl
 from shardax.train.optimizer import Optimizer as Optimizer
 from shardax.train.trainer import RunResult as RunResult
