@@ -34,7 +34,7 @@ class Quiet:
         self.span = (first, total)
         return self
 
-    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
+    def step(self, step: int, loss: float | None, speed: str | None) -> None:
         self.steps.append(step)
         if self.at_step is not None:
             self.at_step(step)
@@ -105,8 +105,8 @@ def eval_batches(**options: Any) -> sx.train.EvalBatches:
 
 
 def state_of(trainer: sx.train.Trainer) -> dict[Any, bytes]:
-    """The bytes of every Variable of model and optimizer, by path."""
-    return {path: raw(v) for path, v in sx.iter_variables((trainer.model, trainer.optimizer))}
+    """The bytes of every Variable that is trained, by path."""
+    return {path: raw(v) for path, v in sx.iter_variables(trainer.trained)}
 
 
 def raw(variable: Any) -> bytes:

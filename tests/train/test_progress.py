@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardax.train import trainer
-from shardax.train.trainer import TrainingProgress
+from shardax.train import progress
+from shardax.train.progress import TrainingProgress
 
 
 class Terminal(io.StringIO):
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the clock shows, to be set by a test."""
     now = [100.0]
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -49,13 +49,13 @@ def test_lines_tell_step_loss_speed_and_time_left(clock: list[float]) -> None:
     with TrainingProgress(100, 300, file) as display:
         display.step(101, None, None)
         clock[0] += 50
-        display.step(150, 2.34567, 12345.6)
+        display.step(150, 2.34567, "12,346 tokens/s")
         clock[0] += 50
         display.step(200, 2.0, None)
         display.note("step 200: held-out loss 2.1")
         clock[0] += 20_000
-        display.step(210, 2.0, 1.0)
-        display.step(300, 1.5, 2.0)
+        display.step(210, 2.0, "1 tokens/s")
+        display.step(300, 1.5, "2 tokens/s")
     assert file.getvalue().splitlines() == [
         # 50 of 200 steps took 50 seconds, so 150 are left.
         "step 150/300  loss 2.3457  12,346 tokens/s  ETA 2:30",
@@ -69,7 +69,7 @@ def test_lines_tell_step_loss_speed_and_time_left(clock: list[float]) -> None:
 def test_a_bar_shows_steps_loss_speed_and_time_left(wide_terminal: Terminal) -> None:
     with TrainingProgress(0, 40, wide_terminal) as display:
         display.step(10, 3.25, None)
-        display.step(20, 2.5, 12345.6)
+        display.step(20, 2.5, "12,346 tokens/s")
         display.step(21, None, None)
     last = shown(wide_terminal.getvalue())[-1]
     assert re.fullmatch(r"train [━╸╺ ]+ 21/40 loss 2\.5000  12,346 tokens/s ETA (\d|-):.*", last)
@@ -84,9 +84,9 @@ def test_a_bar_says_that_it_is_starting_until_there_is_a_loss(wide_terminal: Ter
 
 def test_notes_stay_above_the_bar_as_they_are(wide_terminal: Terminal) -> None:
     with TrainingProgress(0, 2, wide_terminal) as display:
-        display.step(1, 1.0, 1.0)
+        display.step(1, 1.0, "1 tokens/s")
         display.note("step 1: held-out loss 1.0 [not markup]")
-        display.step(2, 1.0, 1.0)
+        display.step(2, 1.0, "1 tokens/s")
     lines = shown(wide_terminal.getvalue())
     assert "step 1: held-out loss 1.0 [not markup]" in lines
     assert lines[-1].startswith("train") and " 2/2 " in lines[-1]
@@ -97,7 +97,7 @@ def test_a_bar_fits_a_terminal_of_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with TrainingProgress(0, 20_000, wide_terminal) as display:
-        display.step(12_345, 10.125, 1_234_567.0)
+        display.step(12_345, 10.125, "1,234,567 tokens/s")
     last = shown(wide_terminal.getvalue())[-1]
     assert len(last) <= 80
     assert "12345/20000 loss 10.1250  1,234,567 tokens/s ETA" in last

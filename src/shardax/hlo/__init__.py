@@ -3,6 +3,7 @@
 
 from shardax.hlo.analyze import ProgramFacts as ProgramFacts
 from shardax.hlo.analyze import matmul_flops as matmul_flops
+from shardax.hlo.analyze import model_flops as model_flops
 from shardax.hlo.analyze import read_program as read_program
 from shardax.hlo.collectives import Collective as Collective
 from shardax.hlo.program import ArrayShape as ArrayShape

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -35,7 +35,7 @@ from shardax.hlo import program as hlo
 from shardax.hlo.attribution import attribute
 from shardax.hlo.collectives import KINDS, Collective, find_collectives, groups_of, wire_bytes
 from shardax.hlo.estimate import rewritten
-from shardax.hlo.execution_counts import ExecutionCounts, count_executions
+from shardax.hlo.execution_counts import ExecutionCounts, called, count_executions
 from shardax.hlo.live_memory import UPDATES, VIEWS, BufferTable
 from shardax.hlo.program import ArrayShape, Computation, HloReadError, Instruction, Program
 from shardax.partition.mesh import mesh_text
@@ -321,7 +321,7 @@ _OPERATIONS_PER_BYTE = 4000.0
 # Custom calls of compilers' own helpers, which hold no matrix product: words in capitals run
 # together, but for factorisations, and a few more.
 _HELPER = re.compile(
-    r"(?:[A-Z][a-z0-9]*)+|annotate_device_placement|SPMD\w*|X64\w*|cu_threefry2x32\w*|__gpu\$TopK|"
+    r"(?:[A-Z][a-z0-9]*)+|annotate_device_placement|xla\.sdy\.\w+|SPMD\w*|X64\w*|cu_threefry2x32\w*|__gpu\$TopK|"
     r"xla_(?:ffi_)?(?:partitioned_)?python_\w*callback\w*"
 )
 _FACTORISATION = re.compile(r"Cholesky|Qr|Eigh?|LuDecomposition|Svd|Schur|Triangular|Fft")
@@ -450,6 +450,73 @@ def matmul_flops(program: hlo.Program, runs: ExecutionCounts | None = None) -> f
         count * sum(own_flops(inside[name], each) for each in inside[name].instructions)
         for name, count in runs.counts.items()
     )
+
+
+class ModelFlops(NamedTuple):
+    """Matrix products and convolutions of a lowered step, on all devices together."""
+
+    by_dtype: Mapping[str, float]  # operations by the dtype of the left operand, as HLO names it
+    uncounted: tuple[str, ...]  # what else computes or is not known, a sentence each
+
+
+def model_flops(program: hlo.Program) -> ModelFlops:
+    """Counts the operations of a lowered program, without what is recomputed.
+
+    Args:
+        program: One that is only lowered: ``parse(lowered.as_text("hlo", debug_info=True))``. What
+            ``shard_map`` runs on each device counts for each.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from shardax.hlo import parse
+        >>> f = jax.value_and_grad(jax.checkpoint(lambda w, x: jnp.sin(x @ w).sum()))
+        >>> lowered = jax.jit(f).lower(jnp.ones((3, 4)), jnp.ones((2, 3)))
+        >>> model_flops(parse(lowered.as_text("hlo", debug_info=True))).by_dtype
+        {'f32': 96.0}
+    """
+    runs = count_executions(program, own_flops)
+    copies, warnings = _copies(program), [*runs.warnings, *_uncounted(program, runs)]
+    by_dtype: Counter[str] = Counter()
+    for name, count in runs.counts.items():
+        inside = program.computations[name]
+        for each in inside.instructions:
+            own = own_flops(inside, each)
+            if own and _RECOMPUTED not in each.op_name:
+                dtype = inside.operands(each)[0].shapes[0].dtype
+                by_dtype[dtype] += count * copies.get(name, 1) * own
+    return ModelFlops(dict(by_dtype), tuple(warnings))
+
+
+_RECOMPUTED = "rematted_computation"
+_TO_LOCAL = "xla.sdy.GlobalToLocalShape"
+_MESH_AXIS = re.compile(r'"([^"]+)"=(\d+)')
+_QUOTED = re.compile(r'"([^"]+)"')
+
+
+def _copies(program: hlo.Program) -> dict[str, int]:
+    """Returns on how many devices the computations of each ``shard_map`` run."""
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(program.header)}
+    found: dict[str, int] = {}
+    for computation in program.computations.values():
+        for each in computation.instructions:
+            operands = computation.operands(each) if each.opcode == "call" else ()
+            entering = [operand for operand in operands if operand.call_target == _TO_LOCAL]
+            if not entering:
+                continue
+            manual = entering[0].attributes.partition("manual_axes{")[2].partition("}")[0]
+            axes = _QUOTED.findall(manual.replace("\\", ""))
+            if absent := [axis for axis in axes if axis not in sizes]:
+                raise _unread(each, f"the size of the mesh axis {absent[0]!r} is not known")
+            copies = math.prod(sizes[axis] for axis in axes)
+            waiting, seen = list(called(each)), set[str]()
+            while waiting:
+                if (name := waiting.pop()) in seen:
+                    continue
+                seen.add(name)
+                found[name] = found.get(name, 1) * copies
+                inside = program.computations[name]
+                waiting += [callee for e in inside.instructions for callee in called(e)]
+    return found
 
 
 def _uncounted(program: hlo.Program, runs: ExecutionCounts) -> list[str]:

@@ -221,7 +221,7 @@ def _test(
     """What the condition compares with 0, and how."""
     evaluator = _ScalarEvaluator(program, condition, (state,))
     root = condition.root
-    while root.opcode in _UNCHANGED:
+    while _keeps_values(root):
         root = condition.by_name[root.operands[0]]
     if root.opcode in ("fusion", "call"):
         callee = _callee(program, root, "calls", "to_apply")
@@ -265,7 +265,7 @@ class _ScalarEvaluator:
         if opcode == "get-tuple-element":
             index = each.attribute("index") or ""
             return _at(self.value(each.operands[0]), int(index) if index.isdigit() else -1)
-        if opcode in _UNCHANGED and each.operands:
+        if _keeps_values(each) and each.operands:
             return self.value(each.operands[0])
         if opcode in ("fusion", "call"):
             callee = _callee(self._program, each, "calls", "to_apply")
@@ -290,6 +290,12 @@ class _ScalarEvaluator:
             left, right = (left, others[0]) if not others[0].terms else (others[0], left)
             return AffineExpr(0).plus(left, right.constant) if not right.terms else None
         return left.plus(others[0], 1 if opcode == "add" else -1)
+
+
+def _keeps_values(each: Instruction) -> bool:
+    # Programs that are only lowered annotate shardings by custom calls.
+    annotates = each.opcode == "custom-call" and each.call_target == "Sharding"
+    return annotates or each.opcode in _UNCHANGED
 
 
 def _callee(program: Program, each: Instruction, *keys: str) -> Computation | None:

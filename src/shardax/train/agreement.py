@@ -80,12 +80,13 @@ def _content(file: Path) -> str:
 
 def facts_of(trainer: Any, start: Any) -> dict[str, str]:
     """Returns by name what all processes must have in common, before placing."""
-    trained, mesh = (trainer.model, trainer.optimizer), trainer.mesh
+    trained, mesh = trainer.trained, trainer.mesh
     facts = {"python": platform.python_version()}
     facts |= {name: metadata.version(name) for name in _PACKAGES}
     facts |= {name: str(getattr(jax.config, name)) for name in _CONFIG}
     facts |= {f"setting {path}": text for path, text in trainer.run_settings.items()}
     facts |= {k: repr(v) for k, v in dataclasses.asdict(trainer.settings).items()}
+    facts["profile"] = str(trainer.profile and (trainer.profile.first, trainer.profile.last))
     facts["callbacks"] = ", ".join(type(each).__name__ for each in trainer.callbacks.given)
     devices = [device.id for device in mesh.devices.flat]
     facts["mesh"] = f"{dict(mesh.shape)} of devices {devices}"
@@ -150,14 +151,14 @@ def compare_programs(trainer: Any, sharding: Any) -> None:
         batch,
         jax.tree.broadcast(sharding, batch),
     )
-    text = trainer.train_step.lower(trainer.model, trainer.optimizer, given).as_text()
+    text = trainer.train_step.lower(*trainer.trained, given).as_text()
     processes.compare({"program of a step": _digest(text)}, "before the first step")
 
 
 def compare_copies(trainer: Any, when: str) -> None:
-    """Raises DisagreementError if copies of model or optimizer differ."""
-    tree = {"model": trainer.model, "optimizer": trainer.optimizer}
-    processes.compare_replicas(tree, when)
+    """Raises DisagreementError if copies of what is trained differ."""
+    names = ("model", "optimizer", "ema")
+    processes.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
 
 
 def _digest(value: Any) -> str:

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Append-only log of a run: one JSON object per line.
+"""Where the records of a run go: its log, TensorBoard, or what a user writes.
 
-A line counts once its newline is written; the torn line of a killed process is ignored by readers
-and cut off by the next writer. To resume at step k cuts off all that was logged past k, for these
-steps run again. JSON has no NaN and no infinities: they are written as the strings ``"NaN"``,
-``"Infinity"``, ``"-Infinity"``, which float() in any language understands.
+The log has one JSON object per line. A line counts once its newline is written; the torn line of a
+killed process is ignored by readers and cut off by the next writer. To resume at step k cuts off
+all that was logged past k, for these steps run again. JSON has no NaN and no infinities: they are
+written as the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``, which float() in any language
+understands.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
 
-from shardax.train.errors import LogError
+from shardax.train.errors import LogError, TrainerError
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -103,6 +107,15 @@ class JsonlLog:
             error.filename = str(self.path)
             raise
 
+    def resume(self, step: int) -> None:
+        """Drops the records past a step, and opens the log again if it is closed.
+
+        Args:
+            step: The last step to keep; -1 drops all steps.
+        """
+        self.close()
+        self.__init__(self.path, resume_step=step)
+
     def close(self) -> None:
         """Waits until everything is on disk, and closes; may be called again."""
         if not self._file.closed:
@@ -138,6 +151,170 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         [{'step': 1, 'loss': nan}]
     """
     return [_from_json(record) for record, _ in _complete_records(Path(path))]
+
+
+# --- Trackers ---
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """What records of a run are written to, such as ``TensorBoardLog``.
+
+    One may have ``resume(step)`` too: it is called before the first record, with the step after
+    which the run goes on (-1: from the start), and what was recorded past it is outdated.
+
+    Example:
+        >>> class Printed:
+        ...     def write(self, **record):
+        ...         print(record)
+        ...     def close(self):
+        ...         pass
+        >>> isinstance(Printed(), Tracker)
+        True
+    """
+
+    def write(self, /, **record: Any) -> None:
+        """Takes a record: ``step``, and numbers by name."""
+        ...
+
+    def close(self) -> None:
+        """Is called at the end of a run."""
+        ...
+
+
+class TensorBoardLog:
+    """Tracker that writes event files of TensorBoard.
+
+    Numbers are scalars by their names, with those of an evaluation under ``eval/``; what is no
+    number is left out. Needs the package ``tensorboard``: ``shardax[tensorboard]``.
+
+    Args:
+        directory: Folder of the event files; made if need be. TensorBoard shows folders within one
+            folder side by side, as runs.
+
+    Raises:
+        ImportError: If ``tensorboard`` is missing.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> log = TensorBoardLog(folder)
+        >>> log.write(step=1, loss=2.5)
+        >>> log.close()
+        >>> [path.name.split(".")[1] for path in Path(folder).iterdir()]
+        ['out']
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._file: Any = None
+        self._packages()
+
+    def resume(self, step: int) -> None:
+        """Begins a new event file, and makes TensorBoard drop what is past a step.
+
+        Args:
+            step: The last step to keep; -1 drops all steps.
+        """
+        events, _ = self._packages()
+        self.close()
+        if self.directory.is_dir() and any(self.directory.glob("events.out.tfevents.*")):
+            start = events.SessionLog(status=events.SessionLog.START)
+            self._writer().add_event(self._event(session_log=start, step=step + 1))
+
+    def write(self, /, **record: Any) -> None:
+        """Writes the numbers of a record.
+
+        Args:
+            **record: ``step``, an int of 0 or more, and numbers or arrays of shape () by name.
+
+        Raises:
+            LogError: If there is no such step.
+        """
+        step = _step_of(record, self.directory)
+        if step is None:
+            raise LogError(
+                f"A record for {str(self.directory)!r} has no step: write(step=..., ...)."
+            )
+        _, summaries = self._packages()
+        values = [
+            summaries.Summary.Value(tag=re.sub("^eval_", "eval/", name), simple_value=float(number))
+            for name, number in record.items()
+            if name != "step" and _is_number(number)
+        ]
+        self._writer().add_event(self._event(step=step, summary=summaries.Summary(value=values)))
+
+    def close(self) -> None:
+        """Waits until everything is on disk, and closes; a later record begins a new file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _writer(self) -> Any:
+        if self._file is None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._file = EventFileWriter(str(self.directory))
+        return self._file
+
+    def _event(self, **fields: Any) -> Any:
+        return self._packages()[0].Event(wall_time=time.time(), **fields)
+
+    def _packages(self) -> tuple[Any, Any]:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoardLog needs tensorboard: pip install 'shardax[tensorboard]'."
+            ) from error
+        return event_pb2, summary_pb2
+
+
+class Trackers(contextlib.ExitStack):
+    """The log of a run and its other trackers, while it runs."""
+
+    def __init__(self, path: Path, others: Sequence[Tracker], step: int) -> None:
+        super().__init__()
+        self.all: list[Any] = [JsonlLog(path, resume_step=step)]
+        self.callback(self.all[0].close)
+        for tracker in others:
+            if hasattr(tracker, "resume"):
+                tracker.resume(step)
+            self.callback(tracker.close)
+            self.all.append(tracker)
+
+    def write(self, /, **record: Any) -> None:
+        """Gives a record to each."""
+        for tracker in self.all:
+            tracker.write(**record)
+
+
+def check_trackers(given: Any) -> tuple[Tracker, ...]:
+    """Returns trackers, or raises TrainerError."""
+    listed = () if isinstance(given, Tracker) or not isinstance(given, Iterable) else tuple(given)
+    wrong = [type(each).__name__ for each in listed if not isinstance(each, Tracker)]
+    if wrong or (not listed and given != ()):
+        raise TrainerError(
+            f"trackers has a {wrong[0] if wrong else type(given).__name__}, but must be objects "
+            "with write(**record) and close(), in a tuple or list: "
+            "trackers=(TensorBoardLog(folder),)."
+        )
+    return listed
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return np.ndim(value) == 0 and np.issubdtype(value.dtype, np.number)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# --- Reading ---
 
 
 def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:

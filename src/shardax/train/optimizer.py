@@ -180,7 +180,7 @@ class Optimizer(Module):
         for path, variable in chosen:
             variable.value = new_params.flat()[path]
         for variable, leaf, value in zip(variables, layout.leaves, new_leaves, strict=True):
-            variable.value = _laid_out_as(variable.value, jnp.asarray(value, leaf.dtype))
+            variable.value = laid_out_as(variable.value, jnp.asarray(value, leaf.dtype))
         self.step.value = self.step.value + 1
 
     def _chosen(self) -> list[tuple[Path, Variable[Any]]]:
@@ -270,7 +270,7 @@ class _Masters(NamedTuple):
         grads = jax.tree.map(_as_wide, wide, grads)
         updates, inner = update(grads, state.inner, wide, **extra)
         wide = jax.tree.map(_apply, updates, wide, is_leaf=lambda item: item is None)
-        new = jax.tree.map(lambda p, w: _laid_out_as(p, w.astype(p.dtype)), params, wide)
+        new = jax.tree.map(lambda p, w: laid_out_as(p, w.astype(p.dtype)), params, wide)
         masters = jax.tree.map(
             lambda p, w, old: None if old is None else w, params, wide, state.masters
         )
@@ -305,7 +305,7 @@ def _current(param: Any, master: Any) -> Any:
         return param
     # Rounded in a way that the compiler keeps: it may leave out a cast there and back. What is
     # too small to be normal is rounded to zero then, so that is compared by distance.
-    info, param = jnp.finfo(param.dtype), _laid_out_as(master, param)
+    info, param = jnp.finfo(param.dtype), laid_out_as(master, param)
     value = param.astype(master.dtype)
     rounded = jax.lax.reduce_precision(master, info.nexp, info.nmant)
     is_small = jnp.abs(value) <= info.smallest_normal.astype(master.dtype)
@@ -316,7 +316,7 @@ def _current(param: Any, master: Any) -> Any:
 def _as_wide(wide: Any, grad: Any) -> Any:
     """Returns a gradient as wide as the master, laid out alike."""
     grad = jnp.asarray(grad)
-    return _laid_out_as(wide, grad.astype(jnp.promote_types(grad.dtype, wide.dtype)))
+    return laid_out_as(wide, grad.astype(jnp.promote_types(grad.dtype, wide.dtype)))
 
 
 def _floating(dtype: Any) -> np.dtype:
@@ -358,10 +358,10 @@ def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def _apply(update: Any, param: Any) -> Any:
-    return param if update is None else _laid_out_as(param, (param + update).astype(param.dtype))
+    return param if update is None else laid_out_as(param, (param + update).astype(param.dtype))
 
 
-def _laid_out_as(old: Any, new: Any) -> Any:
+def laid_out_as(old: Any, new: Any) -> Any:
     """Returns a new value laid out as the old one, where known."""
     # A state that is split further than its parameter would otherwise hand its layout on to the
     # parameter. Over Auto axes inside a program nothing is known; there in_shardings says it.

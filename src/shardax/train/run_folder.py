@@ -107,9 +107,9 @@ class RunFolder:
 # --- Settings ---
 
 
-def settings_of(model: Any, optimizer: Any) -> dict[str, str]:
-    """Returns the static values of a model and its optimizer, by path."""
-    found: dict[str, str] = {}
+def settings_of(model: Any, optimizer: Any, ema: Any = None) -> dict[str, str]:
+    """Returns the static values of a model, its optimizer and its EMA, by path."""
+    found = {} if ema is None else dict(_texts(ema.average.tx, ".ema", ()))
     for path, module in iter_modules({"model": model, "optimizer": optimizer}):
         for name, value in vars(module).items():
             if isinstance(value, Transformation):

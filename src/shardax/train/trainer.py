@@ -15,45 +15,42 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
-from types import FrameType
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from shardax import distributed
 from shardax._core.state.split_merge import iter_modules
-from shardax._terminal import ProgressBar, is_live
 from shardax._transforms.jit.jit import jit
+from shardax._transforms.jit.retraces import Retrace, explain_retraces
+from shardax._transforms.module_scopes import module_scopes
 from shardax.distributed.processes import from_main
 from shardax.partition.context import axis_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
 from shardax.partition.specs import shardings
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
-from shardax.train import agreement, trackers
+from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
 from shardax.train.data import prefetch, sources
+from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainerError
-from shardax.train.log import JsonlLog, read_jsonl
+from shardax.train.log import Trackers, check_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer
+from shardax.train.progress import SilentProgress, StopRequest, TrainingProgress
 from shardax.train.run_folder import RunFolder, differences, settings_of
-from shardax.train.trackers import Throughput
+from shardax.train.speed import Profile, Throughput, throughput_text, utilization_of
 
 Loss = Callable[[Any, Any], Any]
 """``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true).
@@ -76,6 +73,8 @@ class TrainerSettings:
             of the whole batch.
         check_replicas_every: Steps between comparisons, by checksum, of the copies of arrays that
             several processes hold; 0: only before the first step.
+        peak_flops: Operations per second of a device at its peak, for ``mfu`` in the log; by
+            default those of known TPUs and GPUs, for the dtypes of the products.
 
     Raises:
         TrainerError: If one is not an integer, or is too small.
@@ -92,13 +91,20 @@ class TrainerSettings:
     keep_checkpoints: int = 2
     grad_accumulation: int = 1
     check_replicas_every: int = 0
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
         least: dict[str, int] = dict.fromkeys(
             ("eval_every", "checkpoint_every", "check_replicas_every"), 0
         )
+        peak = self.peak_flops
+        if peak is not None and not (isinstance(peak, int | float) and peak > 0):
+            raise TrainerError(
+                f"TrainerSettings has peak_flops={peak!r}, but it must be a number above 0, such "
+                "as 989e12, or None."
+            )
         for name, value in vars(self).items():
-            if type(value) is not int or value < least.get(name, 1):
+            if name != "peak_flops" and (type(value) is not int or value < least.get(name, 1)):
                 hint = "; 0: only at the end" if name in least else ""
                 hint = "; 0: only at the start" if name == "check_replicas_every" else hint
                 raise TrainerError(
@@ -134,127 +140,6 @@ class RunResult:
     log: Path
 
 
-class StopRequest:
-    """Notes SIGINT and SIGTERM while its ``with`` block runs."""
-
-    # With several processes JAX's preemption service notes SIGTERM, tells the others, and says at
-    # which question of ``reached`` all stop; a handler here would hide the signal from it. A second
-    # SIGINT interrupts at once, as usual. A signal that the process ignores (SIGINT in a background
-    # job of a shell) stays ignored. Outside the main thread, where Python delivers no signals, it
-    # does nothing.
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._several = jax.process_count() > 1
-        self._questions = 0
-        self._passed_on = False
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    def reached(self) -> bool:
-        """Whether to stop now; processes ask equally often and stop together."""
-        if self._several and self.signal is None:
-            self._questions += 1
-            if multihost_utils.reached_preemption_sync_point(self._questions):
-                self.signal = signal.SIGTERM
-        return self.signal is not None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if (self.signal is not None or self._passed_on) and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self._several:
-            self._passed_on = True
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self.signal = signal.Signals(number)
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, *(() if self._several else (signal.SIGTERM,))):
-                before = signal.getsignal(number)
-                # None: set by other than Python code, which could not be put back.
-                if before not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-
-
-class TrainingProgress:
-    """Bar of steps and losses on terminals, plain lines elsewhere."""
-
-    def __init__(self, first: int, total: int, file: TextIO | None = None) -> None:
-        self._first, self._total = first, total
-        self._file = sys.stdout if file is None else file
-        self._start = time.monotonic()
-        self._loss = self._speed = ""
-        self._bar = None
-        if is_live(self._file):
-            status = "starting" if first < total else "done"
-            self._bar = ProgressBar(self._file, "train", total, first, status)
-
-    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
-        """Shows a step, with the loss and speed that are new."""
-        speed = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
-        if self._bar is not None:
-            self._loss = self._loss if loss is None else f"loss {loss:.4f}"
-            self._speed = speed or self._speed
-            status = "  ".join(text for text in (self._loss, self._speed) if text)
-            self._bar.update(done=step, status=status)
-        elif loss is not None:
-            done = step - self._first
-            passed = time.monotonic() - self._start
-            left = _duration(passed / done * (self._total - step) if done else 0.0)
-            speed = f"  {speed}" if speed else ""
-            self.note(f"step {step}/{self._total}  loss {loss:.4f}{speed}  ETA {left}")
-
-    def note(self, message: str) -> None:
-        """Shows a line of its own."""
-        if self._bar is not None:
-            self._bar.note(message)
-        else:
-            print(message, file=self._file, flush=True)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*exc_info)
-
-
-class _Silent:
-    """Display and log of all processes but the main one."""
-
-    def step(self, step: int, loss: float | None, tokens_per_second: float | None) -> None:
-        pass
-
-    def note(self, message: str) -> None:
-        pass
-
-    def write(self, **record: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 class Trainer:
     """Training run of a model over a mesh, with checkpoints and log.
 
@@ -283,6 +168,12 @@ class Trainer:
         callbacks: Functions of an ``Event``: ``event.kind`` is ``"step"``, ``"eval"``,
             ``"checkpoint"`` or ``"end"``, ``event.metrics`` has numbers by name, ``event.stop()``
             ends the run. Such as ``EarlyStopping`` and ``BestCheckpoint``. All processes call them.
+        trackers: Where records go beside the log, such as ``TensorBoardLog(folder)``: see
+            ``Tracker``. The main process writes them.
+        ema: ``EMA(model, decay)`` to update after each step. Held-out data is evaluated with its
+            model, and checkpoints have it. Its paths begin with 2.
+        profile: First and last step of a trace by ``jax.profiler``, such as ``(10, 13)``, written
+            to ``profile`` in the directory; its operations carry paths of Modules.
         resumable: False takes batches without a position; a resumed run starts them anew and says
             so.
 
@@ -318,6 +209,9 @@ class Trainer:
         memory_kind: MemoryKinds | None = None,
         eval_metrics: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[[Event], Any]] = (),
+        trackers: Sequence[Any] = (),
+        ema: EMA | None = None,
+        profile: tuple[int, int] | None = None,
         resumable: bool = True,
     ) -> None:
         given: Any
@@ -325,6 +219,7 @@ class Trainer:
             ("optimizer", optimizer, isinstance(optimizer, Optimizer), "Optimizer(model, tx)"),
             ("loss", loss, callable(loss), "a function: loss(model, batch)"),
             ("settings", settings, isinstance(settings, TrainerSettings), "TrainerSettings(...)"),
+            ("ema", ema, ema is None or isinstance(ema, EMA), "EMA(model, decay=0.999)"),
         ):
             if not fits:
                 found = type(given).__name__
@@ -338,7 +233,8 @@ class Trainer:
         self.directory = Path(directory)
         self.folder = RunFolder(self.directory)
         # As they are made: some schedules change a number of their own when first called.
-        self.run_settings = settings_of(model, optimizer)
+        self.ema = ema
+        self.run_settings = settings_of(model, optimizer, ema)
         found = resolve_mesh(mesh)
         if found is not None and not isinstance(found, Mesh):
             raise TrainerError(
@@ -356,14 +252,17 @@ class Trainer:
         self.rules = rules
 
         self.callbacks = Callbacks(callbacks)
-        self.eval_numbers = trackers.EvalNumbers(eval_metrics or {})
+        self.trackers = check_trackers(trackers)
+        folder = self.directory / "profile"
+        self.profile = None if profile is None else Profile(profile, settings.steps, folder)
+        self.eval_numbers = step_numbers.EvalNumbers(eval_metrics or {})
         numbers = self.eval_numbers
 
         @jit
         def eval_step(model: Any, metrics: Any, batch: Any) -> tuple[Any, Any, Any]:
             """Mean loss of a batch, its number of targets, and further means."""
             with prefetch.in_device_memory(model):
-                return numbers.measure(model, metrics, batch, trackers.with_metrics(loss))
+                return numbers.measure(model, metrics, batch, step_numbers.with_metrics(loss))
 
         self.eval_step = eval_step
 
@@ -379,28 +278,41 @@ class Trainer:
 
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
-        """Compiled step: ``train_step(model, optimizer, batch)`` returns (loss, numbers)."""
-        loss, parts = trackers.with_metrics(self.loss), self.settings.grad_accumulation
+        """Compiled step: ``train_step(*trained, batch)`` returns (loss, numbers)."""
+        loss, parts = step_numbers.with_metrics(self.loss), self.settings.grad_accumulation
         gradient = accumulated_value_and_grad(loss, parts, has_aux=True, wrt=self.optimizer.wrt)
 
-        def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-            with prefetch.in_device_memory((model, optimizer)):
+        scopes = contextlib.nullcontext if self.profile is None else module_scopes
+
+        def train_step(*args: Any) -> Any:
+            model, optimizer, *averages, batch = args
+            with prefetch.in_device_memory(args[:-1]), scopes(model):
                 (value, metrics), gradients = gradient(model, batch)
-                optimizer.update(gradients)
+                with jax.named_scope("optimizer"):
+                    optimizer.update(gradients)
+                    for ema in averages:
+                        ema.update(model)
                 numbers = {name: jnp.mean(each) for name, each in metrics.items()}
-                norm = trackers.gradient_norm(gradients)
+                norm = step_numbers.gradient_norm(gradients)
             return value, {"grad_norm": norm, **numbers}
 
+        donated = tuple(range(len(self.trained)))
         if self.mesh is None:
-            return jit(train_step, donate_argnums=(0, 1))
+            return jit(train_step, donate_argnums=donated)
         # Over Auto axes the compiler would otherwise choose a layout where that of the optimizer's
         # state is another than the parameters'.
-        layout = shardings(self._trained, self.mesh, self.rules, **self.where)
-        return jit(train_step, donate_argnums=(0, 1), in_shardings=(*layout, None))
+        layout = shardings(self.trained, self.mesh, self.rules, **self.where)
+        return jit(train_step, donate_argnums=donated, in_shardings=(*layout, None))
 
     @property
-    def _trained(self) -> tuple[Any, Any]:
-        return self.model, self.optimizer
+    def trained(self) -> tuple[Any, ...]:
+        """What training changes: model, optimizer, and the EMA if there is one."""
+        return (self.model, self.optimizer, *(() if self.ema is None else (self.ema,)))
+
+    @property
+    def evaluated(self) -> Any:
+        """The model that held-out data is evaluated with: the EMA's, if there is one."""
+        return self.model if self.ema is None else self.ema.model
 
     def check(self, *, resume: bool = False, fallback: bool = True, override: bool = False) -> None:
         """Raises what ``run`` would refuse before its first step; changes nothing.
@@ -442,7 +354,7 @@ class Trainer:
             )
         with self._scope():
             if self.mesh is not None:
-                shardings(self._trained, self.mesh, self.rules, **self.where)
+                shardings(self.trained, self.mesh, self.rules, **self.where)
             self._train_shardings()
             self._held_out_shardings()
 
@@ -489,8 +401,9 @@ class Trainer:
             override: Whether to go on though model or optimizer have other settings (a dtype, a
                 learning rate) than those that the checkpoint was trained with.
             display: Makes the progress display from (first step, last step): a context manager
-                with ``step(step, loss, tokens_per_second)``, whose last two may be None, and
-                ``note(message)``. Of several processes the main one has it.
+                with ``step(step, loss, speed)``, whose last two may be None (a speed is a text,
+                such as ``"12,000 tokens/s"``), and ``note(message)``. Of several processes the
+                main one has it.
             verbose_processes: Whether the other processes have a display too.
 
         Returns:
@@ -512,7 +425,9 @@ class Trainer:
         with self.folder.held():
             shows = distributed.is_main() or verbose_processes
             try:
-                return self._run(fallback, override, display if shows else lambda *_: _Silent())
+                return self._run(
+                    fallback, override, display if shows else lambda *_: SilentProgress()
+                )
             except OSError:
                 self.folder.check()
                 raise
@@ -538,11 +453,15 @@ class Trainer:
                     agreement.compare_copies(self, "after placing, before the first step")
                 main = distributed.is_main()
                 with (
-                    JsonlLog(self.log_path, resume_step=start.step) if main else _Silent() as log,
+                    Trackers(self.log_path, self.trackers, start.step)
+                    if main
+                    else SilentProgress() as log,
                     prefetch.Prefetch(self.batches, places) as source,
+                    self.profile or contextlib.nullcontext(),
+                    explain_retraces(file=False) as retraces,
                 ):
                     first = max(start.step, 0)
-                    run = _Run(checkpoints, log, source, shown, stop, first, start.step)
+                    run = _Run(checkpoints, log, source, shown, stop, retraces, first, start.step)
                     self._loop(run)
                     return self._finish(run)
 
@@ -568,7 +487,7 @@ class Trainer:
                     f"{'; '.join(changed[:8])}{more}. Put them back, or go on with the new ones: "
                     "override=True (on the command line --override)."
                 )
-            contents, positions = contents_of(self._trained), description["positions"]
+            contents, positions = contents_of(self.trained), description["positions"]
             stored = stored_arrays(description)
             check_fit(stored, contents, positions, str(path), partial=False, cast=False)
             return _Start(step, path, description, damaged)
@@ -590,16 +509,12 @@ class Trainer:
                     f"The training batches ended after step {run.step} of {settings.steps}; give "
                     f"an endless iterator, or fewer steps. {_last_saved(run)}"
                 )
-            run.pending, run.numbers = self.train_step(self.model, self.optimizer, batch)
-            run.step += 1
-            run.throughput.count(batch, run.pending)
+            self._step(run, batch)
             run.known = {"loss": run.pending, **run.numbers}
             recorded = run.step % settings.log_every == 0 or run.step == settings.steps
             if recorded:
-                loss, speed = float(run.pending), run.throughput.speed()
-                known = self._numbers(run)
-                if speed is not None:
-                    known["tokens_per_second"] = speed
+                loss, speeds = float(run.pending), run.throughput.numbers()
+                known = self._numbers(run) | speeds
                 if run.saving:
                     known["checkpoint_seconds"], run.saving = run.saving, 0.0
                 self.folder.check()
@@ -607,7 +522,7 @@ class Trainer:
                     known = from_main(known, "the numbers of a step")
                 run.known = {"loss": loss, **known}
                 run.log.write(step=run.step, **run.known)
-                run.shown.step(run.step, loss, speed)
+                run.shown.step(run.step, loss, throughput_text(speeds))
                 _require_finite(run)
             else:
                 run.shown.step(run.step, None, None)
@@ -623,10 +538,45 @@ class Trainer:
             self._save(run)
         run.checkpoints.wait()
 
+    def _step(self, run: _Run, batch: Any) -> None:
+        """Takes a step, and says what there is to say of it."""
+        number, is_first = run.step + 1, run.pending is None
+        with contextlib.nullcontext() if self.profile is None else self.profile.step(number):
+            run.pending, run.numbers = self.train_step(*self.trained, batch)
+        run.step = number
+        run.throughput.count(batch, run.pending)
+        if self.profile is not None and self.profile.ends(number, run.pending):
+            steps = f"{self.profile.first} to {self.profile.last}"
+            run.shown.note(f"the trace of steps {steps} is in {self.profile.folder}")
+        if run.retraces:
+            self._tell_retraces(run)
+        if is_first and distributed.is_main():
+            with run.throughput.paused():
+                devices = jax.devices()[:1] if self.mesh is None else [*self.mesh.devices.flat]
+                run.throughput.ideal, why = utilization_of(
+                    lambda: self.train_step.lower(*self.trained, batch),
+                    devices,
+                    self.settings.peak_flops,
+                )
+                if why:
+                    run.shown.note(why)
+
+    def _tell_retraces(self, run: _Run) -> None:
+        """Says why a step was compiled again, once for each of the two steps."""
+        for retrace in run.retraces:
+            name = retrace.function.rpartition(".")[2]
+            if retrace.function.startswith("Trainer.") and name not in run.told:
+                run.told.add(name)
+                reasons = "; ".join(retrace.reasons[:4])
+                run.shown.note(
+                    f"step {run.step}: {name} was compiled again, because {reasons} (said once)"
+                )
+        run.retraces.clear()
+
     def _numbers(self, run: _Run) -> dict[str, Any]:
         """Returns what is logged with a loss."""
         known = {name: float(each) for name, each in jax.device_get(run.numbers).items()}
-        rate, memory = trackers.learning_rate_of(self.optimizer), trackers.device_memory()
+        rate, memory = step_numbers.learning_rate_of(self.optimizer), step_numbers.device_memory()
         more = {"learning_rate": rate, "memory": memory}
         return known | {name: each for name, each in more.items() if each is not None}
 
@@ -671,7 +621,8 @@ class Trainer:
         with self._scope():
             if self.mesh is not None:
                 # In a tuple, so that overrides find it at the path that it has in training.
-                shard((self.model,), self.mesh, self.rules, **self.where)
+                placed = (self.model,) if self.ema is None else self.trained
+                shard(placed, self.mesh, self.rules, **self.where)
             numbers = self._evaluate(lambda: False)
         assert numbers is not None  # nothing stopped it
         return numbers["eval_loss"]
@@ -682,11 +633,13 @@ class Trainer:
         places = self._held_out_shardings()
         totals, count = dict[str, float](), 0.0
         metrics = self.eval_numbers.reset()
-        with _evaluation_mode(self.model):
+        with _evaluation_mode(self.evaluated):
             for batch in prefetch.placed_batches(self.held_out, places):
                 if should_stop():
                     return None
-                mean, targets, means = jax.device_get(self.eval_step(self.model, metrics, batch))
+                mean, targets, means = jax.device_get(
+                    self.eval_step(self.evaluated, metrics, batch)
+                )
                 if targets:  # the mean over nothing may be anything
                     for name, each in {"loss": mean, **means}.items():
                         totals[name] = totals.get(name, 0.0) + float(each) * float(targets)
@@ -708,6 +661,7 @@ class Trainer:
             return None
         run.log.write(step=run.step, **numbers)
         run.known = {**run.known, **numbers}
+        self._tell_retraces(run)
         self.callbacks.fire("eval", run.step, numbers)
         more = [f"  {name[5:]} {each:.4f}" for name, each in numbers.items()][1:]
         run.shown.note(f"step {run.step}: held-out loss {numbers['eval_loss']:.4f}{''.join(more)}")
@@ -729,14 +683,14 @@ class Trainer:
         """Places model and optimizer, from a checkpoint or fresh."""
         if start.description is not None:
             extra = restore_verified(
-                self._trained, start.path, start.description, self.mesh, self.rules, self.where
+                self.trained, start.path, start.description, self.mesh, self.rules, self.where
             )
             self.batches.restore(extra["data"])
             self.callbacks.begin(extra.get("callbacks"))
             return
         self.callbacks.begin(None)
         if self.mesh is not None:
-            shard(self._trained, self.mesh, self.rules, **self.where)
+            shard(self.trained, self.mesh, self.rules, **self.where)
 
     def _save(self, run: _Run) -> None:
         _require_finite(run)
@@ -747,7 +701,7 @@ class Trainer:
         run.checkpoints.pinned = self.callbacks.pinned()
         # The step has ended, as its loss was read: what follows holds up the loop.
         begin = time.perf_counter()
-        run.checkpoints.save(run.step, self._trained, extra=extra)
+        run.checkpoints.save(run.step, self.trained, extra=extra)
         run.saving += time.perf_counter() - begin
         run.saved = run.step
         self.callbacks.fire("checkpoint", run.step, run.known)
@@ -782,6 +736,7 @@ class _Run:
     source: prefetch.Prefetch
     shown: Any
     stop: StopRequest
+    retraces: list[Retrace]  # that were not looked at yet
     step: int
     saved: int  # the last step of which there is a checkpoint, or -1
     pending: Any = None  # the loss of the last step, still on its devices
@@ -789,6 +744,7 @@ class _Run:
     known: dict[str, Any] = field(default_factory=dict)  # all numbers of that step
     saving: float = 0.0  # seconds that saves held up the loop since the last record
     throughput: Throughput = field(default_factory=Throughput)
+    told: set[str] = field(default_factory=set)  # which steps were said to be compiled again
 
 
 def _require_finite(run: _Run) -> None:

@@ -13,10 +13,8 @@ instruction counts for every Module in whose methods it was traced.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
-import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,10 +24,9 @@ from jax.sharding import AbstractMesh
 
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._transforms.jit.jit import jit
-from shardax._transforms.lift.engine import wraps
+from shardax._transforms.module_scopes import set_scope
 from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import called, count_executions
 from shardax.hlo.program import Computation, Instruction, Program, parse
@@ -69,8 +66,7 @@ def module_operations(
     _check_call(planned, call)
     modules = list(iter_modules(planned))
     for number, (_, module) in enumerate(modules):
-        module.shardax_module_number = number
-        object.__setattr__(module, "__class__", _scoped(type(module)))
+        set_scope(module, f"shardax_module_{number}")
     run = call or (lambda model, *arguments: model(*arguments))
     compiled = jit(run).lower(planned, *inputs).compile()
     counts = dict.fromkeys([(), *(path for path, _ in modules)], 0)
@@ -96,29 +92,6 @@ def _check_call(planned: Any, call: Callable[..., Any] | None) -> None:
                     "in a program that is compiled for some. Use a mesh of devices; virtual ones "
                     'will do: jax.config.update("jax_num_cpu_devices", 8) before anything else.'
                 )
-
-
-@functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
-def _scoped(kind: type[Module]) -> type[Module]:
-    """A subclass whose methods open a scope, for instances to change to."""
-    methods = {
-        name: _in_scope(method)
-        for base in reversed(kind.__mro__)
-        if issubclass(base, Module) and base is not Module
-        for name, method in vars(base).items()
-        if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_")
-    }
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (kind,), methods | names)
-
-
-def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(f"shardax_module_{self.shardax_module_number}"):
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 def operations(text: str) -> Counter[str]:

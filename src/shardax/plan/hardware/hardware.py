@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -277,6 +278,28 @@ def find_hardware(name: str) -> Hardware:
             "or a TOML file, as docs/hardware.md says."
         )
     return found
+
+
+def hardware_of(device: Any) -> Hardware | None:
+    """Returns the hardware of a device of JAX; None if it is not known."""
+    kind = str(device.device_kind)
+    for found in HARDWARE.values():
+        if found.kind == "tpu" and kind in _tpu_kinds(found):
+            return found
+    # Such as "NVIDIA H100 80GB HBM3" and "NVIDIA A100-SXM4-40GB".
+    words = re.split(r"[\s-]+", kind.lower())
+    if "nvidia" not in words:
+        return None
+    for found in HARDWARE.values():
+        name, _, size = found.name.partition("-")
+        if found.kind == "gpu" and name in words and (not size or f"{size}gb" in words):
+            return found
+    return None
+
+
+def _tpu_kinds(found: Hardware) -> tuple[str, ...]:
+    """What JAX calls a TPU; some have been given a second name."""
+    return str(found.compiler.get("device_kind", "")), f"TPU {found.name}"
 
 
 def register_hardware(new: Hardware) -> Hardware:

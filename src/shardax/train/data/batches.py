@@ -87,8 +87,7 @@ class TrainBatches:
         WindowError: No segment is long enough for a window, or the sizes are out of range.
 
     Example:
-        >>> from shardax.train.data.sources import with_position
-    from shardax.train.data.text import ByteText
+        >>> from shardax.train.data.text import ByteText
         >>> train, held_out = ByteText.from_bytes(b"the quick brown fox " * 500).split(0.1)
         >>> batches = TrainBatches(train, batch_size=4, seq_len=16)
         >>> {name: (array.shape, str(array.dtype)) for name, array in next(batches).items()}
@@ -270,8 +269,7 @@ class EvalBatches:
         WindowError: The part has no two consecutive bytes, or the sizes are out of range.
 
     Example:
-        >>> from shardax.train.data.sources import with_position
-    from shardax.train.data.text import ByteText
+        >>> from shardax.train.data.text import ByteText
         >>> batches = EvalBatches(ByteText.from_bytes(b"abcdef").whole, batch_size=2, seq_len=3)
         >>> [batch["mask"].tolist() for batch in batches]
         [[[True, True, True], [True, True, False]]]

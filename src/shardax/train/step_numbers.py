@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run records beside its loss, and where it goes.
+"""What a run records beside its loss.
 
 Numbers of a training step (those that the loss returns, the gradient's norm) are computed in the
-compiled step and read on the host only where they are recorded. A tracker is any object with
-``write(**record)`` and ``close()``, such as ``JsonlLog``.
+compiled step and read on the host only where they are recorded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,9 +17,10 @@ import numpy as np
 from shardax._core.state.split_merge import iter_variables
 from shardax.train.errors import TrainerError
 from shardax.train.metrics import Metric, update_from_batch
+from shardax.train.speed import THROUGHPUTS
 
 _OWN = ("step", "loss", "grad_norm", "learning_rate", "memory")
-_OWN += ("tokens_per_second", "checkpoint_seconds")
+_OWN += ("mfu", *THROUGHPUTS, "checkpoint_seconds")
 
 
 # --- Numbers of a training step ---
@@ -112,45 +110,6 @@ def device_memory() -> int | None:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
-
-
-class Throughput:
-    """Tokens per second since it was last asked."""
-
-    # A token is a target of a batch; a batch without targets counts its rows. The first step
-    # compiles, so counting starts after it.
-
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._since: float | None = None
-
-    def count(self, batch: Any, pending: Any) -> None:
-        """Counts the batch of a step whose loss is ``pending``."""
-        if self._since is None:
-            jax.block_until_ready(pending)
-            self._since = time.perf_counter()
-            return
-        targets = batch.get("targets") if isinstance(batch, Mapping) else None
-        rows = jax.tree.leaves(batch)[0].shape[0] if targets is None else targets.size
-        self._tokens += rows
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out the time of a ``with`` block."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._since is not None:
-                self._since += time.perf_counter() - started
-
-    def speed(self) -> float | None:
-        """Returns tokens per second, or None if there were none since."""
-        if self._since is None or self._tokens == 0:
-            return None
-        speed = self._tokens / max(time.perf_counter() - self._since, 1e-9)
-        self._tokens, self._since = 0, time.perf_counter()
-        return speed
 
 
 # --- Numbers of an evaluation ---

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scopes of Modules in compiled programs.
+
+Instructions of a program keep the names of the scopes (``jax.named_scope``) in which they were
+traced. In the block of ``module_scopes`` the methods of Modules open one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_modules
+from shardax._transforms.lift.engine import wraps
+
+_PLACE = "shardax_scope"
+_within: contextvars.ContextVar[Path] = contextvars.ContextVar("shardax_scope_within", default=())
+
+
+@contextlib.contextmanager
+def module_scopes(tree: Any) -> Iterator[None]:
+    """Makes Modules open scopes named by their paths while a function is traced.
+
+    Names are relative to the Module in whose method another is called: ``layers[0]/attn/q``.
+    """
+    changed = [(module, type(module)) for path, module in iter_modules(tree) if path]
+    places = {id(module): path for path, module in iter_modules(tree)}
+    for module, kind in changed:
+        # An attribute, so that inner transforms, which build Modules anew, keep it.
+        object.__setattr__(module, _PLACE, places[id(module)])
+        object.__setattr__(module, "__class__", scoped(kind))
+    try:
+        yield
+    finally:
+        for module, kind in changed:
+            object.__setattr__(module, "__class__", kind)
+            vars(module).pop(_PLACE, None)
+
+
+def set_scope(module: Module, name: str) -> None:
+    """Makes the methods of one Module open a scope of a fixed name, for good."""
+    setattr(module, _PLACE, name)
+    object.__setattr__(module, "__class__", scoped(type(module)))
+
+
+@functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
+def scoped(kind: type[Module]) -> type[Module]:
+    """A subclass whose methods open a scope, for instances to change to."""
+    methods = {
+        name: _in_scope(method)
+        for base in reversed(kind.__mro__)
+        if issubclass(base, Module) and base is not Module
+        for name, method in vars(base).items()
+        if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_")
+    }
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (kind,), methods | names)
+
+
+def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place = vars(self).get(_PLACE)
+        if not isinstance(place, tuple):  # a fixed name, or a Module made in the block
+            with jax.named_scope(place) if place else contextlib.nullcontext():
+                return method(self, *args, **kwargs)
+        outer = _within.get()
+        if outer == place:  # a method of its own that another one calls
+            return method(self, *args, **kwargs)
+        inner = place[len(outer) :] if place[: len(outer)] == outer else place
+        token = _within.set(place)
+        try:
+            with jax.named_scope(format_path(inner).removeprefix(".")):
+                return method(self, *args, **kwargs)
+        finally:
+            _within.reset(token)
+
+    return call

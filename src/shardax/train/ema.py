@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exponential moving average of a model's parameters.
+
+After each update ``average = decay * average + (1 - decay) * parameter``. As an optimizer's, the
+step of an average may be too small for its dtype: averages of bfloat16 parameters have masters in
+float32, and the model of averages holds them rounded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core.graph.paths import format_path
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.state.state import State
+from shardax._core.variable import Param
+from shardax._transforms.errors import ArgumentError
+from shardax.train.errors import OptimizerStateError
+from shardax.train.optimizer import Optimizer, laid_out_as
+
+
+class EMA(Module):
+    """Exponential moving average of a model's parameters, as a model.
+
+    What is no parameter (statistics of batches, random streams) is that of the trained model after
+    the last update.
+
+    Args:
+        model: The model that is trained. It is copied, with arrays of the copy's own; lazy
+            parameters stay lazy and will have the same values.
+        decay: In ``[0, 1)``; or a function of the number of updates before this one, an int32 of
+            shape (), such as ``lambda step: jnp.minimum(0.999, (1 + step) / (10 + step))``.
+        wrt: Filter of the Variables to average.
+
+    Attributes:
+        model: The copy; its parameters are the averages.
+        average: The ``Optimizer`` that moves the copy's parameters: ``average.step`` counts
+            updates, ``average.masters`` are the averages of narrow parameters in float32.
+
+    Raises:
+        ArgumentError: If ``decay`` is neither.
+        OptimizerStateError: If no Variable matches ``wrt``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> class Line(sx.Module):
+        ...     def __init__(self):
+        ...         self.slope = sx.Param(jnp.zeros(()))
+        >>> line = Line()
+        >>> ema = EMA(line, decay=0.75)
+        >>> line.slope.value = jnp.array(4.0)
+        >>> ema.update(line)
+        >>> float(ema.model.slope), int(ema.average.step)
+        (1.0, 1)
+    """
+
+    def __init__(
+        self, model: Any, decay: float | Callable[[Any], Any] = 0.999, *, wrt: Any = Param
+    ) -> None:
+        is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+        if not callable(decay) and not (is_number and 0 <= decay < 1):
+            raise ArgumentError(
+                f"decay={decay!r} must be a number in [0, 1), or a function of the number of "
+                "updates: EMA(model, decay=0.999)."
+            )
+        if not any(True for _ in iter_variables(model, wrt)):
+            shown = getattr(wrt, "__name__", repr(wrt))
+            raise OptimizerStateError(
+                f"No Variable of the {type(model).__name__} matches wrt={shown}, so there is "
+                "nothing to average. Choose others: EMA(model, decay, wrt=filter)."
+            )
+        # With arrays of its own, as a train step may donate those of both.
+        self.model = copy.deepcopy(model)
+        tx = _MovingAverage(decay if callable(decay) else float(decay))
+        self.average = Optimizer(self.model, tx, wrt, master_dtype=jnp.float32)
+
+    def update(self, model: Any) -> None:
+        """Takes the values of the trained model in.
+
+        Args:
+            model: The model, with the structure that it had when the EMA was made.
+
+        Raises:
+            OptimizerStateError: If Variables were added, removed or reshaped; nothing is changed.
+        """
+        own, given = (dict(iter_variables(tree)) for tree in (self.model, model))
+        wrong = [format_path(path) for path in own.keys() ^ given.keys()]
+        wrong += [
+            format_path(path)
+            for path in own.keys() & given.keys()
+            if _form(own[path].value) != _form(given[path].value)
+        ]
+        if wrong:
+            raise OptimizerStateError(
+                "The model is not the one whose average this is any more, as Variables were added, "
+                f"removed or reshaped; nothing was changed: {', '.join(sorted(wrong)[:8])}. Make "
+                "a new one: EMA(model, decay)."
+            )
+        chosen = dict(iter_variables(self.model, self.average.wrt))
+        self.average.update(State.from_flat({path: given[path].value for path in chosen}))
+        for path in own.keys() - chosen.keys():
+            own[path].value = jax.tree.map(laid_out_as, own[path].value, given[path].value)
+
+
+class _MovingAverage(NamedTuple):
+    """Transformation whose gradients are the values to average."""
+
+    decay: Any
+
+    def init(self, params: Any) -> Any:
+        """Returns the number of updates, where the decay depends on it."""
+        return jnp.zeros((), jnp.int32) if callable(self.decay) else ()
+
+    def update(self, values: Any, count: Any, params: Any) -> tuple[Any, Any]:
+        """Returns the steps from the averages towards values, and the count."""
+        share = 1 - (self.decay(count) if callable(self.decay) else self.decay)
+
+        def step(value: Any, average: Any) -> Any:
+            way = jnp.asarray(value, average.dtype) - average
+            return way * share if jnp.issubdtype(way.dtype, jnp.inexact) else way
+
+        return jax.tree.map(step, values, params), count + 1 if callable(self.decay) else ()
+
+
+def _form(value: Any) -> Any:
+    """The structure, shapes and dtypes of a Variable's arrays."""
+    leaves, structure = jax.tree.flatten(value)
+    return structure, [(jnp.shape(leaf), leaf.dtype) for leaf in leaves]

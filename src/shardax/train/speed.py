@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a run is, and traces of where its time goes.
+
+Throughput counts what a batch has: tokens, images or rows. Model FLOPs utilization (MFU) is the
+share of the devices' peak that the step's matrix products and convolutions take, as PaLM's authors
+defined it (arXiv:2204.02311, appendix B): what is computed again to save memory (``remat``) does
+not count. The products are counted in the step as it is lowered, for the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from shardax.train.errors import TrainerError
+
+THROUGHPUTS = ("tokens_per_second", "images_per_second", "rows_per_second")
+
+
+# --- Throughput ---
+
+
+class Throughput:
+    """What is trained on per second, since it was last asked."""
+
+    # The first step compiles, so counting starts after it.
+
+    def __init__(self) -> None:
+        self.kind = "rows"
+        self.ideal: float | None = None  # seconds of a step at the devices' peak
+        self._counted = self._steps = 0
+        self._since: float | None = None
+
+    def count(self, batch: Any, pending: Any) -> None:
+        """Counts the batch of a step whose loss is ``pending``."""
+        if self._since is None:
+            jax.block_until_ready(pending)
+            self._since = time.perf_counter()
+            return
+        self.kind, number = counted(batch)
+        self._counted += number
+        self._steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of a ``with`` block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since += time.perf_counter() - started
+
+    def numbers(self) -> dict[str, float]:
+        """Returns throughput and utilization by name; empty if no step was counted since."""
+        if self._since is None or self._steps == 0:
+            return {}
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        found = {f"{self.kind}_per_second": self._counted / seconds}
+        if self.ideal is not None:
+            found["mfu"] = self.ideal * self._steps / seconds
+        self._counted, self._steps, self._since = 0, 0, time.perf_counter()
+        return found
+
+
+def counted(batch: Any) -> tuple[str, int]:
+    """Returns what a batch holds, in the plural, and how many."""
+    named = batch if isinstance(batch, Mapping) else {}
+    targets = named.get("targets", named.get("inputs"))
+    if np.ndim(targets) >= 2 and np.issubdtype(np.dtype(targets.dtype), np.integer):
+        return "tokens", int(targets.size)
+    leaves = jax.tree.leaves(batch)
+    rows = int(np.shape(leaves[0])[0]) if leaves and np.ndim(leaves[0]) else 1
+    return ("images" if any(np.ndim(leaf) == 4 for leaf in leaves) else "rows"), rows
+
+
+def throughput_text(numbers: Mapping[str, float]) -> str | None:
+    """Returns a throughput as it is shown: ``12,000 tokens/s``."""
+    for name in THROUGHPUTS:
+        if name in numbers:
+            return f"{numbers[name]:,.0f} {name.removesuffix('_per_second')}/s"
+    return None
+
+
+# --- Utilization ---
+
+
+def utilization_of(step: Any, devices: Any, peak: float | None) -> tuple[float | None, str]:
+    """Returns the seconds of a step at the devices' peak, or why they are not known."""
+    # ``step`` lowers the train step; where no peak is known it is not called.
+    from shardax.hlo import model_flops, parse
+    from shardax.plan.hardware.hardware import hardware_of
+
+    found = hardware_of(devices[0])
+    if peak is None and found is None:
+        return None, ""
+    flops = model_flops(parse(step().as_text("hlo", debug_info=True)))
+    if flops.uncounted:
+        return None, f"MFU is not logged: {' '.join(flops.uncounted)}"
+    seconds = sum(
+        count / (peak or (found.peak(dtype) if found else math.inf))
+        for dtype, count in flops.by_dtype.items()
+    )
+    return seconds / len(devices), ""
+
+
+# --- Traces ---
+
+
+class Profile:
+    """A trace of some steps, by ``jax.profiler``; operations carry paths of Modules."""
+
+    def __init__(self, steps: Any, of: int, folder: Path) -> None:
+        fits = isinstance(steps, tuple | list) and len(steps) == 2
+        fits = fits and all(type(each) is int for each in steps) and 1 <= steps[0] <= steps[1] <= of
+        if not fits:
+            raise TrainerError(
+                f"profile={steps!r} must be the first and the last step to trace, of 1 to {of}: "
+                f"profile=({min(10, of)}, {min(13, of)})."
+            )
+        self.first, self.last = steps
+        several = jax.process_count() > 1
+        self.folder = folder / f"process-{jax.process_index()}" if several else folder
+        self._is_tracing = False
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Traces a step if it is one of those to trace."""
+        if not self.first <= number <= self.last:
+            yield
+            return
+        if not self._is_tracing:
+            jax.profiler.start_trace(self.folder)
+            self._is_tracing = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield
+
+    def ends(self, number: int, pending: Any) -> bool:
+        """Ends the trace after its last step; whether it did."""
+        if not self._is_tracing or number < self.last:
+            return False
+        jax.block_until_ready(pending)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Ends the trace if one is being made."""
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        # JAX's compilation cache may have the step without the names of scopes.
+        self._before = jax.config.jax_compilation_cache_include_metadata_in_key
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", self._before)
+        self.close()
