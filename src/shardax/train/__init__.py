@@ -11,6 +11,7 @@ from shardax.train.checkpoint import Checkpoints as Checkpoints
 from shardax.train.data import ByteText as ByteText
 from shardax.train.data import DataPosition as DataPosition
 from shardax.train.data import EvalBatches as EvalBatches
+from shardax.train.data import LocalBatches as LocalBatches
 from shardax.train.data import Positioned as Positioned
 from shardax.train.data import Prefetch as Prefetch
 from shardax.train.data import RowBatches as RowBatches

@@ -344,7 +344,7 @@ class Trainer:
             start = self._find_start(fallback=fallback, override=override, sizes_only=True)
             if start.description is not None:
                 position = self.batches.state()
-                self.batches.restore(start.description["extra"]["data"])
+                sources.go_to(self.batches, start.description["extra"]["data"])
                 self.batches.restore(position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
@@ -685,7 +685,7 @@ class Trainer:
             extra = restore_verified(
                 self.trained, start.path, start.description, self.mesh, self.rules, self.where
             )
-            self.batches.restore(extra["data"])
+            sources.go_to(self.batches, extra["data"])
             self.callbacks.begin(extra.get("callbacks"))
             return
         self.callbacks.begin(None)
@@ -695,7 +695,8 @@ class Trainer:
     def _save(self, run: _Run) -> None:
         _require_finite(run)
         self.folder.check()
-        extra = {"data": run.source.state(), "settings": self.run_settings}
+        position = sources.saved_position(self.batches, run.source.state())
+        extra = {"data": position, "settings": self.run_settings}
         if self.callbacks.given:
             extra["callbacks"] = self.callbacks.states()
         run.checkpoints.pinned = self.callbacks.pinned()

@@ -3,6 +3,7 @@
 
 from shardax.train.data.batches import DataPosition as DataPosition
 from shardax.train.data.batches import EvalBatches as EvalBatches
+from shardax.train.data.batches import LocalBatches as LocalBatches
 from shardax.train.data.batches import RowBatches as RowBatches
 from shardax.train.data.batches import TrainBatches as TrainBatches
 from shardax.train.data.batches import WholeBatches as WholeBatches

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from shardax.train.data.sources import with_position
+from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataPositionError, WindowError
 
@@ -454,7 +454,7 @@ class RowBatches:
         return f"RowBatches(batch_size={self.batch_size}, step={self.step}, name={self.name!r})"
 
 
-class WholeBatches:
+class WholeBatches(Held):
     """Batches of a source that gives whole global batches.
 
     It must give the same in every process. Each builds all rows and places those that its devices
@@ -477,13 +477,8 @@ class WholeBatches:
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
         _check_size("batch_size", batch_size)
-        self.batches = batches = with_position(batches)
+        self.hold(batches)
         self.batch_size = batch_size
-        # Positioned if the source is. From Python 3.12 isinstance looks for attributes that are
-        # there, not for those that ``__getattr__`` would give.
-        for name in ("state", "restore"):
-            if hasattr(batches, name):
-                setattr(self, name, getattr(batches, name))
 
     def by_rows(self, rows: Rows) -> Iterator[Any]:
         """Iterates over some rows of each batch.
@@ -502,17 +497,92 @@ class WholeBatches:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
-            for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-                if np.shape(leaf)[:1] != (self.batch_size,):
-                    raise WindowError(
-                        f"{jax.tree_util.keystr(path) or 'The batch'} has the shape "
-                        f"{np.shape(leaf)}, but batch_size={self.batch_size} rows were announced. "
-                        "Give all rows of the global batch in every process."
-                    )
+            _check_rows(
+                batch, self.batch_size, "Give all rows of the global batch in every process."
+            )
             yield batch
 
     def __repr__(self) -> str:
         return f"WholeBatches({type(self.batches).__name__}, batch_size={self.batch_size})"
+
+
+class LocalBatches(Held):
+    """Batches of a source that gives each process rows of its own.
+
+    Such as a dataset that is sharded by process. The rows of all processes together are the global
+    batch, which must be split over the processes. A checkpoint has the position of each process; a
+    run is resumed with as many.
+
+    Args:
+        batches: An iterable of trees of arrays with ``local_rows`` rows. Its position is used if it
+            has one, as for ``WholeBatches``.
+        batch_size: Rows per batch, over all processes together.
+
+    Attributes:
+        local_rows: Rows per batch of one process.
+
+    Raises:
+        WindowError: ``batch_size`` is not an integer of 1 or more, or not a multiple of the number
+            of processes.
+
+    Example:
+        >>> batches = LocalBatches([{"x": np.arange(4)}], batch_size=4)
+        >>> batches.local_rows, [batch["x"].tolist() for batch in batches]
+        (4, [[0, 1, 2, 3]])
+    """
+
+    def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
+        _check_size("batch_size", batch_size)
+        count = jax.process_count()
+        if batch_size % count:
+            raise WindowError(
+                f"batch_size={batch_size} is the global batch, of which each of {count} processes "
+                f"gives as many rows: use a multiple of {count}."
+            )
+        self.hold(batches)
+        self.batch_size = batch_size
+        self.local_rows = batch_size // count
+
+    def by_rows(self, rows: Rows) -> Iterator[Any]:
+        """Iterates over this process's rows of each batch.
+
+        Args:
+            rows: Numbers of the rows in the global batch that this process holds; as many as it
+                gives.
+
+        Returns:
+            An iterator of batches that hold these rows.
+
+        Raises:
+            WindowError: There are more or fewer rows.
+        """
+        if np.size(rows) != self.local_rows:
+            raise WindowError(
+                f"Each process of LocalBatches(batch_size={self.batch_size}) gives "
+                f"{self.local_rows} rows, but {np.size(rows)} were asked for."
+            )
+        return iter(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            _check_rows(
+                batch,
+                self.local_rows,
+                f"Every process gives {self.local_rows} of the {self.batch_size} rows.",
+            )
+            yield batch
+
+    def __repr__(self) -> str:
+        return f"LocalBatches({type(self.batches).__name__}, batch_size={self.batch_size})"
+
+
+def _check_rows(batch: Any, rows: int, advice: str) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        if np.shape(leaf)[:1] != (rows,):
+            raise WindowError(
+                f"{jax.tree_util.keystr(path) or 'The batch'} has the shape {np.shape(leaf)}, but "
+                f"batch_size={rows} rows were announced. {advice}"
+            )
 
 
 def _joined(*parts: Any) -> Any:

@@ -108,9 +108,40 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
         return map(functools.partial(put_batch, sharding=sharding), source)
     require_rows(source)
     if sharding is None:
+        _require_own_rows(source, None)
         return (put_batch(batch, None) for batch in source.by_rows(np.arange(source.batch_size)))
+    _require_own_rows(source, sharding)
     rows = _rows_held(sharding, source.batch_size)
     return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
+
+
+def _require_own_rows(source: Any, sharding: Any) -> None:
+    """Raises PrefetchError unless local batches fit the sharding."""
+    wanted = getattr(source, "local_rows", None)
+    if wanted is None:
+        return
+    for each in jax.tree.leaves(sharding) or [None]:
+        held: dict[int, set[int]] = {}  # rows by process; the same answer in each
+        if isinstance(each, NamedSharding):
+            first = NamedSharding(each.mesh, PartitionSpec(*each.spec[:1]))
+            for device, index in first.devices_indices_map((source.batch_size,)).items():
+                rows = range(*index[0].indices(source.batch_size))
+                held.setdefault(device.process_index, set()).update(rows)
+        if len(held) != jax.process_count() or sum(map(len, held.values())) != source.batch_size:
+            counts = [len(rows) for _, rows in sorted(held.items())]
+            raise PrefetchError(
+                f"LocalBatches need a batch of which each process holds {wanted} rows of its own, "
+                f"but of the {source.batch_size} rows the processes hold {counts or 'all'} by "
+                f"{each}. Split the batch over the processes (a mesh whose 'data' axis spans "
+                "them), or give every process all rows: train.WholeBatches(batches, "
+                "batch_size=...)."
+            )
+        if any(len(rows) != wanted for rows in held.values()):
+            counts = [len(rows) for _, rows in sorted(held.items())]
+            raise PrefetchError(
+                f"LocalBatches give {wanted} rows of each process, but the processes hold {counts} "
+                f"by {each}. Use a mesh with as many devices of each along the batch."
+            )
 
 
 def require_rows(source: Any) -> None:
@@ -119,16 +150,19 @@ def require_rows(source: Any) -> None:
         raise PrefetchError(
             f"There are {jax.process_count()} processes, and it is not known which rows of a "
             f"global batch a {type(source).__name__} gives. If every process gets all of them, use "
-            "train.WholeBatches(batches, batch_size=...); if rows can be read by their numbers, "
+            "train.WholeBatches(batches, batch_size=...); if each gets rows of its own, "
+            "train.LocalBatches(batches, batch_size=...); if rows can be read by their numbers, "
             "train.RowBatches(read, batch_size=...)."
         )
 
 
 def first_batch(source: Any) -> Any:
     """Returns shapes and dtypes of the next global batch, or None."""
-    if isinstance(source, Rowwise):
-        batch = next(iter(source.by_rows(np.arange(1))), None)
-        rows: tuple[int, ...] = (source.batch_size,)
+    rows: tuple[int, ...]
+    if hasattr(source, "local_rows"):
+        batch, rows = next(iter(source), None), (source.batch_size,)
+    elif isinstance(source, Rowwise):
+        batch, rows = next(iter(source.by_rows(np.arange(1))), None), (source.batch_size,)
     else:
         batch, rows = next(iter(source), None), ()
 
@@ -202,7 +236,7 @@ class Prefetch:
         batches: Host batches (pytrees of arrays). If it has ``state()`` and ``restore()``, as
             ``TrainBatches`` has, or a position of grain, ``datasets`` or torchdata, so has the
             result. Over several processes it builds the rows that
-            each holds: ``TrainBatches``, ``RowBatches`` or ``WholeBatches``.
+            each holds: ``TrainBatches``, ``RowBatches``, ``WholeBatches`` or ``LocalBatches``.
         sharding: As for ``put_batch``.
         depth: How many batches to keep ready, 1 or more.
 
