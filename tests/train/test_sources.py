@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
 from shardax.train.data.sources import Positioned, decoded, encoded, go_to, saved_position
 from shardax.train.data.sources import require_position as required
-from tests.train.small_runs import Quiet, make_trainer, state_of
 
 # Of torchdata 0.11 over newer versions of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

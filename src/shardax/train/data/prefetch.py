@@ -158,17 +158,21 @@ def require_rows(source: Any) -> None:
 
 def first_batch(source: Any) -> Any:
     """Returns shapes and dtypes of the next global batch, or None."""
-    rows: tuple[int, ...]
-    if hasattr(source, "local_rows"):
-        batch, rows = next(iter(source), None), (source.batch_size,)
+    rows: Any = None
+    if hasattr(source, "local_rows"):  # of as many rows as there are: the processes compare them
+        batch = next(iter(source.batches), None)
     elif isinstance(source, Rowwise):
-        batch, rows = next(iter(source.by_rows(np.arange(1))), None), (source.batch_size,)
+        batch, rows = next(iter(source.by_rows(np.arange(1))), None), source.batch_size
     else:
-        batch, rows = next(iter(source), None), ()
+        batch = next(iter(source), None)
 
     def struct(leaf: Any) -> Any:
         aval = jax.typeof(leaf)
-        shape = (*rows, *aval.shape[1:]) if rows and aval.shape else aval.shape
+        shape = aval.shape
+        if shape and hasattr(source, "local_rows"):
+            shape = (shape[0] * jax.process_count(), *shape[1:])
+        elif shape and rows is not None:
+            shape = (rows, *shape[1:])
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
     return None if batch is None else jax.tree.map(struct, batch)
