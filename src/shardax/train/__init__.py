@@ -12,10 +12,12 @@ from shardax.train.data import ByteText as ByteText
 from shardax.train.data import DataPosition as DataPosition
 from shardax.train.data import EvalBatches as EvalBatches
 from shardax.train.data import LocalBatches as LocalBatches
+from shardax.train.data import PackedBatches as PackedBatches
 from shardax.train.data import Positioned as Positioned
 from shardax.train.data import Prefetch as Prefetch
 from shardax.train.data import RowBatches as RowBatches
 from shardax.train.data import TextPart as TextPart
+from shardax.train.data import TokenFile as TokenFile
 from shardax.train.data import TrainBatches as TrainBatches
 from shardax.train.data import WholeBatches as WholeBatches
 from shardax.train.data import in_device_memory as in_device_memory

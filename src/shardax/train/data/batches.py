@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
-from shardax.train.errors import DataPositionError, WindowError
+from shardax.train.errors import DataPositionError, TextSourceError, WindowError
 
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ class TrainBatches:
         self._room = predicted - windows * seq_len
         if self.windows_per_epoch == 0:
             raise WindowError(
-                f"No window of seq_len + 1 = {seq_len + 1} bytes fits: the longest segment of "
+                f"No window of seq_len + 1 = {seq_len + 1} {part.text.unit} fits: the longest segment of "
                 f"{part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a longer text, "
                 "or a larger block_bytes in text.split()."
             )
@@ -160,7 +160,7 @@ class TrainBatches:
         own = self.state()
         found = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
         step = found.get("step") if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping) or set(found) != set(own) or not _is_count(step):
+        if not isinstance(found, Mapping) or set(found) != set(own) or not is_count(step):
             raise DataPositionError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(own)}, with a "
                 "step of 0 or more; pass what batches.state() returned."
@@ -200,13 +200,13 @@ class TrainBatches:
         """
         if step < 0:
             raise WindowError(f"A step is 0 or more, got {step}.")
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
         starts = np.empty_like(rows)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             starts[here] = self._window_starts(int(epoch), places[here])
-        return _batch(self.part.text.data[starts[:, None] + np.arange(self.seq_len + 1)])
+        return _batch(self.part, starts[:, None] + np.arange(self.seq_len + 1))
 
     def _window_starts(self, epoch: int, places: _Int64Array) -> _Int64Array:
         order_key = int(hash64(self.seed, epoch)[0])
@@ -299,7 +299,7 @@ class EvalBatches:
         lengths = np.minimum(seq_len, predicted[segments] - within * seq_len)
         if starts.size == 0:
             raise WindowError(
-                f"There is nothing to predict: {part!r} has no two consecutive bytes. Hold out "
+                f"There is nothing to predict: {part!r} has no two consecutive {part.text.unit}. Hold out "
                 "more text, or use a larger block_bytes in text.split()."
             )
         if max_batches is not None and starts.size > max_batches * batch_size:
@@ -337,7 +337,7 @@ class EvalBatches:
             WindowError: A row is not one of the batch.
         """
         data = self.part.text.data
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         for first in range(0, len(self) * self.batch_size, self.batch_size):
             windows = first + rows
             exists = windows < self._starts.size
@@ -345,7 +345,7 @@ class EvalBatches:
             lengths = np.where(exists, self._lengths[windows], 0)
             mask = np.arange(self.seq_len) < lengths[:, None]
             places = self._starts[windows][:, None] + np.arange(self.seq_len + 1)
-            batch = _batch(data[np.minimum(places, data.size - 1)])
+            batch = _batch(self.part, np.minimum(places, data.size - 1))
             yield {**{name: array * mask for name, array in batch.items()}, "mask": mask}
 
     def __repr__(self) -> str:
@@ -383,7 +383,7 @@ class RowBatches:
     """
 
     def __init__(self, read: Callable[[int, int], Any], *, batch_size: int, name: str = "") -> None:
-        _check_size("batch_size", batch_size)
+        check_size("batch_size", batch_size)
         self.read = read
         self.batch_size = batch_size
         self.name = name
@@ -407,7 +407,7 @@ class RowBatches:
             DataPositionError: It is no position, or of another name or batch size.
         """
         step = state.get("step") if isinstance(state, Mapping) else None
-        if not _is_count(step) or {**self.state(), "step": step} != {**state}:
+        if not is_count(step) or {**self.state(), "step": step} != {**state}:
             raise DataPositionError(
                 f"The saved data position {state!r} cannot be continued with {self!r}. Make it "
                 "with the batch_size and the name that were saved."
@@ -426,7 +426,7 @@ class RowBatches:
         Raises:
             WindowError: A row is not one of the batch, or ``read`` returned another number of rows.
         """
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         while True:
             first = self.step * self.batch_size
@@ -476,7 +476,7 @@ class WholeBatches(Held):
     """
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
-        _check_size("batch_size", batch_size)
+        check_size("batch_size", batch_size)
         self.hold(batches)
         self.batch_size = batch_size
 
@@ -492,7 +492,7 @@ class WholeBatches(Held):
         Raises:
             WindowError: A row is not one of the batch, or a batch has another number of rows.
         """
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         return (jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch) for batch in self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -532,7 +532,7 @@ class LocalBatches(Held):
     """
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
-        _check_size("batch_size", batch_size)
+        check_size("batch_size", batch_size)
         count = jax.process_count()
         if batch_size % count:
             raise WindowError(
@@ -589,12 +589,14 @@ def _joined(*parts: Any) -> Any:
     return np.concatenate(parts)
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer of 0 or more."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _check_size(name: str, size: Any) -> None:
-    if not _is_count(size) or size < 1:
+def check_size(name: str, size: Any) -> None:
+    """Raises WindowError unless a size is an integer of 1 or more."""
+    if not is_count(size) or size < 1:
         raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
 
 
@@ -615,11 +617,11 @@ def _check_sizes(
             f"part is a {type(part).__name__}, but windows are of a TextPart: text.whole, or one "
             "of training, held_out = text.split(0.1)."
         )
-    _check_size("batch_size", batch_size)
-    _check_size("seq_len", seq_len)
+    check_size("batch_size", batch_size)
+    check_size("seq_len", seq_len)
 
 
-def _row_numbers(rows: Any, batch_size: int) -> Rows:
+def row_numbers(rows: Any, batch_size: int) -> Rows:
     """Returns row numbers as an array, or raises WindowError."""
     found: Any = np.arange(batch_size) if rows is None else np.asarray(rows)
     wrong = found.ndim != 1 or found.dtype.kind not in "iu" or found.size == 0
@@ -630,6 +632,16 @@ def _row_numbers(rows: Any, batch_size: int) -> Rows:
     return found.astype(np.int64)
 
 
-def _batch(windows: npt.NDArray[np.uint8]) -> Arrays:
+def _batch(part: TextPart, places: _Int64Array) -> Arrays:
+    """Returns the windows at some places as inputs and targets."""
+    text = part.text
+    windows = text.data[places]
+    limit = min(getattr(text, "vocab_size", None) or 1 << 31, 1 << 31)
+    if limit <= np.iinfo(windows.dtype).max and windows.size and int(windows.max()) >= limit:
+        place = int(places.ravel()[windows.argmax()])
+        raise TextSourceError(
+            f"Token {place} of {text.name} has the id {int(windows.max())}, but ids are from 0 to "
+            f"{limit - 1}. The file is of another vocabulary or dtype, or is damaged."
+        )
     tokens = windows.astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
