@@ -22,7 +22,7 @@ from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract, shardings
 from shardax.train import checkpoint_format
 from shardax.train.checkpoint import Checkpoints, restore, save
-from shardax.train.data import TrainBatches
+from shardax.train.data.batches import TrainBatches
 from shardax.train.data.text import ByteText
 from shardax.train.errors import (
     CheckpointExistsError,

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.train.data import DataPosition, EvalBatches, RowBatches, TrainBatches, WholeBatches
+from shardax.train.data.batches import (
+    DataPosition,
+    EvalBatches,
+    RowBatches,
+    TrainBatches,
+    WholeBatches,
+)
 from shardax.train.data.prefetch import Positioned
 from shardax.train.data.text import ByteText, TextPart
 from shardax.train.errors import DataPositionError, WindowError

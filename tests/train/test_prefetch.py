@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax.train.data import TrainBatches
+from shardax.train.data.batches import TrainBatches
 from shardax.train.data.prefetch import Prefetch, put_batch
 from shardax.train.data.text import ByteText
 from shardax.train.errors import DataPositionError, PrefetchError

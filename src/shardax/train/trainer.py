@@ -306,7 +306,7 @@ class Trainer:
 
     @property
     def evaluated(self) -> Any:
-        """The model that held-out data is evaluated with: the EMA's, if there is one."""
+        """The model for held-out data: the EMA's, if there is one."""
         return self.model if self.ema is None else self.ema.model
 
     def check(self, *, resume: bool = False, fallback: bool = True, override: bool = False) -> None:
@@ -550,17 +550,16 @@ class Trainer:
             self._tell_retraces(run)
         if is_first and distributed.is_main():
             with run.throughput.paused():
+                step: Any = self.train_step
                 devices = jax.devices()[:1] if self.mesh is None else [*self.mesh.devices.flat]
                 run.throughput.ideal, why = utilization_of(
-                    lambda: self.train_step.lower(*self.trained, batch),
-                    devices,
-                    self.settings.peak_flops,
+                    lambda: step.lower(*self.trained, batch), devices, self.settings.peak_flops
                 )
                 if why:
                     run.shown.note(why)
 
     def _tell_retraces(self, run: _Run) -> None:
-        """Says why a step was compiled again, once for each of the two steps."""
+        """Says why a step was compiled again, once for each."""
         for retrace in run.retraces:
             name = retrace.function.rpartition(".")[2]
             if retrace.function.startswith("Trainer.") and name not in run.told:
