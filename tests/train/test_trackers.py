@@ -160,10 +160,13 @@ def test_the_pages_tracker_for_weights_and_biases_works_with_the_real_package(
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged: list[Any] = []
     tracker = names["WandbTracker"](project="shardax", id="run-1", dir=str(tmp_path))
-    close, tracker.close = (
-        tracker.close,
-        lambda: (logged.append(dict(tracker.run.summary)), close()),
-    )
+    close = tracker.close
+
+    def look_and_close() -> None:
+        logged.extend((dict(tracker.run.summary), tracker.run.step))
+        close()
+
+    tracker.close = look_and_close
     trainer = make_trainer(tmp_path / "run", 3, log_every=1, layout={"trackers": (tracker,)})
     trainer.run(display=Quiet())
     assert logged[0]["loss"] == pytest.approx(read_jsonl(trainer.log_path)[-2]["loss"])

@@ -245,7 +245,7 @@ class TensorBoardLog:
         self._writer().add_event(self._event(step=step, summary=summaries.Summary(value=values)))
 
     def close(self) -> None:
-        """Waits until everything is on disk; a later record begins a new file."""
+        """Waits until all is on disk; a later record begins a file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
