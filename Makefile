@@ -119,7 +119,7 @@ api: $(TEST)
 install: $(TEST) $(BENCH)
 
 clean:
-	rm -rf docs/_build .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/generated .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- The environment ---

@@ -16,8 +16,30 @@ project_copyright = "The shardax authors"
 html_title = "shardax"
 html_theme = "furo"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build", "_templates"]
+templates_path = ["_templates"]
+
+# A page for each public name, from the packages that list them.
+autosummary_generate = True
+autosummary_imported_members = True
+
+
+def _also_above() -> list[str]:
+    """Names of ``shardax.partition`` that are described as names of ``shardax``."""
+    import shardax as sx
+
+    inner = vars(sx.partition)
+    return [name for name in inner if getattr(sx, name, None) is inner[name]]
+
+
+autosummary_context = {"also_above": _also_above()}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -94,6 +94,7 @@ from shardax.partition import axis_rules as axis_rules
 from shardax.partition import check as check
 from shardax.partition import constrain as constrain
 from shardax.partition import initialise as initialise
+from shardax.partition import parallel as parallel
 from shardax.partition import partition_specs as partition_specs
 from shardax.partition import shard as shard
 from shardax.partition import shardings as shardings

@@ -68,7 +68,7 @@ _NAMES = {
     "shardax.named.base": "NamedAxesError NamedIndexError NamesRemainError",
     "shardax.nn.parameters": "LayerInputError",
     "shardax.partition.errors": (
-        "AxisConflictError AxisNamesError ConstraintError NoRulesError OverrideError "
+        "AxisConflictError AxisNamesError ConstraintError NoRulesError OverrideError ParallelError "
         "PartitionCheckError PlacementError RulesError UnmappedAxisError"
     ),
     "shardax.plan.errors": (

@@ -53,7 +53,17 @@ def test_the_language_of_each_fence_is_seen() -> None:
 
 
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "sphinx", "-q", "--no-color", "-W", "--keep-going", "-b", "html"]
+    build = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "--no-color",
+        "-W",
+        "--keep-going",
+        "-b",
+        "dummy",
+    ]
     done = subprocess.run(
         [*build, "-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "html")],
         capture_output=True,
@@ -62,4 +72,5 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     )
     assert without_native_logs(done.stderr) == ""
     assert done.returncode == 0
-    assert (tmp_path / "html" / "index.html").is_file()
+    # References are looked up all the same; writing hundreds of pages would take twice as long.
+    assert (tmp_path / "doctrees" / "generated" / "shardax.nn.Linear.doctree").is_file()

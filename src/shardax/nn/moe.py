@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
@@ -170,9 +170,13 @@ class MoE(Module):
         if shardings:
             # Sorting and gathering by expert have no layout of their own in the types of arrays:
             # the compiler chooses it, as over Auto axes.
-            whole = NamedSharding(shardings[0].mesh, PartitionSpec())
+            mesh = shardings[0].mesh
+            whole = NamedSharding(mesh, PartitionSpec())
             wanted = out_sharding or explicit_sharding(x) or whole
-            compute = jax.sharding.auto_axes(compute, out_sharding=(wanted, whole))
+            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
+            options = {"axes": explicit, "out_sharding": (wanted, whole)}
+            compute = jax.sharding.auto_axes(compute, **options)
         y, loss = compute(*operands)
         if not self.deterministic:
             record = self.__dict__.get("load_balance_loss")

@@ -46,6 +46,8 @@ from shardax._transforms.lift.arguments import find_sources, objects_in
 from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
 from shardax.nn.parameters import as_size
+from shardax.nn.pipeline import run_pipeline
+from shardax.partition.context import current_microbatches
 
 POLICY_NAMES = (
     "dots_saveable",
@@ -100,12 +102,17 @@ class Stack(Module):
             (``sx.remat``): ``"full"``; the name of one of ``jax.checkpoint_policies``, such as
             ``"dots_saveable"``; such a policy; None to keep everything.
         unroll: How many layers one turn of the loop runs, as in ``jax.lax.scan``.
+        microbatches: In how many parts the layers run a batch, one after another; None for those of
+            ``sx.parallel``, else the whole. Where the rules in scope lay ``axis_name`` over a mesh
+            axis, the layers are a pipeline along it. A call with a Module, such as a cache, runs
+            the whole batch.
 
     Attributes:
         stacked: The layer that holds all layers' Variables, stacked.
         shared: Paths, below ``stacked``, of what all layers share.
         length: How many layers.
         axis_name: Name of the leading dimension.
+        microbatches: In how many parts the layers run a batch.
 
     Raises:
         StackError: If the layers are not alike; names the path that differs.
@@ -124,6 +131,8 @@ class Stack(Module):
         True
     """
 
+    microbatches: int | None = None
+
     def __init__(
         self,
         make: Callable[[], Module],
@@ -132,10 +141,13 @@ class Stack(Module):
         *,
         remat: Any = None,
         unroll: int = 1,
+        microbatches: int | None = None,
     ) -> None:
         count = as_size("Stack", "length", length)
         older = frozenset(_objects_around(make)) if count == 1 else frozenset[int]()
         self._start([make() for _ in range(count)], axis_name, remat, unroll, older)
+        if microbatches is not None:
+            self.microbatches = as_size("Stack", "microbatches", microbatches)
 
     def _start(
         self, layers: Sequence[Any], axis_name: str, remat: Any, unroll: int, older: frozenset[int]
@@ -161,6 +173,8 @@ class Stack(Module):
 
         Raises:
             CarryError: If a layer's result has another structure, shape or dtype than its input.
+            StackError: With microbatches, if rows or layers cannot be divided, or layers write what
+                they share.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         dynamic: list[Any] = []
@@ -212,6 +226,7 @@ def _static(leaf: Any) -> Any:
 def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = rest
+    is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
 
     def body(x: Any, layer: Any, given: list[Any]) -> Any:
         leaves = [
@@ -220,17 +235,33 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         args, kwargs = treedef.unflatten(leaves)
         return layer(x, *args, **kwargs)
 
-    by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
-    of_layer = StateAxes({_IsShared(_all_shared(stack)): None, ...: 0}) if stack.shared else 0
-    loop = scan(
-        rematerialised(body, stack.remat, in_loop=True),
-        in_axes=(Carry, of_layer, by_layer),
-        out_axes=Carry,
+    def run(stacked: Any, x: Any, given: list[Any], length: int) -> Any:
+        by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
+        of_layer = StateAxes({is_shared: None, ...: 0}) if stack.shared else 0
+        loop = scan(
+            rematerialised(body, stack.remat, in_loop=True),
+            in_axes=(Carry, of_layer, by_layer),
+            out_axes=Carry,
+            length=length,
+            unroll=stack.unroll,
+            metadata={PARTITION_NAME: stack.axis_name},
+        )
+        return loop(x, stacked, given)
+
+    # A cache is written for the whole batch, token by token.
+    microbatches = stack.microbatches or current_microbatches()
+    if microbatches is None or any(isinstance(one, Object) for one in given):
+        return run(stack.stacked, x, given, stack.length)
+    return run_pipeline(
+        stack.stacked,
+        is_shared,
+        run,
+        x,
+        given,
+        axis_name=stack.axis_name,
         length=stack.length,
-        unroll=stack.unroll,
-        metadata={PARTITION_NAME: stack.axis_name},
+        microbatches=microbatches,
     )
-    return loop(x, stack.stacked, given)
 
 
 def _is_stacked(given: Any, axis_name: str) -> bool:

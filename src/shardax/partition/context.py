@@ -5,10 +5,10 @@ The *current rules* are those of the innermost ``with axis_rules(...)`` around t
 this thread; without one they are empty. They are part of the key by which ``jax.jit`` finds
 compiled programs, so a function traced under some rules is traced anew under others.
 
-A scope can also set what a constraint without a mesh does, for all the code inside; and that
-constraints only *mark* arrays: an array stays as it is, and the traced program holds the names that
-it was to be laid out by (``marking_names``). A planner learns the names of dimensions inside of a
-program that way.
+A scope can also set what a constraint without a mesh does, for all the code inside; in how many
+microbatches stacks run (``parallel``); and that constraints only *mark* arrays: an array stays as
+it is, and the traced program holds the names that it was to be laid out by (``marking_names``). A
+planner learns the names of dimensions inside of a program that way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from shardax.partition.errors import ConstraintError, RulesError
+from shardax.partition.errors import ConstraintError, ParallelError, RulesError
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, RulesLike, identity_rules
 
@@ -39,6 +39,7 @@ class _Settings(NamedTuple):
     rules: Rules = Rules()
     on_no_mesh: OnNoMesh = "error"
     marking: bool = False
+    microbatches: int | None = None
 
 
 # The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
@@ -99,30 +100,24 @@ def is_marking() -> bool:
     return _settings_by_text[_current.value].marking
 
 
-class AxisRulesScope:
-    """A scope of current rules: a context manager and a decorator."""
+class SettingsScope:
+    """A scope of changed settings: a context manager and a decorator."""
 
-    def __init__(
-        self, rules: Rules, on_no_mesh: OnNoMesh | None = None, marking: bool | None = None
-    ) -> None:
-        self.rules = rules
-        self.marking = marking
-        if on_no_mesh is not None:
-            resolve_on_no_mesh(on_no_mesh)
-        self.on_no_mesh: OnNoMesh | None = on_no_mesh
+    def __init__(self, name: str, **changes: Any) -> None:
+        self._name = name
+        self._changes = changes
         self._local = threading.local()  # one scope object may be entered by many threads at once
 
     def __enter__(self) -> Rules:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
-        marking = is_marking() if self.marking is None else self.marking
-        settings = _Settings(self.rules, resolve_on_no_mesh(self.on_no_mesh), marking)
+        settings = _settings_by_text[_current.value]._replace(**self._changes)
         text = repr(settings)
         _settings_by_text.setdefault(text, settings)
         scope = _current(text)
         scope.__enter__()
         self._local.entered.append(scope)
-        return self.rules
+        return settings.rules
 
     def __exit__(self, *exception: object) -> None:
         self._local.entered.pop().__exit__(*exception)
@@ -134,20 +129,20 @@ class AxisRulesScope:
             or inspect.isasyncgenfunction(function)
         ):
             raise RulesError(
-                f"axis_rules cannot decorate {function!r}: a generator or coroutine runs after the "
-                "call that made it. Write `with axis_rules(...)` inside, around code that neither "
-                "yields nor awaits."
+                f"{self._name} cannot decorate {function!r}: a generator or coroutine runs after "
+                f"the call that made it. Write `with {self._name}(...)` inside, around code that "
+                "neither yields nor awaits."
             )
 
         @functools.wraps(function)
-        def with_rules(*args: P.args, **kwargs: P.kwargs) -> R:
-            with AxisRulesScope(self.rules, self.on_no_mesh, self.marking):
+        def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
+            with SettingsScope(self._name, **self._changes):
                 return function(*args, **kwargs)
 
-        return with_rules
+        return scoped
 
 
-def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisRulesScope:
+def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> SettingsScope:
     """Makes ``rules`` the current rules in a ``with`` block or decorated function.
 
     Scopes nest: inner rules replace outer ones (``current_rules().override(...)`` adds to them)
@@ -176,16 +171,58 @@ def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> AxisR
         >>> layout()
         P(None, 'model')
     """
-    return AxisRulesScope(resolve_rules(rules), on_no_mesh)
+    changes: dict[str, Any] = {"rules": resolve_rules(rules)}
+    if on_no_mesh is not None:
+        changes["on_no_mesh"] = resolve_on_no_mesh(on_no_mesh)
+    return SettingsScope("axis_rules", **changes)
+
+
+def parallel(*, microbatches: int | None = None) -> SettingsScope:
+    """Says how parallel forms run in a ``with`` block or decorated function.
+
+    Scopes nest: what an inner one leaves out is as around it.
+
+    Args:
+        microbatches: In how many parts ``nn.Stack`` runs a batch. Where the rules lay its layers
+            over a mesh axis, it is a pipeline of as many stages as that axis has parts.
+
+    Returns:
+        The context manager, which is also a decorator.
+
+    Raises:
+        ParallelError: If an argument has no such meaning.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> stack = sx.nn.Stack(lambda: sx.nn.Linear(4, 4, rngs=sx.Rngs(0)), 2)
+        >>> with sx.parallel(microbatches=3):
+        ...     y = stack(jnp.ones((6, 4)))
+        >>> bool(jnp.allclose(y, stack(jnp.ones((6, 4)))))
+        True
+    """
+    changes: dict[str, Any] = {}
+    if microbatches is not None:
+        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+            raise ParallelError(
+                f"microbatches={microbatches!r} is not a number of microbatches; use an integer of "
+                "at least 1."
+            )
+        changes["microbatches"] = microbatches
+    return SettingsScope("parallel", **changes)
+
+
+def current_microbatches() -> int | None:
+    """Returns the microbatches of the scope, or None."""
+    return _settings_by_text[_current.value].microbatches
 
 
 _MARK = "shardax-names:"
 
 
-def marking_names(rules: RulesLike) -> AxisRulesScope:
+def marking_names(rules: RulesLike) -> SettingsScope:
     """A scope of constraints for marking alone."""
     # Programs traced in it are not used outside of it, nor the other way round.
-    return AxisRulesScope(resolve_rules(rules), None, True)
+    return SettingsScope("marking_names", rules=resolve_rules(rules), marking=True)
 
 
 def mark_names(array: jax.Array, names: Iterable[Any]) -> jax.Array:

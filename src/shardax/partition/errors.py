@@ -83,6 +83,10 @@ class UnmappedAxisError(ShardaxError, ValueError):
     """No rule mentions a logical name, against the policy."""
 
 
+class ParallelError(ShardaxError, ValueError):
+    """A setting of ``sx.parallel`` that has no meaning."""
+
+
 class NoRulesError(ShardaxError, ValueError):
     """Rules are needed, none were given, and none are in scope."""
 

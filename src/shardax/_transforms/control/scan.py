@@ -53,8 +53,9 @@ def _typed(shape: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
     layout = getattr(kind, "sharding", None)
     if shape.sharding is not None or layout is None or layout.mesh.empty:
         return shape
-    explicit = AxisType.Explicit in layout.mesh.axis_types
-    return shape.update(sharding=layout) if explicit else shape
+    # JAX reads over which Manual axes a value varies beside the mesh that has them.
+    typed = any(kind is not AxisType.Auto for kind in layout.mesh.axis_types)
+    return shape.update(sharding=layout) if typed else shape
 
 
 class LoopBody:

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines: the layers of a stack in stages along a mesh axis.
+
+A batch goes through the layers in *microbatches*, parts of equal numbers of rows. Where the rules
+lay the stack's dimension over a mesh axis, each *stage*, a part of that axis, holds a run of layers
+and hands what it computed to the next stage. At each *tick* every stage works on one microbatch, so
+the last of M microbatches leaves the last of S stages at tick M + S - 1; the share of ticks in
+which a stage has nothing to do, (S - 1) / (M + S - 1), is the *bubble* (GPipe, arXiv:1811.06965).
+
+Results do not depend on the mesh. Microbatch i of M has the rows i, i + M, i + 2M, ... The state of
+a layer goes from one microbatch to the next; each microbatch draws its random numbers from keys of
+its own, and a stream advances as in one call. Of what layers sow, rows are put together again, and
+numbers are averaged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from shardax._core.errors import StackError
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
+from shardax._core.state.state import Origin, State
+from shardax._core.variable import Intermediate, RngState
+from shardax._transforms.control.scan import abstract_eval
+from shardax.partition.context import current_rules
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rules import mesh_axes_of
+
+Run = Callable[[Any, Any, list[Any], int], Any]
+"""Runs layers: ``run(stacked, x, given, length)``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The mesh axis that layers are laid out over."""
+
+    axis: str | None
+    count: int
+
+    def index(self) -> Any:
+        """Returns the number of the stage, inside of the region."""
+        return jnp.int32(0) if self.axis is None else jax.lax.axis_index(self.axis)
+
+    def hand_on(self, tree: Any) -> Any:
+        """Gives each stage what the stage before it has."""
+        if self.axis is None:
+            return tree
+        ring = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
+
+    def varying(self, tree: Any) -> Any:
+        """Marks values that stages have alike as such that may differ."""
+        if self.axis is None:
+            return tree
+        return jax.tree.map(lambda x: jax.lax.pcast(x, (self.axis,), to="varying"), tree)
+
+    def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Returns values whole along the axis, where their type has it."""
+
+        def whole(x: Any) -> Any:
+            sharding = jax.typeof(x).sharding
+            if self.axis is None or (*sharding.spec, None)[0] != self.axis:
+                return x
+            spec = PartitionSpec(None, *sharding.spec[1:])
+            return jax.sharding.reshard(x, sharding.update(spec=spec))
+
+        return {path: jax.tree.map(whole, value) for path, value in values.items()}
+
+    def of_last(self, tree: Any) -> Any:
+        """Returns what the last stage has, in all stages."""
+        if self.axis is None:
+            return tree
+        is_last = self.index() == self.count - 1
+
+        def chosen(x: jax.Array) -> jax.Array:
+            number = x.astype(jnp.int8) if x.dtype == bool else x
+            found = jax.lax.psum(jnp.where(is_last, number, jnp.zeros_like(number)), self.axis)
+            return found.astype(x.dtype)
+
+        return jax.tree.map(chosen, tree)
+
+
+def find_stages(axis_name: str, length: int) -> Stages:
+    """Returns the mesh axis that the rules give to a stack."""
+    mesh, rules = resolve_mesh(), current_rules()
+    if mesh is None or not rules:
+        return Stages(None, 1)
+    axes = [
+        axis
+        for axis in mesh_axes_of(rules.assign((axis_name,)).entries[0])
+        if axis in mesh.shape and not _is_manual(mesh, axis)
+    ]
+    if len(axes) > 1:
+        raise StackError(
+            f"The rules lay {axis_name!r} over the mesh axes {', '.join(map(repr, axes))}, but a "
+            f"pipeline has its stages along one. Give it one: ({axis_name!r}, {axes[0]!r})."
+        )
+    count = mesh.shape[axes[0]] if axes else 1
+    if length % count:
+        raise StackError(
+            f"The rules lay {axis_name!r} over the mesh axis {axes[0]!r} of {count} stages, but "
+            f"{length} layers cannot be divided over them. Make a stack of a multiple of {count} "
+            f"layers, or take {axis_name!r} out of the rules."
+        )
+    return Stages(axes[0], count) if count > 1 else Stages(None, 1)
+
+
+def _is_manual(mesh: AnyMesh, axis: str) -> bool:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return kinds[axis] is AxisType.Manual
+
+
+# --- Microbatches ---
+
+
+def cut(tree: Any, count: int) -> Any:
+    """Cuts arrays into (count, rows / count, ...)."""
+
+    def parts(x: Any) -> jax.Array:
+        rows = jnp.asarray(x)
+        return jnp.swapaxes(rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]), 0, 1)
+
+    return jax.tree.map(parts, tree)
+
+
+def joined(tree: Any) -> Any:
+    """The inverse of ``cut``."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        rows = jnp.swapaxes(x, 0, 1)
+        return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
+
+    return jax.tree.map(whole, tree)
+
+
+def check_rows(x: Any, count: int) -> int:
+    """Returns the number of rows, which can be cut."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
+    rows = {shape[0] if shape else None for shape in shapes}
+    if len(rows) != 1 or None in rows:
+        raise StackError(
+            f"A stack with microbatches cuts its input into rows, but was given arrays of the "
+            f"shapes {', '.join(map(str, shapes)) or 'of none'}, which have no first dimension of "
+            "one size."
+        )
+    (size,) = rows
+    assert size is not None  # it was looked for above
+    if size % count:
+        raise StackError(
+            f"{size} rows cannot be cut into {count} microbatches of equal size. Give the stack a "
+            f"batch of a multiple of {count} rows, or another number of microbatches."
+        )
+    return size
+
+
+def find_rowwise(
+    run: Callable[[Any, list[Any]], Any], x: Any, given: list[Any], rows: int, count: int
+) -> list[bool]:
+    """Returns which arguments have a row for each row of ``x``."""
+    found = [item is not None and np.shape(item)[:1] == (rows,) for item in given]
+    inner = {size for leaf in jax.tree.leaves(x) for size in np.shape(leaf)[1:]}
+    doubtful = [position for position, is_rowwise in enumerate(found) if is_rowwise]
+    if count == 1 or rows not in inner or not doubtful:
+        return found
+    # The first dimension may be another one of the same size, such as time. What fits is taken.
+    choices = itertools.product((True, False), repeat=len(doubtful))
+    trials = [dict(zip(doubtful, choice, strict=True)) for choice in choices]
+    fitting = [trial for trial in trials if _fits(run, x, given, trial, count)]
+    if len(fitting) == 1:
+        return [fitting[0].get(position, False) for position in range(len(given))]
+    shapes = ", ".join(str(np.shape(given[position])) for position in doubtful)
+    raise StackError(
+        f"The input of the stack has {rows} rows and another dimension of size {rows}, so it does "
+        f"not show whether arguments of the shapes {shapes} have a row for each of its rows. Give "
+        "those that all rows share a first dimension of size 1, such as mask[None]; or use another "
+        "batch size."
+    )
+
+
+def _fits(
+    run: Callable[[Any, list[Any]], Any],
+    x: Any,
+    given: list[Any],
+    trial: Mapping[int, bool],
+    count: int,
+) -> bool:
+    """Whether layers take these arguments cut, those whole."""
+
+    def first(item: Any) -> Any:
+        return jax.tree.map(lambda part: part[0], cut(item, count))
+
+    def one(x: Any, given: list[Any]) -> Any:
+        mine = [first(g) if trial.get(place) else g for place, g in enumerate(given)]
+        return first(x), run(first(x), mine)
+
+    try:
+        before, after = jax.eval_shape(one, x, given)
+    except Exception:  # noqa: BLE001 - whatever a layer raises, it does not take these
+        return False
+    return jax.tree.map(np.shape, before) == jax.tree.map(np.shape, after)
+
+
+# --- The layers as a function of arrays ---
+
+
+class Step:
+    """Layers as a function of their values, for one microbatch."""
+
+    def __init__(
+        self, stacked: Any, run: Run, is_shared: Callable[[Path, Any], bool], microbatches: int
+    ) -> None:
+        self.graphdef, state = split(stacked)
+        self.values = state.flat()
+        self.origins = state.origins()
+        self.run = run
+        self.microbatches = microbatches
+        variables = dict(iter_variables(stacked))
+        self.shared = {path for path, v in variables.items() if is_shared(path, v)}
+        self.random = {path for path, v in variables.items() if isinstance(v, RngState)}
+        self.keys = {path for path in self.random if _is_key(self.values[path])}
+        self.counts = (self.random - self.keys) & self.shared
+        self.sown = {path for path, v in variables.items() if isinstance(v, Intermediate)}
+        self.written: set[Path] = set()  # of the layers' own, found by tracing
+
+    def __call__(
+        self, values: Mapping[Path, Any], x: Any, given: list[Any], length: int, number: Any
+    ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
+        """Returns the result, the state that was written, and what was sown."""
+        entering = dict(values)
+        if self.microbatches > 1:
+            for path in self.keys:
+                keys = values[path]
+                fold = functools.partial(jax.random.fold_in, data=number)
+                for _ in range(keys.ndim):
+                    fold = jax.vmap(fold)
+                entering[path] = fold(keys)
+        model = merge(self.graphdef, State.from_flat(entering, self.origins))
+        y = self.run(model, x, given, length)
+        after = {path: (v, v.value) for path, v in iter_variables(model)}
+        written: dict[Path, Any] = {}
+        sown: dict[Path, Any] = {}
+        for path, (variable, value) in after.items():
+            if path not in values:
+                self.origins[path] = Origin(type(variable), variable._here()._metadata)
+            if path not in values or path in self.sown:
+                sown[path] = _added(values.get(path), value)
+            elif path not in self.keys and not _same(entering[path], value):
+                written[path] = value
+        lost = values.keys() - after.keys()
+        if lost:
+            raise StackError(
+                f"The layers of a stack with microbatches took away {_listed(lost)}. They may "
+                "write Variables and add some, but take none away."
+            )
+        refused = (written.keys() & self.shared) - self.counts
+        if refused:
+            raise StackError(
+                f"The layers of a stack with microbatches wrote {_listed(refused)}, which they "
+                "share. A later microbatch is in work while an earlier one still writes it, so the "
+                "order would be another one. Give each layer its own, or take microbatches= away."
+            )
+        return y, written, sown
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = (jax.tree.leaves(one), jax.tree.leaves(other))
+    return len(pairs[0]) == len(pairs[1]) and all(map(lambda a, b: a is b, *pairs))
+
+
+def _added(before: Any, after: Any) -> Any:
+    """Returns what was appended to a tuple, else all."""
+    grown = isinstance(before, tuple) and isinstance(after, tuple) and len(after) > len(before)
+    return after[len(before) :] if grown else after
+
+
+def _listed(paths: Any) -> str:
+    return ", ".join(map(format_path, sorted(paths, key=str)))
+
+
+# --- The pipeline ---
+
+
+def run_pipeline(
+    stacked: Any,
+    is_shared: Callable[[Path, Any], bool],
+    run: Run,
+    x: Any,
+    given: list[Any],
+    *,
+    axis_name: str,
+    length: int,
+    microbatches: int,
+) -> Any:
+    """Runs layers over a batch in microbatches, and writes their state."""
+    # ``given`` has None for arguments that are not arrays.
+    stages = find_stages(axis_name, length)
+    step = Step(stacked, run, is_shared, microbatches)
+    rows = check_rows(x, microbatches)
+
+    def whole(x: Any, given: list[Any]) -> Any:
+        return step(stages.gathered(step.values), x, given, length, 0)
+
+    rowwise = find_rowwise(lambda x, given: whole(x, given)[0], x, given, rows, microbatches)
+    shapes = abstract_eval(whole, x, given)
+    step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
+
+    def compute(values: dict[Path, Any], x: Any, given: list[Any]) -> Any:
+        call = _Pipeline(step, stages, length, microbatches)
+        pairs = list(zip(given, rowwise, strict=True))
+        parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
+        same = [None if of_row else g for g, of_row in pairs]
+        y, state, sown = call(values, cut(x, microbatches), parts, same)
+        size = rows // microbatches
+        found = {
+            path: jax.tree.map(functools.partial(_combined, path, size), value, shapes[2][path])
+            for path, value in sown.items()
+        }
+        return joined(y), state, found
+
+    state = tuple({p: step.values[p] for p in paths} for paths in (step.counts, step.written))
+    compute = _with_auto_axes(compute, (shapes[0], state, shapes[2]))
+    y, (counts, written), sown = compute(step.values, x, given)
+    _write(stacked, {**counts, **written}, sown, step)
+    return y
+
+
+def _with_auto_axes(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """Runs a function with Explicit axes as Auto, typed like a tree."""
+    # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have it.
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
+    if not explicit:
+        return function
+    layouts = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=layouts)
+
+
+class _Pipeline:
+    """One call: what each stage does at each tick."""
+
+    def __init__(self, step: Step, stages: Stages, length: int, microbatches: int) -> None:
+        self.step = step
+        self.stages = stages
+        self.length = length
+        self.microbatches = microbatches
+
+    def __call__(
+        self, values: dict[Path, Any], x: Any, parts: list[Any], same: list[Any]
+    ) -> tuple[Any, Any, Any]:
+        """Runs all ticks; returns rows by microbatch, state, and what was sown."""
+        shared = {p: v for p, v in values.items() if p in self.step.shared}
+        own = {p: v for p, v in values.items() if p not in self.step.shared}
+        if self.stages.axis is None:
+            return self._region(own, shared, x, parts, same)
+        by_stage, whole = PartitionSpec(self.stages.axis), PartitionSpec()
+        # A mesh of ``with mesh:`` is not one that JAX finds by itself.
+        mesh = resolve_mesh() if jax.sharding.get_abstract_mesh().empty else None
+        region = jax.shard_map(
+            self._region,
+            mesh=mesh,
+            in_specs=(by_stage, whole, whole, whole, whole),
+            out_specs=(whole, (whole, by_stage), PartitionSpec(None, self.stages.axis)),
+            axis_names={self.stages.axis},
+        )
+        return region(own, shared, x, parts, same)
+
+    def _region(self, own: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]) -> Any:
+        stages, step, last = self.stages, self.step, self.stages.count - 1
+        stage = stages.index()
+        counts = {path: jnp.asarray(shared[path]) for path in step.counts}
+        # A stream advances as in one call.
+        fresh = step.random - step.shared
+        written = {path: jax.tree.map(jnp.asarray, own[path]) for path in step.written}
+
+        def tick(carry: Any, time: Any) -> Any:
+            (buffer, travelled), present = carry
+            number = jnp.clip(time - stage, 0, self.microbatches - 1)
+            at_work = (time >= stage) & (time - stage < self.microbatches)
+            # Idle stages work on what is there: numbers made up, such as zeros, could give a
+            # gradient that is not finite.
+            entering = _choose(stage == 0, (_part(x, number), counts), (buffer, travelled))
+            given = [
+                g if part is None else _part(part, number)
+                for g, part in zip(same, parts, strict=True)
+            ]
+            values = {**own, **present, **shared, **entering[1]}
+            values |= {path: own[path] for path in fresh}
+            y, after, sown = step(values, entering[0], given, self.length // stages.count, number)
+            leaving = (y, {path: after.get(path, entering[1][path]) for path in counts})
+            later = {path: after.get(path, value) for path, value in present.items()}
+            carry = (stages.hand_on(leaving), _choose(at_work, later, present))
+            return carry, (leaving, sown)
+
+        start = stages.varying((_part(x, 0), counts))
+        times = jnp.arange(self.microbatches + last)
+        (_, written), ((ys, counted), sown) = jax.lax.scan(tick, (start, written), times)
+        mine = jax.tree.map(
+            lambda s: jax.lax.dynamic_slice_in_dim(s, stage, self.microbatches), sown
+        )
+        final = jax.tree.map(lambda c: c[-1], counted)
+        y, final = stages.of_last((jax.tree.map(lambda part: part[last:], ys), final))
+        return y, (final, written), mine
+
+
+def _part(tree: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _choose(condition: Any, one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+# --- What layers leave behind ---
+
+
+def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
+    """Puts together what the microbatches sowed, (microbatches, layers, ...)."""
+    count, _, *part = parts.shape
+    wanted = whole.shape[1:]
+    if tuple(part) == wanted:
+        if count == 1:
+            return parts[0]
+        if jnp.issubdtype(parts.dtype, jnp.inexact):
+            return jnp.mean(parts, axis=0).astype(parts.dtype)
+    differ = [k for k, (a, b) in enumerate(zip(part, wanted, strict=True)) if a != b]
+    if (
+        len(part) == len(wanted)
+        and len(differ) == 1
+        and part[differ[0]] * count == wanted[differ[0]]
+    ):
+        (k,) = differ
+        if part[k] % rows == 0:
+            shape = parts.shape
+            split_rows = parts.reshape(*shape[: k + 2], rows, part[k] // rows, *shape[k + 3 :])
+            return jnp.moveaxis(split_rows, 0, k + 2).reshape(parts.shape[1], *wanted)
+    raise StackError(
+        f"Layers of a stack sowed {parts.dtype}{part} at {format_path(path)} for each of {count} "
+        f"microbatches, and {list(wanted)} for a whole batch: neither rows, which are put together "
+        "again, nor real numbers, which are averaged. Sow something else, or take microbatches= "
+        "away."
+    )
+
+
+def _write(stacked: Any, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
+    variables = dict(iter_variables(stacked))
+    owners = dict(iter_modules(stacked))
+    for path, value in state.items():
+        variables[path].value = value
+    for path, value in sown.items():
+        if path in variables:
+            before = variables[path].value
+            appended = isinstance(before, tuple) and isinstance(value, tuple) and before
+            variables[path].value = (*before, *value) if appended else value
+        else:
+            origin = step.origins[path]
+            made = origin.variable_type(value)
+            setattr(owners[path[:-1]], str(path[-1]), made)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a visitor reads first: links that lead somewhere, claims that are shown, a citation."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import ROOT
+
+LINK = re.compile(r"\]\(([^)]+)\)")
+FRONT = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/comparison.md", "docs/index.md"]
+
+
+def sections_of_comparison() -> dict[str, list[str]]:
+    text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    sections = [part.splitlines() for part in text.split("\n## ")[1:]]
+    found = {lines[0]: [line for line in lines if line.startswith("- **")] for lines in sections}
+    return {
+        title: lines for title, lines in found.items() if title != "Where the others are better"
+    }
+
+
+@pytest.mark.parametrize("page", FRONT)
+def test_local_links_lead_to_files(page: str) -> None:
+    folder = (ROOT / page).parent
+    targets = LINK.findall((ROOT / page).read_text(encoding="utf-8"))
+    local = [target.partition("#")[0] for target in targets if "://" not in target]
+    assert [target for target in local if not (folder / target).exists()] == []
+
+
+def test_each_claim_of_the_comparison_is_tested_or_cited() -> None:
+    sections = sections_of_comparison()
+    assert {title: len(lines) for title, lines in sections.items() if len(lines) != 6} == {}
+    for line in (line for lines in sections.values() for line in lines):
+        shown = re.findall(r"`((?:tests|benchmarks)/[^`]+)`", line)
+        assert shown or LINK.search(line), line
+        assert [path for path in shown if not (ROOT / path).is_file()] == [], line
+
+
+def test_figures_of_the_readme_stand_among_the_measurements() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for figure in ("0.97", "10.23", "2.38", "10.66", "0.88", "63.01", "2.99", "54.88", "1.47"):
+        assert f" {figure} |" in readme
+        assert figure in measured
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    lines = Path(ROOT, "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    fields = dict(
+        line.split(": ", 1) for line in lines if not line.startswith(" ") and ": " in line
+    )
+    assert fields["cff-version"] == "1.2.0" and fields["version"] == metadata.version("shardax")
+    assert fields["license"] == "Apache-2.0" and fields["type"] == "software"

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks that run as pipelines: results, state, gradients, collectives, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.errors import ParallelError, StackError
+from shardax.hlo import read_program
+
+RULES = {"layers": "stage", "batch": "data", "embed": None, "mlp": "model", "seen": None}
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def make_mesh(sizes: dict[str, int], kind: AxisType) -> Mesh:
+    """Returns a mesh over as many devices as it needs."""
+    count = int(np.prod(list(sizes.values())))
+    kinds = (kind,) * len(sizes)
+    devices = jax.devices()[:count]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
+
+
+class Block(sx.Module):
+    """Draws, counts, keeps statistics, and sows rows, merged rows and a number."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.norm = sx.nn.RMSNorm(8)
+        self.mlp = sx.nn.MLP(8, 16, rngs=rngs)
+        self.dropout = sx.nn.Dropout(0.3, rngs=rngs)
+        self.calls = sx.Variable(jnp.zeros((), jnp.int32))
+        self.mean = sx.BatchStat(jnp.zeros(8))
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None, scale: float = 1.0) -> Any:
+        """Adds the perceptron's result where the mask is."""
+        y = scale * self.mlp(self.norm(x))
+        self.calls[...] += 1
+        self.mean[...] = 0.9 * self.mean + 0.1 * jnp.mean(y, axis=(0, 1))
+        y = y if mask is None else jnp.where(mask[..., None], y, 0)
+        self.sow("rows", y)
+        self.sow("tokens", y.reshape(-1, 8))
+        self.sow("size", jnp.mean(y**2))
+        return x + self.dropout(y)
+
+
+def make_stack(microbatches: int | None, own_streams: bool = False, remat: Any = None) -> Any:
+    """Returns eight blocks with one stream together, or one each."""
+    rngs = sx.Rngs(params=0, dropout=1)
+
+    def make() -> Block:
+        return Block(rngs.fork() if own_streams else rngs)
+
+    return sx.nn.Stack(make, 8, microbatches=microbatches, remat=remat)
+
+
+def batch() -> tuple[jax.Array, jax.Array]:
+    """Returns eight rows of five positions, and their mask."""
+    x = jax.random.normal(jax.random.key(3), (8, 5, 8))
+    return x, jnp.arange(40).reshape(8, 5) % 3 > 0
+
+
+@sx.jit
+def value_and_gradients(stack: Any, x: jax.Array, mask: jax.Array) -> Any:
+    """Returns the loss, and gradients of parameters and input."""
+
+    def loss(stack: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(stack(x, mask, scale=0.5) ** 2)
+
+    return sx.value_and_grad(loss, argnums=(0, 1))(stack, x)
+
+
+def all_that_leaves(stack: Any, x: jax.Array, mask: jax.Array) -> dict[str, np.ndarray]:
+    """Returns every number of a step by name: results, gradients and state."""
+    value, (gradient, of_x) = value_and_gradients(stack, x, mask)
+    numbers = {"value": value, "x": of_x, **{f"grad{p}": g for p, g in gradient.flat().items()}}
+    for path, variable in sx.iter_variables(stack):
+        for place, leaf in enumerate(jax.tree.leaves(variable.value)):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            numbers[f"{path}{place}"] = jax.random.key_data(leaf) if is_key else leaf
+    return {name: np.asarray(number) for name, number in numbers.items()}
+
+
+def assert_alike(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """Asserts that the same names have the same numbers, up to rounding."""
+    assert found.keys() == wanted.keys()
+    for name, number in wanted.items():
+        np.testing.assert_allclose(found[name], number, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "own_streams", "kind"),
+    [
+        ({"stage": 2}, True, AxisType.Explicit),
+        ({"stage": 4, "data": 2}, False, AxisType.Auto),
+        ({"data": 2, "stage": 2, "model": 2}, True, AxisType.Auto),
+        ({"data": 2, "stage": 2, "model": 2}, False, AxisType.Explicit),
+    ],
+    ids=str,
+)
+def test_a_pipeline_gives_on_any_mesh_what_one_device_gives(
+    sizes: dict[str, int], own_streams: bool, kind: AxisType
+) -> None:
+    x, mask = batch()
+    wanted = all_that_leaves(make_stack(4, own_streams), x, mask)
+    mesh = make_mesh(sizes, kind)
+    with jax.set_mesh(mesh), sx.axis_rules({n: a for n, a in RULES.items() if a in mesh.shape}):
+        stack = sx.shard(make_stack(4, own_streams), mesh)
+        rows = NamedSharding(mesh, PartitionSpec("data" if "data" in mesh.shape else None))
+        found = all_that_leaves(stack, *jax.device_put((x, mask), rows))
+    assert_alike(found, wanted)
+    assert stack.stacked.mlp.up.kernel.sharding.spec[0] == "stage"
+
+
+def test_microbatches_change_nothing_but_what_depends_on_the_whole_batch() -> None:
+    x, mask = batch()
+    whole, parts, one = make_stack(None), make_stack(4), make_stack(1)
+    drawn = all_that_leaves(make_stack(None), x, mask)
+    assert_alike(all_that_leaves(one, x, mask), drawn)
+    for stack in (whole, parts):
+        stack.eval()
+    wanted, found = (all_that_leaves(stack, x, mask) for stack in (whole, parts))
+    # The state goes from one microbatch to the next.
+    assert found.pop("('stacked', 'calls')0").tolist() == [4] * 8
+    assert wanted.pop("('stacked', 'calls')0").tolist() == [1] * 8
+    del found["('stacked', 'mean')0"], wanted["('stacked', 'mean')0"]
+    assert_alike(found, wanted)
+    again = make_stack(None)
+    again.eval()
+    for rows in (slice(i, None, 4) for i in range(4)):
+        again(x[rows], mask[rows], scale=0.5)
+    np.testing.assert_allclose(parts.stacked.mean.value, again.stacked.mean.value, atol=1e-6)
+
+
+def test_each_microbatch_draws_by_itself_and_a_stream_advances_as_in_one_call() -> None:
+    class Noise(sx.Module):
+        def __init__(self, rngs: sx.Rngs) -> None:
+            self.stream = rngs.noise
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + self.stream.normal(x.shape)
+
+    rngs = sx.Rngs(noise=0)
+    stack = sx.nn.Stack(lambda: Noise(rngs), 3, microbatches=2)
+    y = stack(jnp.zeros((4, 6)))
+    assert len(np.unique(np.asarray(y))) == 24
+    assert int(rngs.noise.count) == int(stack.stacked.stream.count) == 3
+
+
+def test_what_is_sown_again_is_appended() -> None:
+    x, mask = batch()
+    stack = make_stack(2)
+    stack.eval()
+    stack(x, mask)
+    stack(2 * x, mask)
+    rows = stack.stacked.rows.value
+    assert [r.shape for r in rows] == [(8, 8, 5, 8)] * 2
+    assert not np.allclose(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_stages_send_activations_once_a_tick_and_no_parameters(kind: AxisType) -> None:
+    mesh = make_mesh({"stage": 4}, kind)
+    with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
+        stack = sx.shard(make_stack(4), mesh)
+        stack.eval()
+        run = sx.jit(lambda stack, x: stack(x))
+        facts = read_program(run.lower(stack, batch()[0]).compile().as_text(), mesh.shape)
+    sends = [c for c in facts.collectives if c.kind == "collective-permute"]
+    row_bytes = 2 * 5 * 8 * 4
+    ticks = 4 + 4 - 1
+    assert sum(c.runs * c.payload for c in sends) == ticks * row_bytes
+    # State and sown values without axis names are whole over Explicit axes; kernels never are.
+    gathered = [c.payload for c in facts.collectives if c.kind in ("all-gather", "all-to-all")]
+    kernel_bytes = 8 * 8 * 16 * 4
+    assert kernel_bytes not in gathered
+    assert not gathered or kind is AxisType.Explicit
+
+
+def test_remat_gives_the_same_numbers_in_less_memory() -> None:
+    x, mask = (jnp.tile(item, (16, *[1] * (item.ndim - 1))) for item in batch())
+    mesh = make_mesh({"stage": 4}, AxisType.Auto)
+    peaks, numbers = [], []
+    with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
+        for policy in (None, "full"):
+            stack = sx.shard(make_stack(8, remat=policy), mesh)
+            compiled = value_and_gradients.lower(stack, x, mask).compile()
+            peaks.append(compiled.memory_analysis().temp_size_in_bytes)
+            numbers.append(all_that_leaves(stack, x, mask))
+    assert_alike(numbers[1], numbers[0])
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_unchanged_model_becomes_a_pipeline_by_a_rule_and_a_scope(kind: AxisType) -> None:
+    config = sx.models.TransformerConfig(
+        num_layers=4, scan_layers=True, num_experts=2, expert_dim=32
+    )
+    tokens = jax.random.randint(jax.random.key(0), (8, 12), 0, 256)
+    mask = jnp.arange(12)[None] >= jnp.arange(8)[:, None] % 3
+
+    @sx.jit
+    def step(model: Any, tokens: jax.Array, mask: jax.Array) -> Any:
+        def loss(model: Any) -> jax.Array:
+            return sx.models.cross_entropy(model(tokens, mask=mask)[:, :-1], tokens[:, 1:])
+
+        return sx.value_and_grad(loss)(model)
+
+    def make() -> Any:
+        return sx.models.Transformer(config, rngs=sx.Rngs(0))
+
+    wanted, gradient = step(make(), tokens, mask)
+    mesh = make_mesh({"data": 2, "stage": 2, "model": 2}, kind)
+    rules = {"batch": "data", "layers": "stage", "heads": "model", "kv_heads": "model"}
+    rules |= {"mlp": "model", "vocab": "model"}
+    with jax.set_mesh(mesh), sx.axis_rules(rules), sx.parallel(microbatches=2):
+        model = sx.shard(make(), mesh)
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        found, ours = step(model, *jax.device_put((tokens, mask), rows))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for path, number in gradient.flat().items():
+        np.testing.assert_allclose(ours.flat()[path], number, atol=2e-5, err_msg=str(path))
+
+
+def test_a_cached_generation_is_not_cut() -> None:
+    config = sx.models.TransformerConfig(num_layers=2, scan_layers=True)
+    model = sx.models.Transformer(config, rngs=sx.Rngs(0))
+    prompts = [[0, 1, 2], [3, 4, 5]]
+    wanted = sx.models.generate(model, prompts, max_new_tokens=3)
+    with sx.parallel(microbatches=2):
+        found = sx.models.generate(model, prompts, max_new_tokens=3)
+    assert jax.tree.map(np.array_equal, found, wanted) == jax.tree.map(lambda _: True, wanted)
+
+
+def test_arguments_are_cut_if_they_have_a_row_for_each_row() -> None:
+    class Biased(sx.Module):
+        def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
+            return x + bias
+
+    stack = sx.nn.Stack(Biased, 2, microbatches=2)
+    x, by_row, by_time = jnp.zeros((4, 3, 2)), jnp.arange(4.0), jnp.arange(3.0)
+    assert stack(x, by_row[:, None, None])[:, 0, 0].tolist() == [0, 2, 4, 6]
+    assert stack(x, by_time[None, :, None])[0, :, 0].tolist() == [0, 2, 4]
+    # Time has the size of the batch, but only one reading fits.
+    square, by_time = jnp.zeros((4, 4, 2)), jnp.arange(4.0)
+    assert stack(square, by_row[:, None, None])[:, 0, 0].tolist() == [0, 2, 4, 6]
+    with pytest.raises(StackError, match=r"4 rows and another dimension of size 4.*mask\[None\]"):
+        sx.nn.Stack(Summed, 2, microbatches=2)(square, by_time)
+    assert stack(square, by_time[None, :, None])[0, :, 0].tolist() == [0, 2, 4, 6]
+
+
+class Summed(sx.Module):
+    """Takes an argument of any shape."""
+
+    def __call__(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """Adds the sum."""
+        return x + jnp.sum(other)
+
+
+class Refused(sx.Module):
+    """Does one thing that a pipeline cannot do."""
+
+    def __init__(self, act: Callable[..., Any], shared: Any = None) -> None:
+        self.act = act
+        self.shared = shared
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Does it."""
+        return self.act(self, x)
+
+
+def _write_shared(layer: Any, x: jax.Array) -> jax.Array:
+    layer.shared[...] += jnp.sum(x)
+    return x
+
+
+def _sow_counts(layer: Any, x: jax.Array) -> jax.Array:
+    layer.sow("count", jnp.sum(x > 0))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "rows", "microbatches", "act", "rules", "message"),
+    [
+        (3, 4, 2, lambda _, x: x, {}, r"'stage' of 2 stages, but 3 layers cannot be divided"),
+        (2, 5, 2, lambda _, x: x, {}, r"5 rows cannot be cut into 2 microbatches"),
+        (2, 4, 2, lambda _, x: x, {"layers": ("stage", "data")}, "a pipeline has its stages along"),
+        (2, 4, 2, _write_shared, {}, r"wrote \.shared, which they share"),
+        (2, 4, 2, _sow_counts, {}, r"sowed int32\[\] at \.count .*neither rows"),
+        (2, 4, 2, lambda _, x: x[:, :1], {}, r"from float32\[4,3\] to float32\[4,1\]"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_by_name(
+    layers: int,
+    rows: int,
+    microbatches: int,
+    act: Callable[..., Any],
+    rules: dict[str, Any],
+    message: str,
+) -> None:
+    shared = sx.Variable(jnp.float32(0))
+    make = lambda: Refused(act, shared if act is _write_shared else None)  # noqa: E731
+    mesh = make_mesh({"stage": 2, "data": 2}, AxisType.Auto)
+    with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage", **rules}):
+        stack = sx.nn.Stack(make, layers, microbatches=microbatches)
+        before = sx.state(stack).flat()
+        with pytest.raises((StackError, sx.errors.CarryError), match=re.compile(message, re.S)):
+            stack(jnp.ones((rows, 3)))
+        assert sx.state(stack).flat().keys() == before.keys()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2"])
+def test_a_number_of_microbatches_is_a_positive_integer(wrong: Any) -> None:
+    with pytest.raises(ParallelError, match="not a number of microbatches"):
+        sx.parallel(microbatches=wrong)
