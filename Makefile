@@ -45,7 +45,7 @@ BENCH := $(STAMPS)-bench
 .DELETE_ON_ERROR:
 # Two installs at once into one environment would break it.
 .NOTPARALLEL:
-.PHONY: help demo test bench docs test-fast test-core test-house test-pages house lint types \
+.PHONY: help demo test bench docs test-fast test-core test-house test-pages notebooks house lint types \
 	format api install clean
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo "make test-core   tests and doctests of the engine"
 	@echo "make test-house  tests that keep the house: imports, sizes, names, docstrings"
 	@echo "make test-pages  the code of README.md and docs/"
+	@echo "make notebooks   execute docs/notebooks and store the outputs"
 	@echo "make house       the size and shape of the package in figures, beside their aims"
 	@echo "make lint        format and lint, without changing anything"
 	@echo "make types       the type checker"
@@ -100,6 +101,9 @@ house: $(TEST)
 
 test-pages: $(TEST)
 	$(PYTEST) README.md docs
+
+notebooks: $(TEST)
+	$(BIN)/python -m tests.docs.notebooks
 
 lint: $(TEST)
 	@$(BIN)/ruff format --check --output-format concise || { \

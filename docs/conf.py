@@ -2,7 +2,13 @@
 """Settings of Sphinx; pytest runs the code of the pages."""
 
 import gc
+import json
 import os
+import textwrap
+from typing import Any
+
+from docutils import nodes
+from myst_parser.parsers.sphinx_ import MystParser
 
 # At Python's default threshold, garbage collection takes a quarter of the time of a build.
 gc.set_threshold(50_000, 10, 10)
@@ -23,6 +29,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
+html_static_path = ["_static"]
+html_css_files = ["notebooks.css"]
 exclude_patterns = ["_build", "_templates"]
 templates_path = ["_templates"]
 
@@ -31,15 +39,25 @@ autosummary_generate = True
 autosummary_imported_members = True
 
 
-def _also_above() -> list[str]:
-    """Names of ``shardax.partition`` that are described as names of ``shardax``."""
+def _left_out() -> dict[str, list[str]]:
+    """By module, names that have no page below it: they are described above, or internal."""
     import shardax as sx
 
     inner = vars(sx.partition)
-    return [name for name in inner if getattr(sx, name, None) is inner[name]]
+    found = {"shardax.partition": [n for n in inner if getattr(sx, n, None) is inner[n]]}
+    # Modules and no packages, so all that they import and use is in them too.
+    for module in (sx.train.checkpoint, sx.train.metrics):
+        found[module.__name__] = [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", None) != module.__name__
+            or not (isinstance(value, type) or "Args:" in (value.__doc__ or ""))
+            or hasattr(sx.train, name)
+        ]
+    return found
 
 
-autosummary_context = {"also_above": _also_above()}
+autosummary_context = {"left_out": _left_out()}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -52,3 +70,45 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 # Attributes as fields of the class, so that those of dataclasses are not described twice.
 napoleon_use_ivar = True
+
+
+class NotebookParser(MystParser):
+    """Reads a notebook as a page: its prose, its code and the outputs that are stored in it."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        """Reads the notebook's text, JSON, into the document."""
+        title, *cells = json.loads(inputstring)["cells"]
+        name = os.path.basename(document["source"])
+        pages = ["".join(title["source"]), f"{{download}}`Download this notebook <{name}>`"]
+        for cell in cells:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                pages.append(source)
+            else:
+                pages += [_block("{code-block} python", source), *map(_shown, cell["outputs"])]
+        super().parse("\n\n".join(pages) + "\n", document)
+
+
+def _shown(output: dict[str, Any]) -> str:
+    """An output as MyST: HTML as it is, or text, whose lines of prose are wrapped."""
+    data = output.get("data", {})
+    if "text/html" in data:
+        html = f'<div class="notebook-output">{"".join(data["text/html"])}</div>'
+        return _block("{raw} html", html)
+    lines = "".join(output.get("text") or data["text/plain"]).rstrip().splitlines()
+    wrapped = (
+        line if "  " in line.strip() or "│" in line else textwrap.fill(line, 84) for line in lines
+    )
+    return _block("{code-block} text", ":class: notebook-output\n\n" + "\n".join(wrapped))
+
+
+def _block(kind: str, text: str) -> str:
+    return f"`````{kind}\n{text}\n`````"
+
+
+def setup(app: Any) -> None:
+    """Makes pages of notebooks; they are not executed here but by `make notebooks`."""
+    app.add_source_suffix(".ipynb", "notebook")
+    app.add_source_parser(NotebookParser)

@@ -70,6 +70,33 @@ def test_adapters_are_trained_on_tokens_and_merged(tmp_path: Path, text: Path):
     assert from_pretrained(run / "model-00000030")(tokens)[0, :-1].argmax(-1).tolist() == [1, 2, 3]
 
 
+def test_experts_are_adapted_and_balanced_and_their_router_stays(tmp_path: Path, text: Path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 1, "num_hidden_layers": 1, "num_local_experts": 4}
+    more |= {"num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    config = {"model_type": "mixtral", "vocab_size": 8, "router_aux_loss_coef": 100.0}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | more))
+    from safetensors.numpy import save_file
+
+    save_file({}, tmp_path / "model.safetensors")
+    drawn = from_pretrained(tmp_path, strict=False)  # nothing is there: all is drawn
+    save_pretrained(drawn, tmp_path / "model")
+    before = arrays(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    given = ["--from", str(tmp_path / "model"), "--lora", "2", "--text", str(text), *SIZES]
+    run = tmp_path / "run"
+    assert main(["train", *given, "--steps", "3", "--out", str(run)]) == 0
+    after = arrays(run / "model-00000003")
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    experts, attention = ({name for name in before if part in name} for part in (".w", "_proj"))
+    used = changed & experts  # two of four, at least
+    assert changed == used | attention and len(used) >= 6
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert losses[-1] > 100 * 2 * 0.9  # top_k, if balanced
+    assert max(eval_losses(run)) < 3  # of the tokens alone
+
+
 def test_without_a_tokenizer_all_is_trained_on_bytes_and_resumed(tmp_path: Path, text: Path):
     before = publish(tmp_path / "model", vocab_size=256)
     run = tmp_path / "run"

@@ -43,7 +43,10 @@ def test_every_face_with_public_names_is_on_the_page() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     on_page = set(re.findall(r"^   (shardax\S*)$", page, flags=re.MULTILINE))
     with_names = {face.module for face in faces() if any(names_on(face))}
-    assert with_names == on_page
+    # Modules that a face offers as such.
+    modules = {"shardax.train.checkpoint", "shardax.train.metrics"}
+    assert modules <= set(public_names())
+    assert with_names | modules == on_page
 
 
 def test_public_classes_and_functions_show_an_example() -> None:

@@ -46,11 +46,11 @@ class Answers(BaseHTTPRequestHandler):
 
     def answer(self, with_body: bool) -> None:
         hub: Any = self.server
-        path = self.path.partition("?")[0]
+        path = self.path.partition("?")[0].replace("%2F", "/")
         files = {str(f.relative_to(hub.folder)): f for f in hub.folder.rglob("*") if f.is_file()}
         name = path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
         headers, status, body = {"X-Repo-Commit": COMMIT}, 200, b""
-        if path == "/api/models/org/tiny/revision/main":
+        if path in [f"/api/models/org/tiny/revision/{each}" for each in ("main", "refs/pr/1")]:
             siblings = [{"rfilename": each} for each in files]
             body = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
         elif path == f"/api/models/org/tiny/tree/{COMMIT}":
@@ -65,7 +65,9 @@ class Answers(BaseHTTPRequestHandler):
             if with_body:
                 hub.fetched.add(name)
         else:
-            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
+            known = path.startswith("/api/models/org/tiny/revision/")
+            code = "RevisionNotFound" if known else "RepoNotFound"
+            status, headers = 404, {"X-Error-Code": code}
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
@@ -136,6 +138,8 @@ def test_a_name_fetches_only_what_is_read_and_is_kept_for_a_time_without_network
     assert hub.fetched == NEEDED - {"model.safetensors"}
     assert run(SAYS + LOAD, hub.endpoint, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
     assert hub.fetched == NEEDED
+    pinned = (SAYS + LOAD).replace("org/tiny", "org/tiny@refs/pr/1")
+    assert run(pinned, hub.endpoint, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
     closed = "http://127.0.0.1:9"
     assert run(SAYS + LOAD, closed, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
 
@@ -143,11 +147,12 @@ def test_a_name_fetches_only_what_is_read_and_is_kept_for_a_time_without_network
 def test_a_name_that_is_not_there_and_a_hub_that_is_not_are_one_line_each(hub: Hub, tmp_path: Path):
     names = SAYS + "".join(
         f"attempt(lambda: sx.models.from_pretrained({name!r}))\n"
-        for name in ("org/other", "org--x/tiny")
+        for name in ("org/other", "org--x/tiny", "org/tiny@v2")
     )
-    other, wrong = run(names, hub.endpoint, tmp_path / "cache").splitlines()
+    other, wrong, revision = run(names, hub.endpoint, tmp_path / "cache").splitlines()
     assert other.startswith("org/other is no folder here, and on the hub there is none of this")
     assert wrong.startswith("org--x/tiny: the hub says: ")
+    assert revision == "org/tiny has no revision v2 on the hub."
     offline = SAYS + "attempt(lambda: sx.models.from_pretrained('org/tiny'))"
     (said,) = run(offline, "http://127.0.0.1:9", tmp_path / "cache").splitlines()
     assert said.startswith("org/tiny is no folder here, the hub cannot be reached, and nothing was")

@@ -326,6 +326,15 @@ def test_what_is_no_model_is_refused(make: Callable[[Path], Any], message: str, 
         make(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [0, 6, -8], ids=["empty", "header cut off", "end cut off"])
+def test_a_damaged_file_is_refused_by_name(kept: int, tmp_path: Path):
+    peers.make(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(PretrainedError, match=r"model\.safetensors is damaged: .*Download"):
+        from_pretrained(tmp_path)
+
+
 def test_a_model_that_is_not_what_its_config_says_is_not_written(tmp_path: Path):
     import dataclasses
 

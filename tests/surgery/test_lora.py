@@ -215,3 +215,103 @@ def test_adapters_of_convolutions_run_over_meshes_in_stacks_and_are_trained_alon
         for path, gradient in gradients.flat().items():
             np.testing.assert_allclose(found.flat()[path], gradient, rtol=1e-4, atol=1e-4)
         close(sx.jit(lambda model, x: model(x))(merge_lora(adapted), placed), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("dispatch", ["dense", "dropless", "capacity"])
+def test_each_kernel_of_experts_has_an_adapter_and_the_router_none(
+    kind: Any, dispatch: Any
+) -> None:
+    rngs, sizes = sx.Rngs(0), {"num_experts": 4, "dispatch": dispatch}
+    stack = sx.nn.Stack(lambda: sx.nn.MoE(4, 8, rngs=rngs, **sizes), 2)
+    adapted = lora(sx.select(stack), 2, scale=0.5)
+    mask = jnp.arange(6) < 5
+    x = jax.random.normal(jax.random.key(5), (4, 6, 4))
+    assert (adapted(x) == stack(x)).all()
+    moved(adapted)
+    kernels = {(name, part) for name in "ab" for part in ("gate", "up", "down")}
+    assert {path[1:] for path in sx.state(adapted, "lora").flat()} == kernels
+    assert adapted.stacked.b["down"].axes == ("layers", "expert", None, "embed")
+
+    def loss(model: Any, x: Any) -> Any:
+        y = model(x, mask=jnp.broadcast_to(mask, x.shape[:-1]))
+        return (y**2).sum() + sx.nn.load_balance_loss(model), y
+
+    graded = sx.jit(sx.value_and_grad(loss, wrt="lora", has_aux=True))
+    (value, expected), gradients = graded(adapted, x)
+    merged = merge_lora(adapted)
+    assert sx.graphdef(merged) == sx.graphdef(stack)
+    total, y = sx.jit(loss)(merged, x)
+    close(y, expected)
+    close(total, value)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    sx.shard(adapted, mesh, [("expert", "model")])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        (_, y), found = graded(adapted, placed)
+        close(y, expected)
+        for path, gradient in gradients.flat().items():
+            np.testing.assert_allclose(found.flat()[path], gradient, rtol=1e-4, atol=1e-4)
+        close(sx.jit(lambda model, x: model(x, mask=None))(merge_lora(adapted), placed), y)
+    router = lora(sx.select(stack).at(lambda stack: stack.stacked.router), 2)
+    assert {path[:-1] for path in sx.state(router, "lora").flat()} == {("stacked", "router")}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_table_is_adapted_where_it_is_selected_and_its_transpose_with_it(kind: Any) -> None:
+    embed = sx.nn.Embed(8, 4, rngs=sx.Rngs(0))
+    head = sx.nn.Linear(4, 3, rngs=sx.Rngs(0))
+    model = sx.nn.Sequential(embed, head)
+    assert {path[:2] for path in sx.state(lora(sx.select(model), 2), "lora").flat()} == {
+        ("layers", 1)
+    }
+    adapted = lora(sx.select(embed), 2, scale=0.5)
+    tokens = jnp.array([[1, -1, 0], [7, 8, 3]])
+    assert np.array_equal(adapted(tokens), embed(tokens), equal_nan=True)
+    rates = jax.tree.map(lambda g: float(jnp.abs(g).max()), sx.grad(
+        lambda model: (model(jnp.arange(8)) ** 2).sum(), wrt="lora")(adapted).flat())  # fmt: skip
+    assert rates[("a",)] > 0.1 and rates[("b",)] == 0  # of the pair, b is drawn
+    merged = merge_lora(moved(adapted))
+    vectors = jax.random.normal(jax.random.key(1), (4, 2, 4))
+    looked_up, logits = merged(tokens), merged.attend(vectors)
+    np.testing.assert_allclose(adapted(tokens), looked_up, rtol=1e-5, atol=1e-6)
+    close(adapted.attend(vectors), logits)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    sx.shard(adapted, mesh, [("vocab", "data"), ("embed", "model")])
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
+        y = sx.jit(lambda model, tokens: model(tokens))(adapted, rows)
+        np.testing.assert_allclose(y, looked_up, rtol=1e-5, atol=1e-6)
+        close(sx.jit(lambda model, x: model.attend(x))(adapted, vectors), logits)
+
+
+@pytest.mark.parametrize(
+    "base", [sx.nn.Linear, sx.nn.MoE, sx.nn.Embed], ids=lambda base: base.__name__
+)
+def test_a_layer_that_computes_something_else_than_its_base_is_refused(base: Any) -> None:
+    class Doubled(base):
+        def __call__(self, x: Any, **options: Any) -> Any:
+            return 2 * super().__call__(x, **options)
+
+    options = {"num_experts": 2} if base is sx.nn.MoE else {}
+    layer = Doubled(4, 3, rngs=sx.Rngs(0), **options)
+    model = sx.nn.Sequential(layer)
+    with pytest.raises(errors.SelectionError, match=r"\.layers\[0\] is a Doubled, whose __call__"):
+        lora(sx.select(model).at(lambda model: model.layers[0]), 2)
+    with pytest.raises(errors.SelectionError, match="Doubled"):
+        LoRA(layer, 2)
+    adapted = LoRA(base(4, 3, rngs=sx.Rngs(0), **options), 2)
+    if base is not sx.nn.MoE:
+        with pytest.raises(TypeError, match="mask"):
+            adapted(jnp.ones((2, 4), int), mask=jnp.ones(2))
+
+
+def test_the_scale_of_experts_is_not_rounded_to_their_parameters() -> None:
+    sizes = {"num_experts": 2, "dtype": jnp.float32, "rngs": sx.Rngs(0)}
+    layer = sx.nn.MoE(4, 8, param_dtype=jnp.bfloat16, **sizes)
+    adapted = moved(lora(sx.select(layer), 2, scale=1 / 3))
+    whole = lora(sx.select(sx.nn.MoE(4, 8, **sizes)), 2, scale=1 / 3)
+    for path, variable in sx.iter_variables(adapted, sx.Param):
+        sx.select(whole).at_keypaths(path).get()[...] = variable[...].astype(jnp.float32)
+    x = jax.random.normal(jax.random.key(5), (3, 4))
+    close(adapted(x), whole(x))

@@ -23,6 +23,7 @@ from shardax.partition.specs import abstract, shardings
 from shardax.train import checkpoint_format
 from shardax.train.checkpoint import Checkpoints, restore, save
 from shardax.train.data import TrainBatches
+from shardax.train.data.text import ByteText
 from shardax.train.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
@@ -31,7 +32,6 @@ from shardax.train.errors import (
     DataPositionError,
 )
 from shardax.train.optimizer import Optimizer
-from shardax.train.text import ByteText
 
 RULES = Rules({"vocab": "model", "embed": None, "mlp": "model"})
 normal = jax.nn.initializers.normal(1.0)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.train.data import DataPosition, EvalBatches, RowBatches, TrainBatches, WholeBatches
+from shardax.train.data.prefetch import Positioned
+from shardax.train.data.text import ByteText, TextPart
 from shardax.train.errors import DataPositionError, WindowError
-from shardax.train.prefetch import Positioned
-from shardax.train.text import ByteText, TextPart
 
 
 def numbered_text(length: int) -> ByteText:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardax.train.data.text import ByteText, TextPart, open_text
 from shardax.train.errors import TextNotFoundError, TextSourceError
-from shardax.train.text import ByteText, TextPart, open_text
 
 
 @given(
@@ -94,7 +94,7 @@ def test_fingerprint_sees_a_single_changed_byte(place: int):
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_fingerprint_of_a_large_text_samples_its_ends(place: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardax.train.text._FULLY_HASHED", 1 << 16)
+    monkeypatch.setattr("shardax.train.data.text._FULLY_HASHED", 1 << 16)
     data = np.zeros(1 << 18, np.uint8)
     changed = data.copy()
     changed[place] = 1

@@ -249,6 +249,8 @@ def test_a_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch
 
 def test_a_notebook_gets_html_and_a_terminal_the_repr(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tied()
+    # Another test may have imported IPython, whose terminals are shown the repr alone.
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
     bundle = model._repr_mimebundle_()
     assert bundle["text/plain"] == repr(model)
     assert "treescope-container" in bundle["text/html"]
@@ -274,6 +276,22 @@ def test_a_notebook_gets_html_and_a_terminal_the_repr(monkeypatch: pytest.Monkey
     assert shown.keys() == {"text/html", "text/plain"}
     assert run_under(["text/plain"]) == []
     assert model._repr_mimebundle_() is None
+
+
+def test_ipython_shows_tables_and_views_as_they_print() -> None:
+    pretty = pytest.importorskip("IPython.lib.pretty", reason="pip install 'shardax[test]'").pretty
+    layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+    for value in (sx.view.table(layer), sx.view.sharding(layer)):
+        assert pretty(value) == str(value)
+
+
+def test_texts_are_the_same_in_every_process() -> None:
+    """They name a function, and not its address."""
+    model = sx.nn.MultiHeadAttention(4, 2, rngs=sx.Rngs(0))
+    selection = sx.select(model).at_instances_of(sx.nn.Linear)
+    for text in (repr(model), sx.view.to_text(model), str(selection)):
+        assert "function softmax" in text
+        assert " at 0x" not in text
 
 
 def test_without_treescope_the_page_has_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

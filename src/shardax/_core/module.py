@@ -28,7 +28,7 @@ from shardax._core.frames import Frame, check_structural_write, in_one_step, own
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, format_path, line_of
 from shardax._core.object import Object, epoch
 from shardax._core.state import bind
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
@@ -500,11 +500,11 @@ def module_repr(module: Module) -> str:
 
 
 def leaf_text(leaf: Drawing) -> str:
-    """Returns the text of a leaf: its repr, in one line."""
-    shown = repr(leaf.value)
+    """Returns the text of a leaf."""
+    shown = line_of(leaf.value)
     if isinstance(leaf.value, ArrayAttribute):  # hidden: users see the array
         shown = shown.removeprefix(f"{leaf.name}(").removesuffix(")")
-    return shown.replace("\n", " ")
+    return shown
 
 
 def parameter_count(drawing: Drawing) -> str:

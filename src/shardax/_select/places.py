@@ -26,7 +26,7 @@ import numpy as np
 from shardax._core.containers import ARRAY_TYPES, BOXES, ChangeableNode, class_of, unbox
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, format_path, line_of
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.variable import Variable
@@ -445,7 +445,7 @@ def _folded(place: Place) -> str:
         below = children(place)
         if below or isinstance(content, Object):
             return f"{class_of(content).__name__}({'...' if below else ''})"
-    text = " ".join(repr(content).split())
+    text = line_of(content)
     return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."
 
 

@@ -110,7 +110,7 @@ class RunSettings:
         model.train()
         if self.lora is None:
             return model
-        linears = select(model).at_instances_of(nn.Linear)
+        linears = select(model).at_instances_of((nn.Linear, nn.MoE))  # the router stays
         chosen = linears.where(lambda path, _: path[0] in ("layers", "rest"))
         return surgery.lora(chosen, self.lora, rngs=Rngs(self.seed))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import time
@@ -15,9 +16,10 @@ import jax
 import numpy as np
 import tyro
 
-from shardax import distributed, models, surgery, train, view
+from shardax import distributed, models, nn, surgery, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
+from shardax._select.selection import select
 from shardax.cli import inputs
 from shardax.cli.runs import RunSettings, TextCodec, read_settings, write_settings
 from shardax.models.weights import TOKENIZER_FILES, find_directory
@@ -192,6 +194,13 @@ class Train:
         )
 
 
+def _training_loss(balance: float, model: Any, batch: Any) -> jax.Array:
+    """Returns the loss of the next token, and of experts' balance."""
+    loss = models.next_token_loss(model, batch)
+    # In evaluation the loss of balance is 0.
+    return loss + balance * nn.load_balance_loss(model) if balance else loss
+
+
 class _TrainingRun:
     """One run of the training command."""
 
@@ -213,11 +222,13 @@ class _TrainingRun:
             tokens = _Tokens(settings, self.codec)
             batches, self.held_out = tokens.batches(training), tokens.held_out(held_out)
             self.prompt = self.held_out[0]["inputs"][0, :_PROMPT_LENGTH].tolist()
+        weight = getattr(self.model.config, "load_balance_weight", 0.0)
+        balance = weight if select(self.model).at_instances_of(nn.MoE).count() else 0.0
         optimizer = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
         self.trainer = train.Trainer(
             self.model,
             train.Optimizer(self.model, optimizer, *([] if settings.lora is None else ["lora"])),
-            models.next_token_loss,
+            functools.partial(_training_loss, balance),
             batches,
             directory=out,
             settings=train.TrainerSettings(

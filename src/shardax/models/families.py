@@ -128,7 +128,7 @@ class Family:
         for name, targets in self.fields.items():
             value = take(name)
             if "activation" in targets.split():
-                if value not in ACTIVATION_NAMES:
+                if name in given and value not in ACTIVATION_NAMES:
                     wrong.append(f"{name}={value!r} is none of {', '.join(ACTIVATION_NAMES)}")
                 value = ACTIVATION_NAMES.get(value, "silu")
             values.update(dict.fromkeys(targets.split(), value))

@@ -73,8 +73,8 @@ def from_pretrained(
 
     Args:
         directory: The folder of the files; or the name of a model on the hub, such as
-            ``"org/name"``, which is downloaded by ``huggingface_hub`` (``pip install
-            'shardax[hub]'``).
+            ``"org/name"`` or, of a branch, tag or commit, ``"org/name@revision"``, which is
+            downloaded by ``huggingface_hub`` (``pip install 'shardax[hub]'``).
         mesh: The mesh; None for the one in scope, and without any one device.
         rules: Rules for the names of axes; None for the current ones, or ``DECODER_RULES``.
         dtype: Compute dtype; None for that of the parameters.
@@ -235,8 +235,11 @@ def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -
     folder = Path(directory).expanduser()
     if folder.is_dir():
         return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) or folder.is_absolute():
-        raise PretrainedError(f"{directory} is neither a folder nor a name of the hub, org/name.")
+    name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", str(directory))
+    if name is None or folder.is_absolute():
+        raise PretrainedError(
+            f"{directory} is neither a folder nor a name of the hub, org/name or org/name@revision."
+        )
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
@@ -245,10 +248,12 @@ def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -
             f"'shardax[hub]'."
         ) from error
     try:
-        return Path(snapshot_download(str(directory), allow_patterns=list(wanted)))
+        return Path(snapshot_download(name[1], revision=name[2], allow_patterns=list(wanted)))
     except errors.RepositoryNotFoundError as error:  # of those that ask for a login too
         why = f"there is none of this name for you: {_first_line(error)}"
         raise PretrainedError(f"{directory} is no folder here, and on the hub {why}") from error
+    except errors.RevisionNotFoundError as error:
+        raise PretrainedError(f"{name[1]} has no revision {name[2]} on the hub.") from error
     except errors.LocalEntryNotFoundError as error:
         raise PretrainedError(
             f"{directory} is no folder here, the hub cannot be reached, and nothing was downloaded "
@@ -486,7 +491,7 @@ class _Files(contextlib.ExitStack):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
         self.offsets: dict[Any, int] = {}
@@ -503,10 +508,14 @@ class _Files(contextlib.ExitStack):
         absent = [name for name in sorted({*places.values()}) if not (folder / name).is_file()]
         if absent:
             raise PretrainedError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names.")
-        opened = {
-            name: self.enter_context(safe_open(folder / name, framework="np"))
-            for name in sorted({*places.values()})
-        }
+        opened: dict[str, Any] = {}
+        for name in sorted({*places.values()}):
+            try:
+                opened[name] = self.enter_context(safe_open(folder / name, framework="np"))
+            except SafetensorError as error:
+                raise PretrainedError(
+                    f"{folder / name} is damaged: {error}. Download or save it again."
+                ) from error
         self.names: dict[str, Any] = {
             key: file for file in opened.values() for key in sorted(file.keys())
         }

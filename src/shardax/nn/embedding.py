@@ -110,11 +110,7 @@ class Embed(Module):
                 "weights @ embed.embedding.",
             )
         (table,) = cast_all(self.dtype, self.embedding.value)
-        if out_sharding is None:
-            out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
-        if out_sharding is None:
-            return jnp.take(table, indices, axis=0)
-        return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=out_sharding)
+        return look_up(table, indices, out_sharding)
 
     def attend(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Multiplies by the transposed table.
@@ -138,6 +134,15 @@ class Embed(Module):
         x, table = cast_all(self.dtype, x, self.embedding.value)
         options = self.precision, self.preferred_element_type
         return contract(x, table, (1,), out_sharding, *options)
+
+
+def look_up(table: jax.Array, indices: jax.Array, out_sharding: Any = None) -> jax.Array:
+    """Returns rows of a table; NaN for an index out of range."""
+    if out_sharding is None:
+        out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
+    if out_sharding is None:
+        return jnp.take(table, indices, axis=0)
+    return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=out_sharding)
 
 
 def sinusoidal(

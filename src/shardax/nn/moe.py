@@ -8,7 +8,8 @@ The router's softmax over all experts is in float32. The load-balance loss is th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -36,6 +37,9 @@ from shardax.nn.parameters import (
 )
 
 Dispatch = Literal["dense", "dropless", "capacity"]
+
+Kernel = tuple[jax.Array, ...]  # or with a low-rank term: kernel, a, b
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class MoE(Module):
@@ -157,16 +161,30 @@ class MoE(Module):
             LayerInputError: If the last dimension is not ``features``, or the mask has another
                 shape.
         """
-        gate, up, down = self.gate.value, self.up.value, self.down.value
-        x = take_features("MoE", x, (gate.shape[1],))
+        return self._routed(x, mask, out_sharding, {})
+
+    def _routed(
+        self,
+        x: Any,
+        mask: Any,
+        out_sharding: Any,
+        adapters: dict[str, tuple[Any, Any]],
+        scale: float = 1.0,
+    ) -> jax.Array:
+        """Does the work of a call, with scaled low-rank terms by kernel."""
+        kernels = {name: (getattr(self, name).value,) for name in ("gate", "up", "down")}
+        x = take_features("MoE", x, (kernels["gate"][0].shape[1],))
         counted = jnp.ones((), bool) if mask is None else as_array(mask)
         if mask is not None and counted.shape != x.shape[:-1]:
             refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
         logits = self.router(x)
-        x, gate, up, down = cast_all(self.dtype, x, gate, up, down)
-        operands = (x, logits, counted, gate, up, down)
-        shardings = [found for one in operands if (found := explicit_sharding(one)) is not None]
+        parts = [(*kernel, *adapters.get(name, ())) for name, kernel in kernels.items()]
+        leaves, structure = jax.tree.flatten(parts)
+        x, *leaves = cast_all(self.dtype, x, *leaves)
+        leading = (x, logits, counted)
         compute: Any = self._compute
+        found = [explicit_sharding(one) for one in (*leading, *leaves)]
+        shardings = [one for one in found if one is not None]
         if shardings:
             # Sorting and gathering by expert have no layout of their own in the types of arrays:
             # the compiler chooses it, as over Auto axes.
@@ -177,7 +195,10 @@ class MoE(Module):
             explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
             options = {"axes": explicit, "out_sharding": (wanted, whole)}
             compute = jax.sharding.auto_axes(compute, **options)
-        y, loss = compute(*operands)
+        parts = jax.tree.unflatten(structure, leaves)
+        # In the compute dtype, which holds more of the scale than a parameter may.
+        parts = [(*part[:2], *(scale * b for b in part[2:])) for part in parts]
+        y, loss = compute(*leading, *parts)
         if not self.deterministic:
             record = self.__dict__.get("load_balance_loss")
             if isinstance(record, Intermediate):
@@ -187,7 +208,7 @@ class MoE(Module):
         return y
 
     def _compute(
-        self, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: jax.Array
+        self, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the result and the loss; sees no Explicit axes."""
         tokens, count = x.reshape(-1, x.shape[-1]), logits.shape[-1]
@@ -204,46 +225,66 @@ class MoE(Module):
         y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, *kernels)
         return y.reshape(x.shape), loss
 
-    def _hidden(self, equation: str, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def _hidden(self, x: jax.Array, gate: Kernel, up: Kernel, **multiply: Multiply) -> jax.Array:
         activate = find_activation(self.activation, "MoE")
-        return activate(jnp.einsum(equation, x, gate)) * jnp.einsum(equation, x, up)
+        return activate(_product(x, gate, **multiply)) * _product(x, up, **multiply)
 
     def _dense(
-        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
     ) -> jax.Array:
         gate, up, down = kernels
-        chosen = jax.nn.one_hot(experts, len(gate), dtype=x.dtype)
+        chosen = jax.nn.one_hot(experts, len(gate[0]), dtype=x.dtype)
         combined = jnp.einsum("tk,tke->et", weights, chosen)
-        hidden = self._hidden("td,edh->eth", x, gate, up)
-        return jnp.einsum("eth,ehd->td", combined[..., None] * hidden, down)
+        spread, each, gather = (
+            partial(jnp.einsum, equation)
+            for equation in ("td,edh->eth", "etd,edh->eth", "eth,ehd->td")
+        )
+        hidden = combined[..., None] * self._hidden(x, gate, up, multiply=spread, second=each)
+        return _product(hidden, down, multiply=gather, first=each)
 
     def _dropless(
-        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
     ) -> jax.Array:
-        activate, (gate, up, down) = find_activation(self.activation, "MoE"), kernels
+        gate, up, down = kernels
         order = jnp.argsort(experts.reshape(-1), stable=True)
-        sizes = jnp.bincount(experts.reshape(-1), length=len(gate)).astype(jnp.int32)
+        sizes = jnp.bincount(experts.reshape(-1), length=len(gate[0])).astype(jnp.int32)
         token = order // self.top_k
-        rows = x[token]
-        hidden = activate(jax.lax.ragged_dot(rows, gate, sizes))
-        hidden = hidden * jax.lax.ragged_dot(rows, up, sizes)
-        y = jax.lax.ragged_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None]
+        multiply = partial(jax.lax.ragged_dot, group_sizes=sizes)
+        y = _product(self._hidden(x[token], gate, up, multiply=multiply), down, multiply)
+        y = y * weights.reshape(-1)[order][:, None]
         return jnp.zeros_like(x).at[token].add(y)
 
     def _capacity(
-        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: jax.Array
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
     ) -> jax.Array:
         gate, up, down = kernels
-        count, chosen = len(gate), experts.T.reshape(-1)  # first choices first
+        count, chosen = len(gate[0]), experts.T.reshape(-1)  # first choices first
         places = math.ceil(self.capacity_factor * experts.size / count)
         before = jnp.cumsum(jax.nn.one_hot(chosen, count, dtype=jnp.int32), axis=0)
         place = jnp.take_along_axis(before, chosen[:, None], axis=1)[:, 0] - 1
         rows = jnp.tile(x, (self.top_k, 1))
         given = jnp.zeros((count, places, x.shape[-1]), x.dtype)
         given = given.at[chosen, place].set(rows, mode="drop")
-        y = jnp.einsum("eth,ehd->etd", self._hidden("etd,edh->eth", given, gate, up), down)
+        multiply = partial(jnp.einsum, "etd,edh->eth")
+        y = _product(self._hidden(given, gate, up, multiply=multiply), down, multiply)
         y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
+
+
+def _product(
+    x: jax.Array,
+    kernel: Kernel,
+    multiply: Multiply,
+    first: Multiply | None = None,
+    second: Multiply | None = None,
+) -> jax.Array:
+    """Multiplies by a kernel, and adds its low-rank term."""
+    whole, *term = kernel
+    y = multiply(x, whole)
+    if not term:
+        return y
+    a, b = term
+    return y + (second or multiply)((first or multiply)(x, a), b)
 
 
 def load_balance_loss(model: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from shardax._core.containers import Dict
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
@@ -27,17 +28,22 @@ from shardax._transforms.grad.vjp import jvp
 from shardax._transforms.wrappers import ModuleWrapper
 from shardax.nn.conv import ConvBase
 from shardax.nn.einsum import Einsum, Equation
+from shardax.nn.embedding import Embed, look_up
 from shardax.nn.linear import (
     Linear,
     align,
     as_array,
     at_least_float32,
     cast_all,
+    contract,
     einsum,
     explicit_sharding,
     with_layout,
 )
+from shardax.nn.moe import MoE
 from shardax.nn.parameters import as_size, lecun_normal, zeros
+
+Adaptable = Linear | Einsum | ConvBase | MoE | Embed
 
 
 class LayerWrapper(ModuleWrapper):
@@ -133,22 +139,23 @@ def save_activations(selection: Selection) -> Any:
 
 
 class LoRA(LayerWrapper):
-    """A linear layer plus a low-rank term; made by ``lora``.
+    """A layer plus a low-rank term for each kernel; made by ``lora``.
 
     The term is ``scale * (x @ a @ b)``: the kernel's dimensions are split into those that are
     summed over, which ``a`` has, and those that are made, which ``b`` has; in a convolution ``a``
-    has the window. LoRA is from Hu et al., arXiv:2106.09685.
+    has the window. Experts have a term each. LoRA is from Hu et al., arXiv:2106.09685.
 
     Args:
-        layer: A ``Linear``, ``Einsum`` or convolution, also one of a stack.
+        layer: A ``Linear``, ``Einsum``, convolution, ``MoE`` or ``Embed``, also one of a stack.
         rank: Size of the dimension between ``a`` and ``b``.
         scale: Factor of the term.
         rngs: Random streams; ``params`` is used.
 
     Attributes:
         body: The layer.
-        a: ``Param`` with the tag ``"lora"``: drawn with variance 1 / fan-in.
-        b: ``Param`` with the tag ``"lora"``: zeros.
+        a: ``Param`` with the tag ``"lora"``: drawn with variance 1 / fan-in. Of a ``MoE`` a
+            ``Dict`` with one for each of ``gate``, ``up`` and ``down``.
+        b: Likewise, zeros. Of an ``Embed`` ``a`` is zeros, and ``b`` is drawn.
         scale: Factor of the term.
 
     Example:
@@ -161,16 +168,24 @@ class LoRA(LayerWrapper):
     _own = frozenset({"body", "a", "b", "scale"})
 
     def __init__(
-        self,
-        layer: Linear | Einsum | ConvBase,
-        rank: int,
-        scale: float = 1.0,
-        *,
-        rngs: Rngs | None = None,
+        self, layer: Adaptable, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None
     ) -> None:
+        _refuse_own_call(layer, type(layer).__name__)
         super().__init__(layer)
         rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
-        kernel, terms = layer.kernel, _Terms.of(layer)
+        pairs = {name: self._pair(name, rank, rngs) for name in _kernels_of(layer)}
+        self.a: Any
+        self.b: Any
+        if isinstance(layer, MoE):  # several kernels, and a pair for each
+            self.a = Dict({name: a for name, (a, _) in pairs.items()})
+            self.b = Dict({name: b for name, (_, b) in pairs.items()})
+        else:
+            ((self.a, self.b),) = pairs.values()
+        self.scale = float(scale)
+
+    def _pair(self, name: str, rank: int, rngs: Rngs) -> tuple[Param[Any], Param[Any]]:
+        """Makes ``a`` and ``b`` of a kernel."""
+        kernel, terms = getattr(self.body, name), _Terms.of(self.body)
         lead = kernel.ndim - len(terms.whole.kernel)  # dimensions of stacks
         sizes = dict(zip(terms.whole.kernel, kernel.shape[lead:], strict=True))
         names = dict(zip(terms.whole.kernel, (kernel.axes or ())[lead:], strict=False))
@@ -181,18 +196,30 @@ class LoRA(LayerWrapper):
             init = Init(initializer, shape, kernel.dtype, rngs=rngs)
             return Param(init, axes=axes, tag="lora")
 
-        summed, made, batch = (
-            tuple(lead + place for place in places) for places in terms.first.kernel_dimensions()
-        )
-        self.a = make(terms.first.kernel, lecun_normal(summed, made, (*range(lead), *batch)))
-        self.b = make(terms.second.kernel, zeros)
-        self.scale = float(scale)
+        def drawn(equation: Equation) -> Initializer:
+            dimensions = equation.kernel_dimensions()
+            summed, made, batch = (tuple(lead + place for place in each) for each in dimensions)
+            return lecun_normal(summed, made, (*range(lead), *batch))
 
-    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
-        """Maps an input as the layer does, and adds the term."""
-        y, terms, x = self.body(x, out_sharding=out_sharding), _Terms.of(self.body), as_array(x)
+        # A row of a table is looked up, not summed over: drawn, it would hardly count.
+        looked_up = isinstance(self.body, Embed)
+        a = make(terms.first.kernel, zeros if looked_up else drawn(terms.first))
+        return a, make(terms.second.kernel, drawn(terms.second) if looked_up else zeros)
+
+    def __call__(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> jax.Array:
+        """Maps an input as the layer does (``mask`` for a MoE), and adds the term."""
+        if isinstance(self.body, MoE):
+            pairs = {name: (self.a[name].value, self.b[name].value) for name in self.a}
+            return self.body._routed(x, mask, out_sharding, pairs, self.scale)
+        options = {} if mask is None else {"mask": mask}
+        y, x = self.body(x, out_sharding=out_sharding, **options), as_array(x)
+        if isinstance(self.body, Embed):
+            a, b = cast_all(self.body.dtype, self.a.value, self.b.value)
+            term = contract(look_up(a, x), b, (0,), explicit_sharding(y))
+            return y + (self.scale * term).astype(y.dtype)
         if isinstance(self.body, ConvBase):
             return y + (self.scale * self._convolved(x, y)).astype(y.dtype)
+        terms = _Terms.of(self.body)
         extra = x.ndim - len(terms.whole.input)
         x, a, b = cast_all(self.body.dtype, x, self.a.value, self.b.value)
         middle = einsum(terms.first.spelled_out(extra), x, a)
@@ -211,17 +238,59 @@ class LoRA(LayerWrapper):
 
         return with_layout(mix, explicit_sharding(y), *cast_all(None, middle, self.b.value))
 
+    def attend(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+        """Multiplies by the transposed table of an ``Embed``, and adds the term."""
+        y = self.body.attend(x, out_sharding=out_sharding)
+        x, a, b = cast_all(self.body.dtype, as_array(x), self.a.value, self.b.value)
+        term = contract(contract(x, b, (1,), None), a, (1,), out_sharding)
+        return y + (self.scale * term).astype(y.dtype)
+
     def merged(self) -> Any:
-        """Returns the layer with the term added to its kernel."""
-        kernel, terms = self.body.kernel, _Terms.of(self.body)
+        """Returns the layer with the terms added to its kernels."""
+        layer = self.body
+        for name in _kernels_of(layer):
+            several = isinstance(self.body, MoE)
+            a, b = (self.a[name], self.b[name]) if several else (self.a, self.b)
+            total = self._sum(getattr(self.body, name), a, b)
+            layer = select(layer).at_keypaths((name,)).set(total)
+        return layer
+
+    def _sum(self, kernel: Any, a: Any, b: Any) -> Any:
+        """Returns a kernel with its term added."""
+        terms = _Terms.of(self.body)
         parts = (terms.first.kernel, terms.second.kernel, terms.whole.kernel)
         lead = _unused("".join(parts))[: kernel.ndim - len(terms.whole.kernel)]
         inner, outer, whole = (lead + letters for letters in parts)
         dtype = at_least_float32(kernel.dtype)
-        a, b = self.a.value.astype(dtype), self.b.value.astype(dtype)
+        a, b = a.value.astype(dtype), b.value.astype(dtype)
         term = align(einsum(f"{inner},{outer}->{whole}", a, b), kernel.value)
         total = (kernel.value.astype(dtype) + self.scale * term).astype(kernel.dtype)
-        return select(self.body).at(lambda layer: layer.kernel).set(kernel.replace(total))
+        return kernel.replace(total)
+
+
+def _refuse_own_call(layer: Any, where: str) -> None:
+    """Raises if a subclass computes something else than its base."""
+    # The term is added to what the base computes: such a layer would not equal its merged one.
+    own = [name for name in ("__call__", "attend") if _is_own(type(layer), name)]
+    if own:
+        raise SelectionError(
+            f"{where} is a {type(layer).__name__}, whose {own[0]} is its own, so shardax does not "
+            f"know what a low-rank term of its kernel adds. Make it a Module that calls the layer, "
+            f"or leave it out: selection.where(...)."
+        )
+
+
+def _is_own(cls: type, name: str) -> bool:
+    """Whether a method is defined outside shardax's layers."""
+    definer = next((each for each in cls.__mro__ if name in vars(each)), None)
+    return definer is not None and not definer.__module__.startswith("shardax.nn.")
+
+
+def _kernels_of(layer: Any) -> tuple[str, ...]:
+    """Names of the kernels of a layer that adapters are for."""
+    if isinstance(layer, MoE):
+        return ("gate", "up", "down")
+    return ("embedding",) if isinstance(layer, Embed) else ("kernel",)
 
 
 class _Terms(NamedTuple):
@@ -233,10 +302,17 @@ class _Terms(NamedTuple):
     sizes: tuple[int, ...]  # of the kernel of one layer, where they are known
 
     @classmethod
-    def of(cls, layer: Linear | Einsum | ConvBase) -> Self:
+    def of(cls, layer: Adaptable) -> Self:
         sizes: tuple[int, ...] = ()
         if isinstance(layer, Einsum):
             whole = layer.equation
+        elif isinstance(layer, MoE):
+            whole = Equation("etd", "edh", "eth", ellipsis=False)
+            count, features = map(_as_tuple, (layer.router.out_features, layer.router.in_features))
+            sizes = (*count, *features, layer.gate.shape[-1])
+        elif isinstance(layer, Embed):  # a product of one-hot vectors
+            whole = Equation("v", "vf", "f", ellipsis=True)
+            sizes = (layer.num_embeddings, layer.features)
         elif isinstance(layer, ConvBase):  # a product of the input's windows
             letters = string.ascii_letters[: len(layer.kernel_size) + 2]
             whole = Equation(letters[:-1], letters, letters[-1], ellipsis=True)
@@ -268,9 +344,10 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     """Adds low-rank adapters to linear layers.
 
     Args:
-        selection: What holds the layers: each ``Linear``, ``Einsum`` and convolution in it is
-            adapted, with kernels of any rank, and those of a ``Stack``, with an adapter for each of
-            its layers.
+        selection: What holds the layers: each ``Linear``, ``Einsum``, convolution and ``MoE`` in it
+            is adapted, with kernels of any rank, and those of a ``Stack``, with an adapter for each
+            of its layers. Of a ``MoE`` those are the kernels of the experts; its router stays as
+            it is unless it is selected itself, and so does an ``Embed``.
         rank: Rank of the adapters.
         scale: Factor of what they add.
         rngs: Random streams; ``params`` is used. None: ``Rngs(0)``.
@@ -281,7 +358,8 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
         their kernels; ``sx.shard`` lays them out.
 
     Raises:
-        SelectionError: If a layer has an adapter already.
+        SelectionError: If a layer has an adapter already, or is of a subclass with a call of its
+            own.
         EmptySelectionError: If there is no such layer.
 
     Example:
@@ -294,20 +372,25 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
         >>> bool((adapted(x) == model(x)).all())
         True
     """
-    linears = _checked("lora", selection).at_instances_of((Linear, Einsum, ConvBase))
+    given = _checked("lora", selection)
+    named = set(given.get_by_path())
+    linears = given.at_instances_of(Adaptable).where(
+        lambda path, layer: path in named or not isinstance(layer, Embed)
+    )
     adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
     streams = rngs or Rngs(0)
 
     def adapt(path: Path, layer: Any) -> LoRA:
+        _refuse_own_call(layer, format_path(path))
         if id(layer) in adapted:
             raise SelectionError(
                 f"{format_path(path[:-1])} has an adapter already. Merge it first, "
                 f"sx.surgery.merge_lora(model), or leave the layer out: selection.where(...)."
             )
-        expected = _Terms.of(layer).sizes
-        if expected and layer.kernel.shape[-len(expected) :] != expected:
+        expected, kernel = _Terms.of(layer).sizes, getattr(layer, _kernels_of(layer)[0])
+        if expected and kernel.shape[-len(expected) :] != expected:
             raise SelectionError(
-                f"{format_path(path)} has a kernel of shape {layer.kernel.shape}, which does not "
+                f"{format_path(path)} has a kernel of shape {kernel.shape}, which does not "
                 f"end with {expected}: its layers were mapped over another axis than the first. "
                 f"Map them with out_axes=0, or adapt a layer before it is mapped."
             )

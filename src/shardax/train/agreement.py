@@ -26,9 +26,9 @@ from shardax import distributed
 from shardax._core.init.lazy import LazyValue, Recipe
 from shardax.distributed import processes
 from shardax.partition.specs import abstract
-from shardax.train import prefetch
 from shardax.train.checkpoint_format import contents_of
-from shardax.train.data import WholeBatches
+from shardax.train.data import prefetch
+from shardax.train.data.batches import WholeBatches
 from shardax.train.errors import TrainerError
 
 _PACKAGES = ("shardax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")

@@ -43,12 +43,13 @@ from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
 from shardax.partition.specs import shardings
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
-from shardax.train import agreement, prefetch, trackers
+from shardax.train import agreement, trackers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
+from shardax.train.data import prefetch
 from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import JsonlLog, read_jsonl
 from shardax.train.optimizer import Optimizer

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from html import escape
 from typing import Any
@@ -39,8 +40,8 @@ def show(value: Any) -> None:
         )
     """
     if in_notebook():
-        from IPython.display import display  # pyright: ignore[reportMissingImports] (it is running)
-
+        # It is running, and no requirement of this package.
+        display = importlib.import_module("IPython.display").display
         display({"text/html": html_fragment(value), "text/plain": repr(value)}, raw=True)
     else:
         print(to_text(value))  # noqa: T201 (printing is the purpose)

@@ -165,6 +165,9 @@ class ParameterTable:
     def _repr_html_(self) -> str:
         return self.html()
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __str__(self) -> str:
         lines = [*columns(self.cells(), right=[6, 7]), self.totals()]
         if self.modules:

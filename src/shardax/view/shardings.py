@@ -350,6 +350,9 @@ class ShardingView:
     def _repr_html_(self) -> str:
         return self.html()
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __str__(self) -> str:
         if self.single:
             return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"

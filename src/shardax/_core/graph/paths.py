@@ -8,6 +8,7 @@ hashable). Its text form is what a user would type after the model: ``("layers",
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -53,3 +54,8 @@ class PathKey(NamedTuple):
         return format_path(self.path)
 
     __repr__ = __str__
+
+
+def line_of(value: Any) -> str:
+    """Returns the repr of a value in one line, without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+(?=>)", "", re.sub(r"\s*\n\s*", " ", repr(value)))

@@ -30,7 +30,7 @@ from shardax._core.state.split_merge import iter_variables
 from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
-from shardax.train.data import Rows, Rowwise
+from shardax.train.data.batches import Rows, Rowwise
 from shardax.train.errors import PrefetchError, TrainerError
 
 BATCH_AXES = ("batch", "seq")

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataPositionError, WindowError
-from shardax.train.text import TextPart, hash64, permute
 
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ class TrainBatches:
         WindowError: No segment is long enough for a window, or the sizes are out of range.
 
     Example:
-        >>> from shardax.train.text import ByteText
+        >>> from shardax.train.data.text import ByteText
         >>> train, held_out = ByteText.from_bytes(b"the quick brown fox " * 500).split(0.1)
         >>> batches = TrainBatches(train, batch_size=4, seq_len=16)
         >>> {name: (array.shape, str(array.dtype)) for name, array in next(batches).items()}
@@ -268,7 +268,7 @@ class EvalBatches:
         WindowError: The part has no two consecutive bytes, or the sizes are out of range.
 
     Example:
-        >>> from shardax.train.text import ByteText
+        >>> from shardax.train.data.text import ByteText
         >>> batches = EvalBatches(ByteText.from_bytes(b"abcdef").whole, batch_size=2, seq_len=3)
         >>> [batch["mask"].tolist() for batch in batches]
         [[[True, True, True], [True, True, False]]]
