@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -329,8 +330,10 @@ class Trainer:
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
             ModuleNotFoundError: If orbax-checkpoint is missing.
         """
-        # Without it the first checkpoint would fail, after many steps.
-        import orbax.checkpoint  # noqa: F401
+        # Without it the first checkpoint would fail, after many steps. Importing it takes as long
+        # as the first step, so that is left to the first checkpoint.
+        if importlib.util.find_spec("orbax") is None or "orbax.checkpoint" in sys.modules:
+            import orbax.checkpoint  # noqa: F401
 
         agreement.check_mesh(self.mesh)
         steps = self._open_checkpoints().all_steps()
