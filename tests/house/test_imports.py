@@ -191,7 +191,7 @@ def test_an_import_that_goes_up_is_seen_wherever_it_hides(write_source) -> None:
 def test_packages_on_one_floor_may_not_import_one_another() -> None:
     assert not goes_down("view", "plan")
     assert goes_down("view", "view")
-    assert goes_down("view", "train")
+    assert goes_down("train", "plan")
 
 
 def test_module_level_is_told_from_functions_and_type_checking(write_source) -> None:

@@ -80,7 +80,7 @@ def test_throughput_is_named_by_what_it_counts(
     throughput = Throughput()
     for _ in range(3):
         throughput.count(batch, jnp.zeros(()))
-    assert throughput._counted == 2 * number  # pyright: ignore[reportPrivateUsage]
+    assert throughput._counted == 2 * number
 
 
 FLOPS = 3 * 2 * BATCH * SEQ * 16 * 256  # the head's product, and two for its gradients

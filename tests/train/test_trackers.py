@@ -144,3 +144,30 @@ def test_a_tracker_that_fails_stops_the_run_and_the_others_are_closed(tmp_path: 
     assert [each.closed for each in trackers] == [1, 1]
     assert [record["step"] for record in trackers[0].records] == [1]
     assert sx.train.read_jsonl(trainer.log_path)[0]["step"] == 1
+
+
+def test_the_pages_tracker_for_weights_and_biases_works_with_the_real_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="needs Weights & Biases: install shardax[test]")
+    page = Path(__file__).parents[2] / "docs/training.md"
+    code = next(
+        block for block in page.read_text().split("```python") if "class WandbTracker" in block
+    )
+    names: dict[str, Any] = {}
+    exec(code.partition("```")[0], names)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged: list[Any] = []
+    tracker = names["WandbTracker"](project="shardax", id="run-1", dir=str(tmp_path))
+    close = tracker.close
+
+    def look_and_close() -> None:
+        logged.extend((dict(tracker.run.summary), tracker.run.step))
+        close()
+
+    tracker.close = look_and_close
+    trainer = make_trainer(tmp_path / "run", 3, log_every=1, layout={"trackers": (tracker,)})
+    trainer.run(display=Quiet())
+    assert logged[0]["loss"] == pytest.approx(read_jsonl(trainer.log_path)[-2]["loss"])
+    assert logged[1] == 3 and any(tmp_path.glob("wandb/offline-run-*/*.wandb"))

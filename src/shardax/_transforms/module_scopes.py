@@ -27,10 +27,8 @@ _within: contextvars.ContextVar[Path] = contextvars.ContextVar("shardax_scope_wi
 
 @contextlib.contextmanager
 def module_scopes(tree: Any) -> Iterator[None]:
-    """Makes Modules open scopes named by their paths while a function is traced.
-
-    Names are relative to the Module in whose method another is called: ``layers[0]/attn/q``.
-    """
+    """Makes Modules open scopes named by their paths."""
+    # Relative to that of the Module in whose method another is called: layers[0]/attn/q.
     changed = [(module, type(module)) for path, module in iter_modules(tree) if path]
     places = {id(module): path for path, module in iter_modules(tree)}
     for module, kind in changed:
@@ -46,7 +44,7 @@ def module_scopes(tree: Any) -> Iterator[None]:
 
 
 def set_scope(module: Module, name: str) -> None:
-    """Makes the methods of one Module open a scope of a fixed name, for good."""
+    """Makes the methods of a Module open a scope, for good."""
     setattr(module, _PLACE, name)
     object.__setattr__(module, "__class__", scoped(type(module)))
 

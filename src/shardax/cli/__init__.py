@@ -98,14 +98,17 @@ def _run(words: list[str]) -> int:
         print(f"\n{_MISSING.format(error.name, _EXTRAS['tyro'])}", flush=True)
         return 0
 
-    from shardax.cli.check import Check
     from shardax.cli.inputs import check_words
-    from shardax.cli.launch import Launch
-    from shardax.cli.plan import Diff, Explain, PlanCommand
-    from shardax.cli.runs import Sample, Show, Verify
     from shardax.cli.train import Train
 
     check_words(words)
+    if words[:1] == ["train"]:  # without importing what the other commands need
+        return _finished(_parsed(Train, words[1:], "shardax train"))
+    from shardax.cli.check import Check
+    from shardax.cli.launch import Launch
+    from shardax.cli.plan import Diff, Explain, PlanCommand
+    from shardax.cli.runs import Sample, Show, Verify
+
     after: tuple[str, ...] = ()
     if words[:1] == ["launch"] and "--" in words:
         place = words.index("--")
@@ -135,6 +138,10 @@ def _run(words: list[str]) -> int:
         # Here, so that the mistakes of the command that is launched are told once.
         launched = _parsed(Train, after[1:], "shardax train") if after[:1] == ("train",) else None
         command = dataclasses.replace(command, words=after, launched=launched)
+    return _finished(command)
+
+
+def _finished(command: Any) -> int:
     status = command.run()
     sys.stdout.flush()
     return status

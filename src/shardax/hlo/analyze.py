@@ -466,6 +466,12 @@ def model_flops(program: hlo.Program) -> ModelFlops:
         program: One that is only lowered: ``parse(lowered.as_text("hlo", debug_info=True))``. What
             ``shard_map`` runs on each device counts for each.
 
+    Returns:
+        Operations of matrix products and convolutions by dtype, and warnings of what is uncounted.
+
+    Raises:
+        HloReadError: If the text is of a version of XLA that is not known.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from shardax.hlo import parse
@@ -476,19 +482,19 @@ def model_flops(program: hlo.Program) -> ModelFlops:
     """
     runs = count_executions(program, own_flops)
     copies, warnings = _copies(program), [*runs.warnings, *_uncounted(program, runs)]
-    by_dtype: Counter[str] = Counter()
+    by_dtype: dict[str, float] = {}
     for name, count in runs.counts.items():
         inside = program.computations[name]
         for each in inside.instructions:
             own = own_flops(inside, each)
             if own and _RECOMPUTED not in each.op_name:
                 dtype = inside.operands(each)[0].shapes[0].dtype
-                by_dtype[dtype] += count * copies.get(name, 1) * own
-    return ModelFlops(dict(by_dtype), tuple(warnings))
+                by_dtype[dtype] = by_dtype.get(dtype, 0.0) + count * copies.get(name, 1) * own
+    return ModelFlops(by_dtype, tuple(warnings))
 
 
 _RECOMPUTED = "rematted_computation"
-_TO_LOCAL = "xla.sdy.GlobalToLocalShape"
+_MANUAL_BODY = "xla.sdy.manual_computation_body"
 _MESH_AXIS = re.compile(r'"([^"]+)"=(\d+)')
 _QUOTED = re.compile(r'"([^"]+)"')
 
@@ -499,16 +505,15 @@ def _copies(program: hlo.Program) -> dict[str, int]:
     found: dict[str, int] = {}
     for computation in program.computations.values():
         for each in computation.instructions:
-            operands = computation.operands(each) if each.opcode == "call" else ()
-            entering = [operand for operand in operands if operand.call_target == _TO_LOCAL]
-            if not entering:
+            bodies = [name for name in called(each) if name.startswith(_MANUAL_BODY)]
+            if each.opcode != "call" or not bodies:
                 continue
-            manual = entering[0].attributes.partition("manual_axes{")[2].partition("}")[0]
+            manual = _manual_axes(computation, each)
             axes = _QUOTED.findall(manual.replace("\\", ""))
             if absent := [axis for axis in axes if axis not in sizes]:
                 raise _unread(each, f"the size of the mesh axis {absent[0]!r} is not known")
             copies = math.prod(sizes[axis] for axis in axes)
-            waiting, seen = list(called(each)), set[str]()
+            waiting, seen = bodies, set[str]()
             while waiting:
                 if (name := waiting.pop()) in seen:
                     continue
@@ -517,6 +522,17 @@ def _copies(program: hlo.Program) -> dict[str, int]:
                 inside = program.computations[name]
                 waiting += [callee for e in inside.instructions for callee in called(e)]
     return found
+
+
+def _manual_axes(computation: hlo.Computation, each: hlo.Instruction) -> str:
+    """The axes of a ``shard_map``, by an instruction beside the call."""
+    beside = [*computation.operands(each), *computation.users.get(each.name, ())]
+    beside += [before for near in beside for before in computation.operands(near)]
+    beside += [after for near in beside for after in computation.users.get(near.name, ())]
+    for near in beside:
+        if "manual_axes{" in near.attributes:
+            return near.attributes.partition("manual_axes{")[2].partition("}")[0]
+    raise _unread(each, "it does not say over which mesh axes it runs")
 
 
 def _uncounted(program: hlo.Program, runs: ExecutionCounts) -> list[str]:

@@ -207,7 +207,7 @@ class LoRA(LayerWrapper):
         return a, make(terms.second.kernel, drawn(terms.second) if looked_up else zeros)
 
     def __call__(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> jax.Array:
-        """Maps an input as the layer does (``mask`` for a MoE), and adds the term."""
+        """Maps an input as the layer does, and adds the term."""
         if isinstance(self.body, MoE):
             pairs = {name: (self.a[name].value, self.b[name].value) for name in self.a}
             return self.body._routed(x, mask, out_sharding, pairs, self.scale)

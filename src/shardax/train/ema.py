@@ -111,7 +111,7 @@ class EMA(Module):
 class _MovingAverage(NamedTuple):
     """Transformation whose gradients are the values to average."""
 
-    decay: Any
+    decay: Any  # a number, or a function of the number of updates
 
     def init(self, params: Any) -> Any:
         """Returns the number of updates, where the decay depends on it."""
@@ -119,7 +119,8 @@ class _MovingAverage(NamedTuple):
 
     def update(self, values: Any, count: Any, params: Any) -> tuple[Any, Any]:
         """Returns the steps from the averages towards values, and the count."""
-        share = 1 - (self.decay(count) if callable(self.decay) else self.decay)
+        decay: Any = self.decay(count) if callable(self.decay) else self.decay
+        share = 1 - decay
 
         def step(value: Any, average: Any) -> Any:
             way = jnp.asarray(value, average.dtype) - average

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the records of a run go: its log, TensorBoard, or what a user writes.
+"""Where records of a run go: a log, TensorBoard, other trackers.
 
 The log has one JSON object per line. A line counts once its newline is written; the torn line of a
 killed process is ignored by readers and cut off by the next writer. To resume at step k cuts off
@@ -108,7 +108,7 @@ class JsonlLog:
             raise
 
     def resume(self, step: int) -> None:
-        """Drops the records past a step, and opens the log again if it is closed.
+        """Drops the records past a step; opens a closed log again.
 
         Args:
             step: The last step to keep; -1 drops all steps.
@@ -211,7 +211,7 @@ class TensorBoardLog:
         self._packages()
 
     def resume(self, step: int) -> None:
-        """Begins a new event file, and makes TensorBoard drop what is past a step.
+        """Begins a new event file; TensorBoard drops what is past a step.
 
         Args:
             step: The last step to keep; -1 drops all steps.
@@ -245,7 +245,7 @@ class TensorBoardLog:
         self._writer().add_event(self._event(step=step, summary=summaries.Summary(value=values)))
 
     def close(self) -> None:
-        """Waits until everything is on disk, and closes; a later record begins a new file."""
+        """Waits until all is on disk; a later record begins a file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -284,8 +284,7 @@ class Trackers(contextlib.ExitStack):
         self.all: list[Any] = [JsonlLog(path, resume_step=step)]
         self.callback(self.all[0].close)
         for tracker in others:
-            if hasattr(tracker, "resume"):
-                tracker.resume(step)
+            getattr(tracker, "resume", lambda step: None)(step)
             self.callback(tracker.close)
             self.all.append(tracker)
 

@@ -108,7 +108,7 @@ class RunFolder:
 
 
 def settings_of(model: Any, optimizer: Any, ema: Any = None) -> dict[str, str]:
-    """Returns the static values of a model, its optimizer and its EMA, by path."""
+    """Returns static values of model, optimizer and EMA, by path."""
     found = {} if ema is None else dict(_texts(ema.average.tx, ".ema", ()))
     for path, module in iter_modules({"model": model, "optimizer": optimizer}):
         for name, value in vars(module).items():
@@ -201,7 +201,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
         yield f".default[{position}]", value
     for name, value in (function.__kwdefaults__ or {}).items():
         yield f".{name}", value
-    if function.__module__.partition(".")[0] in _LIBRARIES:
+    if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
         return
     kinds = (int, float, complex)
     yield ".numbers", sorted(repr(each) for each in code.co_consts if type(each) in kinds)

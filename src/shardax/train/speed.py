@@ -22,6 +22,7 @@ import numpy as np
 from shardax.train.errors import TrainerError
 
 THROUGHPUTS = ("tokens_per_second", "images_per_second", "rows_per_second")
+_KEY_HAS_NAMES = "jax_compilation_cache_include_metadata_in_key"
 
 
 # --- Throughput ---
@@ -59,7 +60,7 @@ class Throughput:
                 self._since += time.perf_counter() - started
 
     def numbers(self) -> dict[str, float]:
-        """Returns throughput and utilization by name; empty if no step was counted since."""
+        """Returns throughput and utilization by name, if steps were counted."""
         if self._since is None or self._steps == 0:
             return {}
         seconds = max(time.perf_counter() - self._since, 1e-9)
@@ -72,8 +73,8 @@ class Throughput:
 
 def counted(batch: Any) -> tuple[str, int]:
     """Returns what a batch holds, in the plural, and how many."""
-    named = batch if isinstance(batch, Mapping) else {}
-    targets = named.get("targets", named.get("inputs"))
+    named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+    targets: Any = named.get("targets", named.get("inputs", 0.0))
     if np.ndim(targets) >= 2 and np.issubdtype(np.dtype(targets.dtype), np.integer):
         return "tokens", int(targets.size)
     leaves = jax.tree.leaves(batch)
@@ -93,15 +94,21 @@ def throughput_text(numbers: Mapping[str, float]) -> str | None:
 
 
 def utilization_of(step: Any, devices: Any, peak: float | None) -> tuple[float | None, str]:
-    """Returns the seconds of a step at the devices' peak, or why they are not known."""
+    """Returns the seconds of a step at the peak, or why not."""
     # ``step`` lowers the train step; where no peak is known it is not called.
+    if peak is None and devices[0].platform == "cpu":
+        return None, ""
     from shardax.hlo import model_flops, parse
+    from shardax.hlo.program import HloReadError
     from shardax.plan.hardware.hardware import hardware_of
 
     found = hardware_of(devices[0])
     if peak is None and found is None:
         return None, ""
-    flops = model_flops(parse(step().as_text("hlo", debug_info=True)))
+    try:
+        flops = model_flops(parse(step().as_text("hlo", debug_info=True)))
+    except HloReadError as error:
+        return None, f"MFU is not logged: {error}"
     if flops.uncounted:
         return None, f"MFU is not logged: {' '.join(flops.uncounted)}"
     seconds = sum(
@@ -158,10 +165,10 @@ class Profile:
 
     def __enter__(self) -> Self:
         # JAX's compilation cache may have the step without the names of scopes.
-        self._before = jax.config.jax_compilation_cache_include_metadata_in_key
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        self._before = getattr(jax.config, _KEY_HAS_NAMES)
+        jax.config.update(_KEY_HAS_NAMES, True)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", self._before)
+        jax.config.update(_KEY_HAS_NAMES, self._before)
         self.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -311,7 +312,7 @@ class Trainer:
 
     @property
     def evaluated(self) -> Any:
-        """The model that held-out data is evaluated with: the EMA's, if there is one."""
+        """The model for held-out data: the EMA's, if there is one."""
         return self.model if self.ema is None else self.ema.model
 
     def check(self, *, resume: bool = False, fallback: bool = True, override: bool = False) -> None:
@@ -334,8 +335,10 @@ class Trainer:
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
             ModuleNotFoundError: If orbax-checkpoint is missing.
         """
-        # Without it the first checkpoint would fail, after many steps.
-        import orbax.checkpoint  # noqa: F401
+        # Without it the first checkpoint would fail, after many steps. Importing it takes as long
+        # as the first step, so that is left to the first checkpoint.
+        if importlib.util.find_spec("orbax") is None or "orbax.checkpoint" in sys.modules:
+            import orbax.checkpoint  # noqa: F401
 
         agreement.check_mesh(self.mesh)
         steps = self._open_checkpoints().all_steps()
@@ -552,17 +555,16 @@ class Trainer:
             self._tell_retraces(run)
         if is_first and distributed.is_main():
             with run.throughput.paused():
+                step: Any = self.train_step
                 devices = jax.devices()[:1] if self.mesh is None else [*self.mesh.devices.flat]
                 run.throughput.ideal, why = utilization_of(
-                    lambda: self.train_step.lower(*self.trained, batch),
-                    devices,
-                    self.settings.peak_flops,
+                    lambda: step.lower(*self.trained, batch), devices, self.settings.peak_flops
                 )
                 if why:
                     run.shown.note(why)
 
     def _tell_retraces(self, run: _Run) -> None:
-        """Says why a step was compiled again, once for each of the two steps."""
+        """Says why a step was compiled again, once for each."""
         for retrace in run.retraces:
             name = retrace.function.rpartition(".")[2]
             if retrace.function.startswith("Trainer.") and name not in run.told:

@@ -281,7 +281,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 def hardware_of(device: Any) -> Hardware | None:
-    """Returns the hardware of a device of JAX; None if it is not known."""
+    """Returns the hardware of a JAX device, if it is known."""
     kind = str(device.device_kind)
     for found in HARDWARE.values():
         if found.kind == "tpu" and kind in _tpu_kinds(found):

@@ -117,8 +117,8 @@ class TrainBatches:
         self._room = predicted - windows * seq_len
         if self.windows_per_epoch == 0:
             raise WindowError(
-                f"No window of seq_len + 1 = {seq_len + 1} {part.text.unit} fits: the longest segment of "
-                f"{part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a longer text, "
+                f"No window of seq_len + 1 = {seq_len + 1} {part.text.unit} fits: the longest "
+                f"segment of {part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a longer text, "
                 "or a larger block_bytes in text.split()."
             )
 
@@ -299,8 +299,8 @@ class EvalBatches:
         lengths = np.minimum(seq_len, predicted[segments] - within * seq_len)
         if starts.size == 0:
             raise WindowError(
-                f"There is nothing to predict: {part!r} has no two consecutive {part.text.unit}. Hold out "
-                "more text, or use a larger block_bytes in text.split()."
+                f"There is nothing to predict: {part!r} has no two consecutive {part.text.unit}. "
+                "Hold out more text, or use a larger block_bytes in text.split()."
             )
         if max_batches is not None and starts.size > max_batches * batch_size:
             wanted = max_batches * batch_size

@@ -326,7 +326,8 @@ class TextPart:
         return int((self.ends - self.starts).sum())
 
     def __repr__(self) -> str:
-        return f"TextPart({len(self):,} {self.text.unit} in {self.starts.size} segments of {self.text!r})"
+        size = f"{len(self):,} {self.text.unit}"
+        return f"TextPart({size} in {self.starts.size} segments of {self.text!r})"
 
 
 def open_text(
