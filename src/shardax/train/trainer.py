@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -118,8 +118,8 @@ class TrainBatches:
         if self.windows_per_epoch == 0:
             raise WindowError(
                 f"No window of seq_len + 1 = {seq_len + 1} {part.text.unit} fits: the longest "
-                f"segment of {part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a longer text, "
-                "or a larger block_bytes in text.split()."
+                f"segment of {part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a "
+                "longer text, or larger blocks in text.split()."
             )
 
     @property
@@ -300,7 +300,7 @@ class EvalBatches:
         if starts.size == 0:
             raise WindowError(
                 f"There is nothing to predict: {part!r} has no two consecutive {part.text.unit}. "
-                "Hold out more text, or use a larger block_bytes in text.split()."
+                "Hold out more text, or use larger blocks in text.split()."
             )
         if max_batches is not None and starts.size > max_batches * batch_size:
             wanted = max_batches * batch_size

@@ -65,7 +65,7 @@ class TokenFile(Tokens):
         (7, [1, 2, 3, 0, 4, 5, 0])
         >>> train, held_out = TokenFile(path).split(0.5, block=2)
         >>> len(train), len(held_out)
-        (3, 4)
+        (4, 3)
     """
 
     data: npt.NDArray[Any]
