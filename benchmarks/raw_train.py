@@ -22,7 +22,9 @@ import raw_decoder as raw
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 BATCH, LENGTH, STEPS = 16, 64, 1
-CONFIG = raw.Config(vocab=256, layers=2, embed=64, heads=4, kv_heads=4, head_dim=16, mlp=256, tied=True)
+CONFIG = raw.Config(
+    vocab=256, layers=2, embed=64, heads=4, kv_heads=4, head_dim=16, mlp=256, tied=True
+)
 RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 
 

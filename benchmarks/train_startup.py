@@ -40,7 +40,12 @@ def command(opponent: str, out: Path, mesh: str, devices: int | None) -> list[st
     more = [] if devices is None else ["--devices", str(devices)]
     where = ["--text", str(TEXT), "--out", str(out), *more]
     if opponent == "raw jax":
-        return [sys.executable, str(HERE / "raw_train.py"), *where, *(["--mesh", mesh] * bool(mesh))]
+        return [
+            sys.executable,
+            str(HERE / "raw_train.py"),
+            *where,
+            *(["--mesh", mesh] * bool(mesh)),
+        ]
     sizes = mesh.split(",")
     named = ["--mesh", f"data={sizes[0]},model={sizes[1]}"] if mesh else []
     run = ["train", "--preset", "tiny", "--steps", "1"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardax.host.files import write_whole
+from shardax._files import write_whole
 
 
 @pytest.mark.parametrize(

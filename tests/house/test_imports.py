@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("partition",),
     ("random",),
     ("numpy",),
-    ("config", "_terminal"),
+    ("config", "_terminal", "_files"),
     ("nn",),
     ("bridge",),
     ("named",),

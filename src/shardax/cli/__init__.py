@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import gc
 import io
 import os
 import re
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     status = 1
     try:
+        if arguments is None:  # the process is this command
+            _import_train()
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     except BrokenPipeError:  # whoever read our output, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -85,6 +88,14 @@ def _is_one_of_several() -> bool:
 
 def _show_warning(message: Warning | str, *rest: Any, **named: Any) -> None:
     print(f"shardax: {message}", file=sys.stderr)
+
+
+def _import_train() -> None:
+    """Imports what all commands need, and keeps it out of garbage collections."""
+    # What is imported stays; looking at it again and again takes as long as a step.
+    with contextlib.suppress(ImportError):  # said where it is needed
+        import shardax.cli.train  # noqa: F401
+    gc.freeze()
 
 
 def _run(words: list[str]) -> int:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -29,7 +29,9 @@ from shardax.models import DecoderConfig
 from shardax.partition.errors import RulesError, did_you_mean
 from shardax.partition.inventory import TreeInventory
 from shardax.partition.rules import Rules
-from shardax.plan.rules_file import NamedRules, parse_rules
+
+if TYPE_CHECKING:
+    from shardax.plan.rules_file import NamedRules
 
 
 class CommandError(ShardaxError, ValueError):
@@ -152,6 +154,8 @@ def load_model(text: str) -> Any:
 
 def load_rules(text: str) -> NamedRules:
     """Reads rules from a target, a JSON or a TOML file."""
+    from shardax.plan.rules_file import NamedRules
+
     file, toml, name = text.partition(".toml")
     if not toml or name[:1] not in ("", ":"):
         found = load_target(text) if is_target(text) else _read(text, json.loads)
@@ -179,6 +183,8 @@ def load_rules(text: str) -> NamedRules:
 
 def load_layouts(file: str) -> tuple[NamedRules, ...]:
     """Reads all layouts of a TOML file."""
+    from shardax.plan.rules_file import parse_rules
+
     try:
         return parse_rules(_read(file, str), file, Path(file).stem)
     except RulesError as error:

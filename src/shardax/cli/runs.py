@@ -22,6 +22,7 @@ import tyro
 from shardax import models, nn, partition, surgery, train, view
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import OptState
+from shardax._files import write_whole
 from shardax._select.selection import select
 from shardax.cli.inputs import (
     CommandError,
@@ -32,11 +33,9 @@ from shardax.cli.inputs import (
     parse_mesh,
     use_devices,
 )
-from shardax.host.files import write_whole
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.rules import Rules
-from shardax.plan.rules_file import entry_from_data
 from shardax.train.checkpoint_files import read_description, verify
 from shardax.train.errors import CheckpointDamagedError, LogError
 from shardax.train.run_folder import differences, settings_of
@@ -77,6 +76,8 @@ class RunSettings:
         """The rules that lay the model out."""
         if self.rules is None:
             return DECODER_RULES
+        from shardax.plan.rules_file import entry_from_data
+
         return entry_from_data(self.rules, RUN_FILE, "rules", "rules").rules
 
     @property

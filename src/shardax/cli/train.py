@@ -24,7 +24,6 @@ from shardax.cli import inputs
 from shardax.cli.runs import RunSettings, TextCodec, read_settings, write_settings
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.mesh import mesh_text
-from shardax.plan.rules_file import entry_to_data
 from shardax.train.errors import TextNotFoundError, TextSourceError
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
@@ -156,7 +155,7 @@ class Train:
             zero=self.zero,
             source=_absolute(self.source),
             lora=self.lora,
-            rules=None if given is None else entry_to_data(replace(given, mesh=None)),
+            rules=None if given is None else _as_data(given),
             **sizes,
         )
 
@@ -329,6 +328,13 @@ def _copy_text_files(source: Path, folder: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and not (folder / file.name).exists():  # config.json is its own
                 shutil.copyfile(file, folder / file.name)
+
+
+def _as_data(given: Any) -> dict[str, Any]:
+    """Returns rules as they are kept in the run's folder."""
+    from shardax.plan.rules_file import entry_to_data
+
+    return entry_to_data(replace(given, mesh=None))
 
 
 def _absolute(source: str | None) -> str | None:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardax._files import write_whole
 from shardax.hlo.collectives import Collective
-from shardax.host.files import write_whole
 from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import Rules

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardax.host.files import write_whole
+from shardax._files import write_whole
 from shardax.partition.errors import RulesError, did_you_mean
 from shardax.partition.rules import UNCONSTRAINED, Rules
 from shardax.plan.records import Layout

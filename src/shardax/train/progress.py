@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any, Self, TextIO
 
 import jax
-from jax.experimental import multihost_utils
 
 from shardax._terminal import ProgressBar, is_live
 
@@ -39,6 +38,8 @@ class StopRequest:
     def reached(self) -> bool:
         """Whether to stop now; processes ask equally often and stop together."""
         if self._several and self.signal is None:
+            from jax.experimental import multihost_utils
+
             self._questions += 1
             if multihost_utils.reached_preemption_sync_point(self._questions):
                 self.signal = signal.SIGTERM

@@ -68,22 +68,24 @@ def gradient_norm(gradients: Any) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
-def learning_rate_of(optimizer: Any) -> float | None:
-    """Returns the last learning rate; None if there is not one."""
+def learning_rate_of(optimizer: Any, count: Any) -> dict[str, Any]:
+    """Returns the rate of an update by its name; empty if not one."""
+    # In the compiled step, after the update: ``count`` is the number of updates before it. A
+    # schedule that is evaluated on the host is a dozen small programs.
     injected = [
-        variable
+        variable.value
         for path, variable in iter_variables(optimizer.opt_state)
         if path[-2:] == ("hyperparams", "learning_rate")
     ]
-    if injected:
-        return float(np.asarray(injected[0].value)) if len(injected) == 1 else None
-    found = _rates(optimizer.tx.update)
-    if len(found) != 1:
-        return None
-    rate: Any = found[0]
-    if callable(rate):
-        rate = rate(np.int32(max(int(np.asarray(optimizer.step.value)) - 1, 0)))
-    return -float(rate) if np.ndim(rate) == 0 else None
+    rates = injected or _rates(optimizer.tx.update)
+    if len(rates) != 1:
+        return {}
+    rate: Any = rates[0] if injected else -_at(rates[0], count)
+    return {"learning_rate": jnp.asarray(rate, jnp.float32)} if np.ndim(rate) == 0 else {}
+
+
+def _at(rate: Any, count: Any) -> Any:
+    return jnp.asarray(rate(count)) if callable(rate) else rate
 
 
 def _rates(update: Any) -> list[Any]:

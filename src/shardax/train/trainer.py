@@ -290,13 +290,15 @@ class Trainer:
             model, optimizer, *averages, batch = args
             with prefetch.in_device_memory(args[:-1]), scopes(model):
                 (value, metrics), gradients = gradient(model, batch)
+                count = optimizer.step.value
                 with jax.named_scope("optimizer"):
                     optimizer.update(gradients)
                     for ema in averages:
                         ema.update(model)
                 numbers = {name: jnp.mean(each) for name, each in metrics.items()}
-                norm = step_numbers.gradient_norm(gradients)
-            return value, {"grad_norm": norm, **numbers}
+                numbers["grad_norm"] = step_numbers.gradient_norm(gradients)
+                numbers |= step_numbers.learning_rate_of(optimizer, count)
+            return value, numbers
 
         donated = tuple(range(len(self.trained)))
         if self.mesh is None:
@@ -336,10 +338,10 @@ class Trainer:
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
             ModuleNotFoundError: If orbax-checkpoint is missing.
         """
-        # Without it the first checkpoint would fail, after many steps. Importing it takes as long
-        # as the first step, so that is left to the first checkpoint.
-        if importlib.util.find_spec("orbax") is None or "orbax.checkpoint" in sys.modules:
-            import orbax.checkpoint  # noqa: F401
+        # Without it the first checkpoint would fail, after many steps. It is imported then: that
+        # takes as long as the first step.
+        if importlib.util.find_spec("orbax.checkpoint") is None:
+            raise ModuleNotFoundError("No module named 'orbax.checkpoint'", name="orbax.checkpoint")
 
         agreement.check_mesh(self.mesh)
         steps = self._open_checkpoints().all_steps()
@@ -579,9 +581,8 @@ class Trainer:
     def _numbers(self, run: _Run) -> dict[str, Any]:
         """Returns what is logged with a loss."""
         known = {name: float(each) for name, each in jax.device_get(run.numbers).items()}
-        rate, memory = step_numbers.learning_rate_of(self.optimizer), step_numbers.device_memory()
-        more = {"learning_rate": rate, "memory": memory}
-        return known | {name: each for name, each in more.items() if each is not None}
+        memory = step_numbers.device_memory()
+        return known if memory is None else known | {"memory": memory}
 
     def _finish(self, run: _Run) -> RunResult:
         stop, loss, eval_loss = run.stop, math.nan, None

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from shardax.host.files import write_whole
+from shardax._files import write_whole
 from shardax.view.parameter_table import ParameterTable
 
 _FRAGMENT = """

@@ -28,7 +28,6 @@ from shardax.partition.context import rules_over
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract
-from shardax.view.operations import module_operations
 
 
 @dataclass(frozen=True)
@@ -242,6 +241,8 @@ def table(
             meshes += [] if struct.sharding is None else [struct.sharding.mesh]
     modules: list[ModuleRow] = []
     if inputs is not None:
+        from shardax.view.operations import module_operations
+
         flops = module_operations(tree, inputs, call, found, known_rules)
         sizes: Counter[Path] = Counter()
         nbytes: Counter[Path] = Counter()

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from shardax.host.files import write_whole
+from shardax._files import write_whole
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler
 from shardax.plan.errors import PlanInputError
 
