@@ -61,7 +61,8 @@ def torch_distributed() -> Any:
     pytest.importorskip("torch", reason="install shardax[data]")
     from torch.utils.data import DistributedSampler
 
-    sampler: Any = DistributedSampler(ROWS, num_replicas=2, rank=1, seed=2)  # type: ignore[arg-type]
+    dataset: Any = ROWS
+    sampler: Any = DistributedSampler(dataset, num_replicas=2, rank=1, seed=2)
     return torch_loader(sampler=sampler)
 
 
@@ -109,8 +110,8 @@ def content(batch: Any) -> str:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_goes_on_with_the_very_batches_that_followed(name: str):
-    source = required(SOURCES[name](), resumable=True)
-    assert isinstance(source, Positioned)
+    source: Any = required(SOURCES[name](), resumable=True)
+    assert isinstance(required(source, resumable=True), Positioned)
     texts, states = [], [json.dumps(saved_position(source, source.state()))]
     for _, batch in zip(range(14), source, strict=False):
         texts.append(content(batch))

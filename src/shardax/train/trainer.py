@@ -16,7 +16,6 @@ import contextlib
 import functools
 import importlib.util
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardax.train.data.batches import Arrays, Rows, check_size, is_count, row_numbers
-from shardax.train.data.sources import Positioned, host_batch, with_position
+from shardax.train.data.sources import Positioned, go_on_without_end, host_batch, with_position
 from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataPositionError, WindowError
 
@@ -105,8 +105,7 @@ class PackedBatches:
                     "position to resume at. Give a list of arrays, or what has state() and "
                     "restore(), such as an iterator of grain or an IterableDataset of datasets."
                 )
-            if hasattr(self._order, "endless"):
-                self._order.endless = True
+            go_on_without_end(self._order)
         self._before = self._position()  # of the document that is next
 
     def _position(self) -> Any:
@@ -273,7 +272,7 @@ class _Order:
         return self.documents[place]
 
     def fingerprint(self, tokens_of: Any) -> str:
-        """Returns a hash of their number and of some of them, or raises."""
+        """Returns a hash of their number and some, or raises."""
         count = len(self.documents)
         picked = sorted({index * (count - 1) // (_SAMPLES - 1) for index in range(_SAMPLES)})
         sampled = [tokens_of(self.documents[index]) for index in picked]

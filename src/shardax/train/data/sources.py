@@ -73,6 +73,8 @@ class Held:
     """Base of what wraps a source, and has its position."""
 
     batches: Any
+    state: Any  # there if the source has a position
+    restore: Any
 
     def hold(self, batches: Any) -> None:
         """Takes the source, and its position if it has one."""
@@ -88,8 +90,7 @@ def require_position(source: Any, resumable: bool) -> Any:
     """Returns the source as ``Positioned``, or raises TrainerError."""
     found = with_position(source)
     inner = found.batches if isinstance(found, Held) else found
-    if isinstance(inner, _StateDict):
-        inner.endless = True
+    go_on_without_end(inner)
     if isinstance(found, Positioned):
         return found
     if not isinstance(inner, Iterable):
@@ -115,6 +116,12 @@ def require_position(source: Any, resumable: bool) -> Any:
             "Give them these two methods; state() may return None."
         )
     return _Unpositioned(found)
+
+
+def go_on_without_end(source: Any) -> None:
+    """Lets a data loader or dataset begin its next epoch by itself."""
+    if isinstance(source, _StateDict):
+        source.endless = True
 
 
 def is_resumable(source: Any) -> bool:
@@ -220,11 +227,10 @@ class _GetState(_Adapted):
 
 
 class _StateDict(_Adapted):
-    """An iterable that has the position of its latest iterator.
+    """An iterable that has the position of its latest iterator."""
 
-    With ``endless`` what has ended begins its next epoch, which samplers and datasets are told.
-    """
-
+    # With ``endless`` what has ended begins its next epoch, which samplers and datasets are told.
+    #
     # Beside the state of the iterable the position has the epoch, which samplers do not save, and
     # the states of random generators that several epochs draw from: an iterator that is made to be
     # restored draws from them too. Where the iterable's state lacks what a shuffle buffer holds,

@@ -45,14 +45,14 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 _BUILD_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
-class Tokens:
+class TokenData:
     """Base of sequences of tokens that windows are drawn from."""
 
     data: npt.NDArray[Any]
     name: str
     unit: ClassVar[str]  # what a token is called, for people
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identity of the tokens."""
         raise NotImplementedError
@@ -97,7 +97,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ByteText(Tokens):
+class ByteText(TokenData):
     """A text as bytes.
 
     Make one with ``from_bytes``, ``from_file``, ``from_folder``, ``standard_library`` or
@@ -293,7 +293,7 @@ class TextPart:
         ([b'one', b'three'], 8)
     """
 
-    text: Tokens
+    text: TokenData
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardax.train.data.text import TextPart, Tokens
+from shardax.train.data.text import TextPart, TokenData
 from shardax.train.errors import TextNotFoundError, TextSourceError
 
 _DTYPES = ("uint8", "uint16", "uint32", "int32")
@@ -31,7 +31,7 @@ _WRITTEN = 1 << 20  # tokens that are converted at a time
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenFile(Tokens):
+class TokenFile(TokenData):
     """A memory-mapped file of token ids.
 
     Its parts are given to ``TrainBatches`` and ``EvalBatches``, as those of a ``ByteText``; windows
@@ -164,12 +164,12 @@ class TokenFile(Tokens):
                 raise TextSourceError(f"There are no tokens to write to {str(path)!r}.")
             if path.suffix == ".npy":
                 _as_npy(unfinished, kind, count)
+                os.replace(unfinished, path)
             else:
                 raw = np.asarray(np.memmap(unfinished, kind, "r"))
                 described = {"dtype": kind.name, "tokens": count, "fingerprint": _fingerprint(raw)}
                 _beside(path).unlink(missing_ok=True)
-            os.replace(unfinished, path)
-            if path.suffix != ".npy":
+                os.replace(unfinished, path)
                 _beside(path).write_text(json.dumps(described))
         finally:
             unfinished.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ class TokenFile(Tokens):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of dtype, length, and 64 blocks of 64 KiB, as 32 hex digits."""
+        """Hash of dtype, length and samples, as 32 hex digits."""
         return _fingerprint(self.data)
 
     def split(
