@@ -104,8 +104,8 @@ def require_position(source: Any, resumable: bool) -> Any:
         if _has(inner, "to_iterable_dataset"):
             ways = "Give dataset.to_iterable_dataset().batch(batch_size), which has one;"
         raise TrainerError(
-            f"The batches ({type(inner).__name__}) have no position, no state() and restore(), so "
-            f"the run could not be resumed. {ways} {anew}"
+            f"The batches ({type(inner).__name__}) have no state() and restore(), and no other "
+            f"position, so the run could not be resumed. {ways} {anew}"
         )
     if isinstance(found, Held):
         found.hold(_Unpositioned(inner))
