@@ -13,8 +13,7 @@ import pytest
 from tests.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
-from shardax.train.data.sources import Positioned, decoded, encoded, go_to, saved_position
-from shardax.train.data.sources import require_position as required
+from shardax.train.data.sources import Positioned, adapted, decoded, encoded, go_to, saved_position
 
 # Of torchdata 0.11 over newer versions of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -110,15 +109,15 @@ def content(batch: Any) -> str:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_goes_on_with_the_very_batches_that_followed(name: str):
-    source: Any = required(SOURCES[name](), resumable=True)
-    assert isinstance(required(source, resumable=True), Positioned)
+    source: Any = adapted(SOURCES[name](), resumable=True)
+    assert isinstance(adapted(source, resumable=True), Positioned)
     texts, states = [], [json.dumps(saved_position(source, source.state()))]
     for _, batch in zip(range(14), source, strict=False):
         texts.append(content(batch))
         states.append(json.dumps(saved_position(source, source.state())))
     assert len(texts) == 14, "three epochs of 22 rows, or half as many"
     for taken in (0, 1, 5, 6, 7, 12):
-        again = required(SOURCES[name](), resumable=True)
+        again = adapted(SOURCES[name](), resumable=True)
         go_to(again, json.loads(states[taken]))
         go_to(again, json.loads(states[taken]))  # once more changes nothing
         assert json.dumps(saved_position(again, again.state())) == states[taken]
@@ -155,15 +154,15 @@ class Batches:
 def test_what_has_no_position_is_refused_or_starts_anew_and_says_so(tmp_path: Path):
     datasets = pytest.importorskip("datasets", reason="install shardax[data]")
     with pytest.raises(sx.errors.TrainerError, match="resumable=False") as refused:
-        make_trainer(tmp_path, 1, batches=Batches())
+        make_trainer(tmp_path, 1, batches=Batches()).check()
     assert all(
         each in str(refused.value)
         for each in ("state() and restore()", "grain", "StatefulDataLoader", "Batches")
     )
     with pytest.raises(sx.errors.TrainerError, match=r"dataset\.to_iterable_dataset\(\)\.batch"):
-        make_trainer(tmp_path, 1, batches=datasets.Dataset.from_list(ROWS))
+        make_trainer(tmp_path, 1, batches=datasets.Dataset.from_list(ROWS)).check()
     with pytest.raises(sx.errors.TrainerError, match="int, which cannot be iterated over"):
-        make_trainer(tmp_path, 1, batches=3, resumable=False)
+        make_trainer(tmp_path, 1, batches=3, resumable=False).check()
 
     seen: list[int] = []
 
@@ -213,16 +212,16 @@ def test_a_position_comes_back_from_json_as_what_it_was(state: Any):
 
 
 def test_a_position_that_does_not_fit_is_refused_and_changes_nothing():
-    source = required(SOURCES["datasets"](), resumable=True)
-    other = required(SOURCES["torchdata"](), resumable=True)
-    shuffled = required(SOURCES["datasets, shuffled"](), resumable=True)
+    source = adapted(SOURCES["datasets"](), resumable=True)
+    other = adapted(SOURCES["torchdata"](), resumable=True)
+    shuffled = adapted(SOURCES["datasets, shuffled"](), resumable=True)
     first = [content(next(each)) for each in (source, other, shuffled)]
     for each, state in ((source, shuffled.state()), (shuffled, source.state()), (other, 3)):
         with pytest.raises(sx.errors.DataPositionError, match="cannot be continued with this"):
             each.restore(state)
     assert [content(next(each)) for each in (source, other, shuffled)] != first
     for each, builder in ((source, "datasets"), (other, "torchdata")):
-        plain = required(SOURCES[builder](), resumable=True)
+        plain = adapted(SOURCES[builder](), resumable=True)
         assert [content(next(plain)) for _ in range(3)][2] == content(next(each))
     with pytest.raises(sx.errors.TrainerError, match="holds a object, which cannot be written"):
         encoded({"x": object()}, "a source")

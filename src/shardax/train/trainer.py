@@ -228,7 +228,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
-        self.batches = sources.require_position(batches, resumable)
+        self.batches = sources.adapted(batches, resumable)
         self.held_out = held_out
         self.settings = settings
         self.directory = Path(directory)
@@ -343,6 +343,7 @@ class Trainer:
             raise ModuleNotFoundError("No module named 'orbax.checkpoint'", name="orbax.checkpoint")
 
         agreement.check_mesh(self.mesh)
+        sources.require_position(self.batches)
         steps = self._open_checkpoints().all_steps()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
         if resume:

@@ -86,36 +86,37 @@ class Held:
                 setattr(self, name, getattr(batches, name))
 
 
-def require_position(source: Any, resumable: bool) -> Any:
-    """Returns the source as ``Positioned``, or raises TrainerError."""
+def adapted(source: Any, resumable: bool) -> Any:
+    """Returns the batches of a run, with a position if possible."""
     found = with_position(source)
     inner = found.batches if isinstance(found, Held) else found
     go_on_without_end(inner)
-    if isinstance(found, Positioned):
+    if resumable or isinstance(found, Positioned) or not isinstance(inner, Iterable):
         return found
+    if isinstance(found, Held):
+        found.hold(_Unpositioned(inner))
+        return found
+    return found if hasattr(found, "by_rows") else _Unpositioned(found)
+
+
+def require_position(source: Any) -> None:
+    """Raises TrainerError unless batches have a position, or need none."""
+    if isinstance(source, Positioned):
+        return
+    inner = source.batches if isinstance(source, Held) else source
     if not isinstance(inner, Iterable):
         raise TrainerError(
             f"The batches are a {type(inner).__name__}, which cannot be iterated over. Give an "
             "iterable of batches, such as TrainBatches."
         )
-    if resumable:
-        anew = "or Trainer(..., resumable=False), which starts the data anew when a run is resumed."
-        ways = f"Give batches with {_WAYS};"
-        if _has(inner, "to_iterable_dataset"):
-            ways = "Give dataset.to_iterable_dataset().batch(batch_size), which has one;"
-        raise TrainerError(
-            f"The batches ({type(inner).__name__}) have no state() and restore(), and no other "
-            f"position, so the run could not be resumed. {ways} {anew}"
-        )
-    if isinstance(found, Held):
-        found.hold(_Unpositioned(inner))
-        return found
-    if hasattr(found, "by_rows"):
-        raise TrainerError(
-            f"The batches ({type(found).__name__}) have by_rows(), but no state() and restore(). "
-            "Give them these two methods; state() may return None."
-        )
-    return _Unpositioned(found)
+    ways = f"Give batches with {_WAYS};"
+    if _has(inner, "to_iterable_dataset"):
+        ways = "Give dataset.to_iterable_dataset().batch(batch_size), which has one;"
+    raise TrainerError(
+        f"The batches ({type(inner).__name__}) have no state() and restore(), and no other "
+        f"position, so the run could not be resumed. {ways} or Trainer(..., resumable=False), "
+        "which starts the data anew when a run is resumed."
+    )
 
 
 def go_on_without_end(source: Any) -> None:
