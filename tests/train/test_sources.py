@@ -13,7 +13,15 @@ import pytest
 from tests.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
-from shardax.train.data.sources import Positioned, adapted, decoded, encoded, go_to, saved_position
+from shardax.train.data.sources import (
+    Positioned,
+    adapted,
+    decoded,
+    encoded,
+    go_to,
+    host_batch,
+    saved_position,
+)
 
 # Of torchdata 0.11 over newer versions of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -143,6 +151,15 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(name: str, tmp_path: Pa
     assert state_of(run("halves", 9, resume=True)) == state_of(whole)
 
 
+def test_held_out_data_of_a_data_loader_is_read_anew_by_each_evaluation(tmp_path: Path):
+    held_out = torch_loader()
+    numbers = [
+        make_trainer(tmp_path / str(i), 1, held_out=data).run(display=Quiet()).eval_loss
+        for i, data in enumerate((held_out, held_out, list(map(host_batch, torch_loader()))))
+    ]
+    assert numbers == [numbers[0]] * 3
+
+
 class Batches:
     """A fresh iterator of numbered batches at each call, which cannot be sent back."""
 
@@ -216,7 +233,12 @@ def test_a_position_that_does_not_fit_is_refused_and_changes_nothing():
     other = adapted(SOURCES["torchdata"](), resumable=True)
     shuffled = adapted(SOURCES["datasets, shuffled"](), resumable=True)
     first = [content(next(each)) for each in (source, other, shuffled)]
-    for each, state in ((source, shuffled.state()), (shuffled, source.state()), (other, 3)):
+    for each, state in (
+        (source, shuffled.state()),
+        (shuffled, source.state()),
+        (source, other.state()),
+        (other, 3),
+    ):
         with pytest.raises(sx.errors.DataPositionError, match="cannot be continued with this"):
             each.restore(state)
     assert [content(next(each)) for each in (source, other, shuffled)] != first

@@ -15,7 +15,6 @@ needed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -31,7 +30,7 @@ from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.train.data.batches import Rows, Rowwise
-from shardax.train.data.sources import Positioned, with_position
+from shardax.train.data.sources import Positioned, with_position, without_tensors
 from shardax.train.errors import PrefetchError, TrainerError
 
 BATCH_AXES = ("batch", "seq")
@@ -61,6 +60,10 @@ def put_batch(batch: Any, sharding: Any) -> Any:
     if sharding is None:
         return jax.device_put(batch)
     return _put_rows(batch, sharding, None, 0)
+
+
+def _put_host(sharding: Any, batch: Any) -> Any:
+    return put_batch(without_tensors(batch), sharding)
 
 
 def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> Any:
@@ -105,7 +108,7 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
     """Iterates over device batches; each process builds its own rows only."""
     if jax.process_count() == 1:
         # Not a generator, which would stay at its end when the source is sent back.
-        return map(functools.partial(put_batch, sharding=sharding), source)
+        return map(functools.partial(_put_host, sharding), source)
     require_rows(source)
     if sharding is None:
         _require_own_rows(source, None)
@@ -175,7 +178,7 @@ def first_batch(source: Any) -> Any:
             shape = (rows, *shape[1:])
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
-    return None if batch is None else jax.tree.map(struct, batch)
+    return None if batch is None else jax.tree.map(struct, without_tensors(batch))
 
 
 def batch_shardings(

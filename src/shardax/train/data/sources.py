@@ -263,6 +263,7 @@ class _StateDict(_Adapted):
             fresh = None if self._taken else getattr(self.source, "_starting_state_dict", None)
             inner = encoded(fresh or self.source.state_dict(), type(self.source).__name__)
         self._known = {
+            "of": type(self.source).__name__,
             "epoch": self._epoch,
             "taken": self._taken,
             "state": inner,
@@ -270,8 +271,9 @@ class _StateDict(_Adapted):
         }
 
     def restore(self, state: Any) -> None:
-        names = {"epoch", "taken", "state", "generators"}
-        if not isinstance(state, Mapping) or set(state) != names:
+        names = {"of", "epoch", "taken", "state", "generators"}
+        is_own = isinstance(state, Mapping) and set(state) == names
+        if not is_own or state["of"] != type(self.source).__name__:
             raise self._refuse(ValueError(f"{state!r} is no position of it"))
         known = self.state()
         try:
@@ -392,17 +394,23 @@ def host_batch(batch: Any) -> Any:
         return isinstance(leaf, bool | int | float)
 
     def host(leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            try:
-                return np.asarray(leaf)
-            except ValueError as error:
-                raise TrainerError(
-                    "A batch has rows of different lengths. Cut or pad them to one length, or "
-                    "pack documents: train.PackedBatches(documents, ...)."
-                ) from error
-        return _array_of(leaf) if _is_tensor(leaf) else leaf
+        if not isinstance(leaf, list):
+            return leaf
+        try:
+            return np.asarray(leaf)
+        except ValueError as error:
+            raise TrainerError(
+                "A batch has rows of different lengths. Cut or pad them to one length, or pack "
+                "documents: train.PackedBatches(documents, ...)."
+            ) from error
 
-    return jax.tree.map(host, batch, is_leaf=lambda x: isinstance(x, list) and is_numbers(x))
+    found = jax.tree.map(host, batch, is_leaf=lambda x: isinstance(x, list) and is_numbers(x))
+    return without_tensors(found)
+
+
+def without_tensors(batch: Any) -> Any:
+    """Returns a batch with NumPy arrays for tensors of PyTorch."""
+    return jax.tree.map(lambda leaf: _array_of(leaf) if _is_tensor(leaf) else leaf, batch)
 
 
 def _is_tensor(value: Any) -> bool:
