@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,34 @@ def test_what_cannot_be_trained_is_said_and_nothing_is_written(
     status = 1 if "cannot" in message or message.startswith((".", "[")) else 2
     assert message in refused(capsys, "train", *given, "--out", str(out), status=status)
     assert not out.exists()
+
+
+def test_timings_tell_where_the_time_to_the_first_step_went(
+    tmp_path: Path, text: Path, capsys: Any
+) -> None:
+    out = str(tmp_path / "run")
+    started = time.monotonic()
+    words = ["train", *SIZES, "--steps", "2", "--text", str(text), "--out", out, "--timings"]
+    assert main(words) == 0
+    took = time.monotonic() - started
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^(\S.*?) {2,}(\d+\.\d\d) s$", printed, re.MULTILINE)
+    assert [name for name, _ in rows] == [
+        "Python, imports, command line",
+        "text, model, checks",
+        "initialise",
+        "trace the step",
+        "lower the step",
+        "compile the step, or load it",
+        "run the step",
+        "the first step is done after",
+    ]
+    *parts, whole = [float(seconds) for _, seconds in rows]
+    # The process is that of the tests, which began before; all else is within the command.
+    assert sum(parts) == pytest.approx(whole, abs=0.01 * len(rows))
+    assert all(parts[3:6]) and sum(parts[1:]) <= took + 0.1
+    assert main(["train", "--resume", "--out", out, "--timings"]) == 0
+    assert "the first step is done after" not in capsys.readouterr().out
 
 
 # --- train --resume -------------------------------------------------------------------------------

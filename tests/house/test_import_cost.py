@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from tests.house.public_api import faces
@@ -36,6 +37,20 @@ import importlib, json, sys
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
 print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+UNTIL_THE_FIRST_STEP = """
+import json, os, sys
+import shardax.cli, shardax.cli.train
+from shardax.train.progress import TrainingProgress
+
+def show(self, *numbers):
+    print(json.dumps(sorted(sys.modules)), file=shown, flush=True)
+    os._exit(0)
+
+TrainingProgress.step = show
+shown, sys.stdout = sys.stdout, sys.stderr  # of which the tables are no part
+shardax.cli.main(["train", "--preset", "tiny", "--steps", "1", *sys.argv[1:]])
 """
 
 CONFIGURE_LATE = """
@@ -70,6 +85,17 @@ def test_no_face_imports_an_optional_package() -> None:
     loaded = printed_by(LOAD_ALL, json.dumps(modules))
     assert "shardax" in loaded
     assert sorted(set(loaded) & set(OPTIONAL)) == []
+
+
+def test_a_training_command_imports_what_comes_after_the_first_step_after_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text").write_text("so it goes. " * 2000)
+    options = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "run")]
+    loaded = set(printed_by(UNTIL_THE_FIRST_STEP, *options))
+    assert {"optax", "tyro", "shardax.train.trainer"} <= loaded
+    later = ["orbax.checkpoint", "rich", "shardax.hlo", "shardax.host", "shardax.plan"]
+    assert sorted(loaded & {*later, "shardax.view.operations"}) == []
 
 
 def test_import_starts_no_backend() -> None:

@@ -10,7 +10,7 @@ import shutil
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
@@ -25,13 +25,15 @@ from shardax.cli.runs import RunSettings, TextCodec, read_settings, write_settin
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.mesh import mesh_text
 from shardax.train.errors import TextNotFoundError, TextSourceError
+from shardax.train.progress import TrainingProgress
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
 _PROMPT_LENGTH = 16  # tokens of the held-out text, which a fine-tuned model continues
 _PICTURED = (".embed.embedding", ".layers[0].mlp.gate.kernel")
 _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or given
 PLACES = ("coordinator", "processes", "process", "verbose_processes")  # of one process
-_MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero", *PLACES)
+_MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero")
+_MAY_DIFFER += ("timings", *PLACES)
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
@@ -89,10 +91,13 @@ class Train:
     process: int | None = None
     # Print in all processes, not only in the first.
     verbose_processes: bool = False
+    # Print where the time went between the start of the process and the end of the first step.
+    timings: bool = False
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
         inputs.check_values(vars(self))
+        timings = _Timings() if self.timings else None
         self._join()
         if self.out.exists() and not self.out.is_dir():
             raise inputs.CommandError(f"--out {self.out}: it is no folder.")
@@ -113,17 +118,23 @@ class Train:
         inputs.use_devices(settings.devices)
         distributed.agree("run.json", settings)
         run = _TrainingRun(settings, self.out)
-        how = {name: getattr(self, name) for name in ("resume", "fallback", "override")}
-        run.trainer.check(**how)
+        how: dict[str, Any] = {
+            name: getattr(self, name) for name in ("resume", "fallback", "override")
+        }
+        checked = dict(how)
+        run.trainer.check(**checked)
         is_main = distributed.is_main()
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.trainer.folder.held())
-            run.trainer.check(**how)  # now that no other process can change it
+            run.trainer.check(**checked)  # now that no other process can change it
             if is_main:
                 write_settings(self.out, settings)
             elif not self.verbose_processes:
                 nowhere = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(nowhere))
+            if timings is not None:
+                timings.prepared()
+                how["display"] = timings.display
             return run.run(**how, verbose_processes=self.verbose_processes)
 
     def _join(self) -> None:
@@ -320,6 +331,76 @@ class _TrainingRun:
             view.show_sharding(variable)
             pictures[f"{path} {variable.axes}"] = view.sharding_svg(variable)
         return pictures
+
+
+class _Timings:
+    """Where the time goes until the end of the first step."""
+
+    # JAX tells how long it traced, lowered and compiled ``train_step``; before that, model and
+    # optimizer are initialised, and after it the step runs.
+
+    _STAGES: ClassVar[dict[str, str]] = {
+        "jaxpr_trace_duration": "trace the step",
+        "jaxpr_to_mlir_module_duration": "lower the step",
+        "backend_compile_duration": "compile the step, or load it",
+    }
+
+    def __init__(self) -> None:
+        self._start = _process_start()
+        self._marks = [("Python, imports, command line", time.time())]
+        self._told = False
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def prepared(self) -> None:
+        """Notes that the run is about to begin."""
+        self._marks.append(("text, model, checks", time.time()))
+
+    def display(self, first: int, total: int) -> TrainingProgress:
+        """Makes the progress display, which tells of the first step."""
+        timings = self
+
+        class Display(TrainingProgress):
+            def step(self, step: int, loss: float | None, speed: str | None) -> None:
+                super().step(step, loss, speed)
+                for line in timings.lines():
+                    self.note(line)
+
+        return Display(first, total)
+
+    def _listen(self, event: str, seconds: float, **details: Any) -> None:
+        stage = self._STAGES.get(event.rpartition("/")[2])
+        of_step = details.get("fun_name") in ("train_step", "jit(train_step)")
+        if stage is None or not of_step or self._told:
+            return
+        now = time.time()
+        if now - seconds > self._marks[-1][1] and self._marks[-1][0] == "text, model, checks":
+            self._marks.append(("initialise", now - seconds))
+        self._marks.append((stage, now))
+
+    def lines(self) -> list[str]:
+        """Returns the table, once."""
+        if self._told:
+            return []
+        self._told = True
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        self._marks.append(("run the step", time.time()))
+        spent: dict[str, float] = {}
+        before = self._start
+        for name, now in self._marks:
+            spent[name] = spent.get(name, 0.0) + now - before
+            before = now
+        spent["the first step is done after"] = before - self._start
+        return ["", *(f"{name:32}{seconds:8.2f} s" for name, seconds in spent.items()), ""]
+
+
+def _process_start() -> float:
+    """When the process started, in seconds since the epoch; on Linux alone exactly."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return time.time() - time.process_time()
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _copy_text_files(source: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ the parameters have at that moment.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from shardax._core.graph.views import named_sharding
 from shardax._core.init.lazy import LazyValue
 from shardax._core.variable import Variable
 from shardax.partition.inventory import dimensions_of_state
+
+_SMALL = 2**20  # bytes
 
 
 class Transformation:
@@ -268,6 +271,11 @@ class StateValue(LazyValue):
         if sharding is None:
             sharding = parameters.sharding_for(leaf)
         if initial.number is not None:
+            if sharding is None and _is_small(leaf) and jax.sharding.get_abstract_mesh().empty:
+                # Sooner than a program for the shape. Not the memory of NumPy, which a step that
+                # donates it could not reuse.
+                filled = np.full(leaf.shape, initial.number, leaf.dtype)
+                return jax.device_put(filled, may_alias=False)
             return _fill_program(leaf.shape, leaf.dtype, sharding)(initial.number)
         arrays = [parameters.array(position) for position in initial.needs]
         if initial.is_copy:
@@ -276,6 +284,10 @@ class StateValue(LazyValue):
         shapes = tuple((tuple(each.shape), each.dtype) for each in peeked)
         key = (parameters.transformation, parameters.treedef, shapes, initial.needs, self.position)
         return _leaf_program(*key, sharding)(*arrays)
+
+
+def _is_small(leaf: StateLeaf) -> bool:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize <= _SMALL
 
 
 @functools.lru_cache(maxsize=4096)

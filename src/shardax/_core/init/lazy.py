@@ -119,12 +119,21 @@ def _fold_all(sources: Sequence[KeySource]) -> list[np.ndarray]:
             words[position] = roots[id(root)]
         if source.folds:
             groups.setdefault((source.impl, len(source.folds)), []).append(position)
+    for (impl, count), positions in groups.items():
+        if str(impl) == "threefry2x32":
+            keys = np.stack([words[position] for position in positions])
+            for step in range(count):
+                data = np.array([sources[i].folds[step] for i in positions], np.uint32)
+                keys = threefry_fold(keys, data)
+            for position, row in zip(positions, keys, strict=True):
+                words[position] = row
     pending = [
         (
             chunk,
             _fold_chunk(impl, count, [words[i] for i in chunk], [sources[i].folds for i in chunk]),
         )
         for (impl, count), positions in groups.items()
+        if str(impl) != "threefry2x32"
         for chunk in (positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK))
     ]
     for chunk, folded in pending:
@@ -132,6 +141,21 @@ def _fold_all(sources: Sequence[KeySource]) -> list[np.ndarray]:
         for position, row in zip(chunk, rows, strict=False):  # the last rows are padding
             words[position] = row
     return words
+
+
+def threefry_fold(keys: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """Folds ``data`` (n,) into keys (n, 2), as ``jax.random.fold_in``."""
+    # Threefry-2x32 with 20 rounds (J. Salmon and others, "Parallel random numbers: as easy as 1, 2,
+    # 3", 2011), on the host: the program for it takes longer to load than the first model to draw.
+    schedule = (keys[:, 0], keys[:, 1], keys[:, 0] ^ keys[:, 1] ^ np.uint32(0x1BD11BDA))
+    left, right = schedule[0].copy(), data.astype(np.uint32) + schedule[1]
+    for group in range(5):
+        for shift in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            left = left + right
+            right = (right << np.uint32(shift) | right >> np.uint32(32 - shift)) ^ left
+        left = left + schedule[(group + 1) % 3]
+        right = right + schedule[(group + 2) % 3] + np.uint32(group + 1)
+    return np.stack([left, right], axis=1)
 
 
 def _fold_chunk(
@@ -308,10 +332,13 @@ def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> Initial
 def compile_together(programs: Iterable[InitializerProgram]) -> None:
     """Compiles programs in parallel, each at most once."""
     pending = [program for program in dict.fromkeys(programs) if not program.compiled]
-    lowered = [program.lower() for program in pending]
-    if len(lowered) > 1:
-        with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda program: program.compile(), lowered))
+    if len(pending) > 1:
+        # The first ones are compiled while the others are traced.
+        with ThreadPoolExecutor(min(len(pending), os.cpu_count() or 1)) as pool:
+            for each in [pool.submit(program.lower().compile) for program in pending]:
+                each.result()
+    elif pending:
+        pending[0].lower()
     for program in pending:
         program.compiled = True
 
