@@ -15,6 +15,7 @@ needed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
