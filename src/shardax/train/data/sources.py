@@ -336,7 +336,8 @@ class _StateDict(_Adapted):
 
 def _loses_examples(dataset: Any) -> bool:
     """Whether a dataset's state lacks what its iterator holds."""
-    # Of ``datasets``: shuffle buffers, and batched functions of tables, which may skip a batch.
+    # Of ``datasets``: shuffle buffers, and, as its documentation says, batched functions of tables;
+    # those of ``batch()`` are exact.
     todo, seen = [getattr(dataset, "_ex_iterable", None)], set[int]()
     while todo:
         each = todo.pop()
@@ -346,7 +347,8 @@ def _loses_examples(dataset: Any) -> bool:
         if type(each).__name__.startswith("BufferShuffled"):
             return True
         is_of_tables = getattr(getattr(each, "formatting", None), "is_table", False)
-        if is_of_tables and getattr(each, "batched", False):
+        given = str(getattr(getattr(each, "function", None), "__module__", ""))
+        if is_of_tables and getattr(each, "batched", False) and not given.startswith("datasets"):
             return True
         todo.append(getattr(each, "ex_iterable", None))
         todo += getattr(each, "ex_iterables", None) or []
