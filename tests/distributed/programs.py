@@ -7,7 +7,9 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -273,6 +275,58 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
     with contextlib.suppress(sx.errors.DistributedError):
         sx.distributed.initialize()  # once more changes nothing
         found["again"] = str(jax.process_count())
+    return found
+
+
+def numbered_rows(count: int = 96) -> list[Any]:
+    """Rows of tokens, of which no two are equal."""
+    tokens = np.random.default_rng(0).integers(0, 256, (count, 17))
+    return [{"inputs": row[:-1], "targets": row[1:]} for row in tokens]
+
+
+def rows_of_this_process(local_rows: int) -> Any:
+    """A dataset of grain that gives each process its own rows, and reads on at another pace."""
+    import grain
+
+    other = sx.distributed.process_index()
+    kept = [row for i, row in enumerate(numbered_rows()) if i % 2 == other]
+    dataset = grain.MapDataset.source(kept).seed(1).shuffle().repeat().to_iter_dataset()
+    return dataset.filter(lambda row: not other or row["inputs"][0] % 3 > 0).batch(local_rows)
+
+
+def local_run(settings: dict[str, Any], folder: Path) -> Any:
+    """Runs over rows of each process: one that dies, or the rest of it and all of another."""
+
+    def trainer(name: str, steps: int, callbacks: Any = (), **options: Any) -> Any:
+        batches = sx.train.LocalBatches(rows_of_this_process(4), batch_size=8)
+        options = {"batches": batches, "mesh": mesh_of({"data": 4, "model": 1})} | options
+        return small_runs.make_trainer(
+            folder / name, steps, callbacks=callbacks, log_every=1, checkpoint_every=2, **options
+        )
+
+    def die(event: sx.train.Event) -> None:
+        if event.kind == "step" and event.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if settings["dies"]:
+        trainer("run", 5, callbacks=(die,)).run()
+    found = []
+    for name, resume in (("run", True), ("whole", False)):
+        own = trainer(name, 5)
+        own.run(resume=resume)
+        found.append(digest_of(own))
+    uneven = sx.train.LocalBatches(
+        rows_of_this_process(2 + 2 * sx.distributed.process_index()), batch_size=8
+    )
+    shared = mesh_of({"data": 2, "model": 2}, transposed=True)  # both hold all rows
+    for attempt in (
+        lambda: sx.train.Prefetch(own.batches, NamedSharding(shared, PartitionSpec("data"))),
+        lambda: trainer("uneven", 2, batches=uneven).run(),
+    ):
+        try:
+            attempt()
+        except sx.errors.ShardaxError as error:
+            found.append(f"{type(error).__name__}: {error}")
     return found
 
 

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches over several processes: by what the devices hold, never by the process's number."""
 
+import signal
 from pathlib import Path
 
-from tests.distributed.processes import run
+import pytest
+
+import shardax as sx
+from shardax.train.checkpoint_files import verify
+from tests.distributed.processes import ends, run, started
+from tests.distributed.programs import rows_of_this_process
+from tests.train.small_runs import Quiet, make_trainer
 
 BATCHES = [
     {"row": list(range(first, first + 8)), "pair": [[row, -row] for row in range(first, first + 8)]}
@@ -28,3 +35,26 @@ def test_each_process_reads_the_rows_of_its_devices_on_any_mesh(tmp_path: Path):
         assert here[4] == BATCHES
         assert "not known which rows of a global batch a list gives" in here[5]
         assert "train.WholeBatches(batches, batch_size=...)" in here[5]
+
+
+def test_rows_of_each_process_go_on_bit_for_bit_after_all_were_killed(tmp_path: Path):
+    pytest.importorskip("grain", reason="install shardax[data]")
+    with started("local_run", {"dies": True}, tmp_path) as running:
+        died = ends(running, tmp_path)
+    assert [each.status for each in died] == [-signal.SIGKILL] * 2, died
+    checkpoints = sx.train.Checkpoints(tmp_path / "run" / "checkpoints")
+    description = verify(checkpoints.path(checkpoints.steps()[-1]))
+    first, second = description["extra"]["data"]["states"]
+    assert first != second, "each process has a position of its own"
+
+    here, there = run("local_run", {"dies": False}, tmp_path)
+    assert here == there
+    resumed, whole, shared, uneven = here
+    assert resumed == whole
+    assert "PrefetchError: LocalBatches need a batch of which each process holds 4" in shared
+    assert "train.WholeBatches" in shared
+    assert "DisagreementError: The 2 processes differ in\n  batch" in uneven
+
+    alone = sx.train.LocalBatches(rows_of_this_process(8), batch_size=8)
+    with pytest.raises(sx.errors.DataPositionError, match=r"saved by 2 process.*Resume with 2"):
+        make_trainer(tmp_path / "run", 9, batches=alone).run(resume=True, display=Quiet())

@@ -76,6 +76,7 @@ def make_trainer(
     layout: Any = None,
     eval: Any = None,
     callbacks: Any = (),
+    resumable: bool = True,
     **settings: Any,
 ) -> sx.train.Trainer:
     """A trainer of a ``Bigram``; over a mesh by ``RULES`` and what else ``layout`` says."""
@@ -95,6 +96,7 @@ def make_trainer(
         rules=RULES,
         eval_metrics=eval,
         callbacks=callbacks,
+        resumable=resumable,
         **({} if layout is None else layout),
     )
 

@@ -18,7 +18,7 @@ from shardax.train.data.batches import (
     TrainBatches,
     WholeBatches,
 )
-from shardax.train.data.prefetch import Positioned
+from shardax.train.data.sources import Positioned
 from shardax.train.data.text import ByteText, TextPart
 from shardax.train.errors import DataPositionError, WindowError
 

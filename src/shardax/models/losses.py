@@ -15,6 +15,7 @@ before the devices sum theirs.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -417,10 +418,14 @@ def next_token_loss(model: Any, batch: Any) -> jax.Array:
         model: Called on the inputs; returns logits of shape (batch, time, vocab).
         batch: A mapping with ``inputs`` and ``targets``, integers of shape (batch, time), the
             targets being the inputs one position on; and optionally ``mask`` of that shape, as for
-            ``cross_entropy``.
+            ``cross_entropy``. ``segment_ids`` and ``positions``, which packed rows have, are given
+            to the model by these names.
 
     Returns:
         The mean loss in nats per token, a float32 scalar.
+
+    Raises:
+        LayerInputError: If the batch has ``segment_ids``, but the model takes none.
 
     Example:
         >>> import shardax as sx
@@ -431,4 +436,23 @@ def next_token_loss(model: Any, batch: Any) -> jax.Array:
         >>> bool(next_token_loss(model, batch) > 0)
         True
     """
-    return cross_entropy(model(batch["inputs"]), batch["targets"], batch.get("mask"))
+    packed = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+    if packed and not _takes(model, packed):
+        name = type(model).__name__
+        raise LayerInputError(
+            f"The batch has {' and '.join(packed)}, but calling a {name} takes none, so it would "
+            "read across documents. Give its __call__ these keyword arguments, or write a loss."
+        )
+    logits = model(batch["inputs"], **packed)
+    return cross_entropy(logits, batch["targets"], batch.get("mask"))
+
+
+def _takes(model: Any, names: Any) -> bool:
+    """Whether a call takes these keywords."""
+    try:
+        found = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(each.kind is each.VAR_KEYWORD for each in found) or set(names) <= {
+        each.name for each in found if each.kind is not each.POSITIONAL_ONLY
+    }

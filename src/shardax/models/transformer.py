@@ -34,6 +34,7 @@ from shardax.nn.attention import (
     MultiHeadAttention,
     Rotation,
     attention_sizes,
+    positions_within,
     rotation,
 )
 from shardax.nn.dropout import Dropout
@@ -406,6 +407,7 @@ class TransformerLayer(Module):
         positions: Any = None,
         local_positions: Any = None,
         mask: Any = None,
+        segment_ids: Any = None,
         cache: Any = None,
     ) -> jax.Array:
         """Runs the layer.
@@ -415,6 +417,7 @@ class TransformerLayer(Module):
             positions: As for attention.
             local_positions: Those of a layer with a window; None for the same.
             mask: As for attention.
+            segment_ids: As for attention, 0 for padding.
             cache: The ``AttentionCache`` of this layer.
 
         Returns:
@@ -423,6 +426,9 @@ class TransformerLayer(Module):
         if self.is_local and local_positions is not None:
             positions = local_positions
         given = {"positions": positions, "mask": mask}
+        if segment_ids is not None:
+            given["segment_ids"] = segment_ids
+            mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
         if cache is not None:
             given["cache"] = cache
         normed = x if self.attn_norm is None else self.attn_norm(x)
@@ -576,6 +582,7 @@ class Transformer(Module):
         positions: Any = None,
         cache: Any = None,
         token_types: Any = None,
+        segment_ids: Any = None,
     ) -> jax.Array:
         """Computes the logits.
 
@@ -587,6 +594,8 @@ class Transformer(Module):
                 token.
             cache: What ``make_cache`` returned, which is written.
             token_types: Integers of the shape of the tokens; None for zeros.
+            segment_ids: Integers of the shape of the tokens, for rows packed of documents: a token
+                reads its segment only, and positions count from its beginning. 0 is padding.
 
         Returns:
             Logits of shape (batch, time, vocab_size), in the compute dtype; of the head
@@ -595,7 +604,8 @@ class Transformer(Module):
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape.
         """
-        return self._logits(self._states(as_array(tokens), mask, positions, cache, token_types))
+        given = (mask, positions, cache, token_types, segment_ids)
+        return self._logits(self._states(as_array(tokens), *given))
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
         """Computes what the head's kernel is applied to.
@@ -650,6 +660,7 @@ class Transformer(Module):
         positions: Any = None,
         cache: Any = None,
         token_types: Any = None,
+        segment_ids: Any = None,
     ) -> jax.Array:
         """Returns what comes out of the layers and the last norm."""
         if self.embed is None:
@@ -657,7 +668,11 @@ class Transformer(Module):
         if tokens.ndim not in (1, 2):
             where = type(self).__name__
             refuse_input(where, "tokens of shape (batch, time) or (time,)", tokens, "")
+        if segment_ids is not None:
+            segment_ids = as_array(segment_ids)
+            positions = positions_within(segment_ids) if positions is None else positions
         given, positions = self._given(tokens, mask, positions, cache)
+        given |= {} if segment_ids is None else {"segment_ids": segment_ids}
         x = self._embed_tokens(tokens, positions, token_types)
         return self._run(x, given, cache)
 

@@ -765,6 +765,13 @@ def _within_segments(x: jax.Array, context: Any, segment_ids: Any, mask: Any) ->
     return same if mask is None else mask & same
 
 
+def positions_within(segment_ids: jax.Array) -> jax.Array:
+    """Returns positions that count from the beginning of each segment."""
+    places = jnp.cumsum(jnp.ones_like(segment_ids, jnp.int32), axis=-1, dtype=jnp.int32) - 1
+    is_first = jnp.diff(segment_ids, axis=-1, prepend=segment_ids[..., :1] - 1) != 0
+    return places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=segment_ids.ndim - 1)
+
+
 def attention_sizes(
     features: int,
     num_heads: int,

@@ -97,7 +97,9 @@ def facts_of(trainer: Any, start: Any) -> dict[str, str]:
         facts |= _initial_values(trained)
     facts["checkpoint"] = f"step {start.step}, {_digest(start.description)}"
     source = trainer.batches
-    facts["batches"] = f"{type(source).__name__} {json.dumps(source.state(), default=repr)}"
+    # Of local batches each process has a position of its own.
+    position = source.batch_size if hasattr(source, "local_rows") else source.state()
+    facts["batches"] = f"{type(source).__name__} {json.dumps(position, default=repr)}"
     facts["batch"] = _batch_text(source)
     if trainer.held_out is not None:
         facts["held-out batch"] = _batch_text(trainer.held_out)
@@ -132,6 +134,8 @@ def _batch_text(source: Any) -> str:
     if restore is not None:
         restore(position)
     # One row, which each process can read; of whole batches all, for each process reads all.
+    if hasattr(source, "local_rows"):
+        return text
     first = iter(source) if isinstance(source, WholeBatches) else source.by_rows(np.arange(1))
     batch = next(iter(first), None)
     text += str(jax.tree.map(lambda leaf: processes.array_text(np.asarray(leaf)), batch))

@@ -44,7 +44,7 @@ from shardax.train.callbacks import Callbacks, Event
 from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
-from shardax.train.data import prefetch
+from shardax.train.data import prefetch, sources
 from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import Trackers, check_trackers, read_jsonl
@@ -149,7 +149,9 @@ class Trainer:
         optimizer: Its ``Optimizer``.
         loss: ``loss(model, batch)``, the mean loss over the batch's targets; or ``(loss,
             metrics)`` with real numbers by name, which go to the log.
-        batches: Endless host batches that can be saved and restored, such as ``TrainBatches``.
+        batches: Endless host batches with a position to save and restore: ``TrainBatches``, or
+            what has ``state()`` and ``restore()``, an iterator of grain, an ``IterableDataset`` of
+            ``datasets``, a ``StatefulDataLoader`` of torchdata, which starts its next epoch itself.
         directory: Where checkpoints and the log go.
         settings: See ``TrainerSettings``.
         held_out: Batches with a ``mask`` for held-out evaluation, such as ``EvalBatches``.
@@ -173,6 +175,8 @@ class Trainer:
             model, and checkpoints have it. Its paths begin with 2.
         profile: First and last step of a trace by ``jax.profiler``, such as ``(10, 13)``, written
             to ``profile`` in the directory; its operations carry paths of Modules.
+        resumable: False takes batches without a position; a resumed run starts them anew and says
+            so.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, shardax as sx
@@ -209,6 +213,7 @@ class Trainer:
         trackers: Sequence[Any] = (),
         ema: EMA | None = None,
         profile: tuple[int, int] | None = None,
+        resumable: bool = True,
     ) -> None:
         given: Any
         for name, given, fits, wanted in (
@@ -223,7 +228,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
-        self.batches = batches
+        self.batches = sources.adapted(batches, resumable)
         self.held_out = held_out
         self.settings = settings
         self.directory = Path(directory)
@@ -338,13 +343,14 @@ class Trainer:
             raise ModuleNotFoundError("No module named 'orbax.checkpoint'", name="orbax.checkpoint")
 
         agreement.check_mesh(self.mesh)
+        sources.require_position(self.batches)
         steps = self._open_checkpoints().all_steps()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
         if resume:
             start = self._find_start(fallback=fallback, override=override, sizes_only=True)
-            if start.description is not None and isinstance(self.batches, prefetch.Positioned):
+            if start.description is not None:
                 position = self.batches.state()
-                self.batches.restore(start.description["extra"]["data"])
+                sources.go_to(self.batches, start.description["extra"]["data"])
                 self.batches.restore(position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
@@ -360,11 +366,6 @@ class Trainer:
 
     def _train_shardings(self) -> Any:
         source = self.batches
-        if not isinstance(source, prefetch.Positioned):
-            raise TrainerError(
-                f"The batches ({type(source).__name__}) have no state() and restore(), so the run "
-                "could not be resumed. Use TrainBatches, or give your iterator these two methods."
-            )
         position = source.state()
         first = prefetch.first_batch(source)
         source.restore(position)
@@ -450,6 +451,8 @@ class Trainer:
                 if start.description is None and self.log_path.exists():
                     shown.note("There is no checkpoint to go on from: starting again at step 0.")
                 self._place(start)
+                if start.description is not None and not sources.is_resumable(self.batches):
+                    shown.note("The batches have no position to go on from: they start anew.")
                 places = self._train_shardings()
                 if several:
                     agreement.compare_programs(self, places)
@@ -686,7 +689,7 @@ class Trainer:
             extra = restore_verified(
                 self.trained, start.path, start.description, self.mesh, self.rules, self.where
             )
-            self.batches.restore(extra["data"])
+            sources.go_to(self.batches, extra["data"])
             self.callbacks.begin(extra.get("callbacks"))
             return
         self.callbacks.begin(None)
@@ -696,7 +699,8 @@ class Trainer:
     def _save(self, run: _Run) -> None:
         _require_finite(run)
         self.folder.check()
-        extra = {"data": run.source.state(), "settings": self.run_settings}
+        position = sources.saved_position(self.batches, run.source.state())
+        extra = {"data": position, "settings": self.run_settings}
         if self.callbacks.given:
             extra["callbacks"] = self.callbacks.states()
         run.checkpoints.pinned = self.callbacks.pinned()

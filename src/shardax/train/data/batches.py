@@ -25,8 +25,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
-from shardax.train.errors import DataPositionError, WindowError
+from shardax.train.errors import DataPositionError, TextSourceError, WindowError
 
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
@@ -116,9 +117,9 @@ class TrainBatches:
         self._room = predicted - windows * seq_len
         if self.windows_per_epoch == 0:
             raise WindowError(
-                f"No window of seq_len + 1 = {seq_len + 1} bytes fits: the longest segment of "
-                f"{part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a longer text, "
-                "or a larger block_bytes in text.split()."
+                f"No window of seq_len + 1 = {seq_len + 1} {part.text.unit} fits: the longest "
+                f"segment of {part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a "
+                "longer text, or larger blocks in text.split()."
             )
 
     @property
@@ -159,7 +160,7 @@ class TrainBatches:
         own = self.state()
         found = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
         step = found.get("step") if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping) or set(found) != set(own) or not _is_count(step):
+        if not isinstance(found, Mapping) or set(found) != set(own) or not is_count(step):
             raise DataPositionError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(own)}, with a "
                 "step of 0 or more; pass what batches.state() returned."
@@ -199,13 +200,13 @@ class TrainBatches:
         """
         if step < 0:
             raise WindowError(f"A step is 0 or more, got {step}.")
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
         starts = np.empty_like(rows)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             starts[here] = self._window_starts(int(epoch), places[here])
-        return _batch(self.part.text.data[starts[:, None] + np.arange(self.seq_len + 1)])
+        return _batch(self.part, starts[:, None] + np.arange(self.seq_len + 1))
 
     def _window_starts(self, epoch: int, places: _Int64Array) -> _Int64Array:
         order_key = int(hash64(self.seed, epoch)[0])
@@ -298,8 +299,8 @@ class EvalBatches:
         lengths = np.minimum(seq_len, predicted[segments] - within * seq_len)
         if starts.size == 0:
             raise WindowError(
-                f"There is nothing to predict: {part!r} has no two consecutive bytes. Hold out "
-                "more text, or use a larger block_bytes in text.split()."
+                f"There is nothing to predict: {part!r} has no two consecutive {part.text.unit}. "
+                "Hold out more text, or use larger blocks in text.split()."
             )
         if max_batches is not None and starts.size > max_batches * batch_size:
             wanted = max_batches * batch_size
@@ -336,7 +337,7 @@ class EvalBatches:
             WindowError: A row is not one of the batch.
         """
         data = self.part.text.data
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         for first in range(0, len(self) * self.batch_size, self.batch_size):
             windows = first + rows
             exists = windows < self._starts.size
@@ -344,7 +345,7 @@ class EvalBatches:
             lengths = np.where(exists, self._lengths[windows], 0)
             mask = np.arange(self.seq_len) < lengths[:, None]
             places = self._starts[windows][:, None] + np.arange(self.seq_len + 1)
-            batch = _batch(data[np.minimum(places, data.size - 1)])
+            batch = _batch(self.part, np.minimum(places, data.size - 1))
             yield {**{name: array * mask for name, array in batch.items()}, "mask": mask}
 
     def __repr__(self) -> str:
@@ -382,7 +383,7 @@ class RowBatches:
     """
 
     def __init__(self, read: Callable[[int, int], Any], *, batch_size: int, name: str = "") -> None:
-        _check_size("batch_size", batch_size)
+        check_size("batch_size", batch_size)
         self.read = read
         self.batch_size = batch_size
         self.name = name
@@ -406,7 +407,7 @@ class RowBatches:
             DataPositionError: It is no position, or of another name or batch size.
         """
         step = state.get("step") if isinstance(state, Mapping) else None
-        if not _is_count(step) or {**self.state(), "step": step} != {**state}:
+        if not is_count(step) or {**self.state(), "step": step} != {**state}:
             raise DataPositionError(
                 f"The saved data position {state!r} cannot be continued with {self!r}. Make it "
                 "with the batch_size and the name that were saved."
@@ -425,7 +426,7 @@ class RowBatches:
         Raises:
             WindowError: A row is not one of the batch, or ``read`` returned another number of rows.
         """
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         while True:
             first = self.step * self.batch_size
@@ -453,15 +454,16 @@ class RowBatches:
         return f"RowBatches(batch_size={self.batch_size}, step={self.step}, name={self.name!r})"
 
 
-class WholeBatches:
+class WholeBatches(Held):
     """Batches of a source that gives whole global batches.
 
     It must give the same in every process. Each builds all rows and places those that its devices
     hold.
 
     Args:
-        batches: An iterable of trees of arrays with ``batch_size`` rows. Its ``state()`` and
-            ``restore()`` are used if it has them.
+        batches: An iterable of trees of arrays with ``batch_size`` rows. Its position
+            is used if it has one: ``state()`` and ``restore()``, or as grain, ``datasets`` and
+            torchdata name them.
         batch_size: Rows per batch, over all processes together.
 
     Raises:
@@ -474,14 +476,9 @@ class WholeBatches:
     """
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
-        _check_size("batch_size", batch_size)
-        self.batches = batches
+        check_size("batch_size", batch_size)
+        self.hold(batches)
         self.batch_size = batch_size
-        # Positioned if the source is. From Python 3.12 isinstance looks for attributes that are
-        # there, not for those that ``__getattr__`` would give.
-        for name in ("state", "restore"):
-            if hasattr(batches, name):
-                setattr(self, name, getattr(batches, name))
 
     def by_rows(self, rows: Rows) -> Iterator[Any]:
         """Iterates over some rows of each batch.
@@ -495,34 +492,111 @@ class WholeBatches:
         Raises:
             WindowError: A row is not one of the batch, or a batch has another number of rows.
         """
-        rows = _row_numbers(rows, self.batch_size)
+        rows = row_numbers(rows, self.batch_size)
         return (jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch) for batch in self)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
-            for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-                if np.shape(leaf)[:1] != (self.batch_size,):
-                    raise WindowError(
-                        f"{jax.tree_util.keystr(path) or 'The batch'} has the shape "
-                        f"{np.shape(leaf)}, but batch_size={self.batch_size} rows were announced. "
-                        "Give all rows of the global batch in every process."
-                    )
+            _check_rows(
+                batch, self.batch_size, "Give all rows of the global batch in every process."
+            )
             yield batch
 
     def __repr__(self) -> str:
         return f"WholeBatches({type(self.batches).__name__}, batch_size={self.batch_size})"
 
 
+class LocalBatches(Held):
+    """Batches of a source that gives each process rows of its own.
+
+    Such as a dataset that is sharded by process. The rows of all processes together are the global
+    batch, which must be split over the processes. A checkpoint has the position of each process; a
+    run is resumed with as many.
+
+    Args:
+        batches: An iterable of trees of arrays with ``local_rows`` rows. Its position is used if it
+            has one, as for ``WholeBatches``.
+        batch_size: Rows per batch, over all processes together.
+
+    Attributes:
+        local_rows: Rows per batch of one process.
+
+    Raises:
+        WindowError: ``batch_size`` is not an integer of 1 or more, or not a multiple of the number
+            of processes.
+
+    Example:
+        >>> batches = LocalBatches([{"x": np.arange(4)}], batch_size=4)
+        >>> batches.local_rows, [batch["x"].tolist() for batch in batches]
+        (4, [[0, 1, 2, 3]])
+    """
+
+    def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
+        check_size("batch_size", batch_size)
+        count = jax.process_count()
+        if batch_size % count:
+            raise WindowError(
+                f"batch_size={batch_size} is the global batch, of which each of {count} processes "
+                f"gives as many rows: use a multiple of {count}."
+            )
+        self.hold(batches)
+        self.batch_size = batch_size
+        self.local_rows = batch_size // count
+
+    def by_rows(self, rows: Rows) -> Iterator[Any]:
+        """Iterates over this process's rows of each batch.
+
+        Args:
+            rows: Numbers of the rows in the global batch that this process holds; as many as it
+                gives.
+
+        Returns:
+            An iterator of batches that hold these rows.
+
+        Raises:
+            WindowError: There are more or fewer rows.
+        """
+        if np.size(rows) != self.local_rows:
+            raise WindowError(
+                f"Each process of LocalBatches(batch_size={self.batch_size}) gives "
+                f"{self.local_rows} rows, but {np.size(rows)} were asked for."
+            )
+        return iter(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            _check_rows(
+                batch,
+                self.local_rows,
+                f"Every process gives {self.local_rows} of the {self.batch_size} rows.",
+            )
+            yield batch
+
+    def __repr__(self) -> str:
+        return f"LocalBatches({type(self.batches).__name__}, batch_size={self.batch_size})"
+
+
+def _check_rows(batch: Any, rows: int, advice: str) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        if np.shape(leaf)[:1] != (rows,):
+            raise WindowError(
+                f"{jax.tree_util.keystr(path) or 'The batch'} has the shape {np.shape(leaf)}, but "
+                f"batch_size={rows} rows were announced. {advice}"
+            )
+
+
 def _joined(*parts: Any) -> Any:
     return np.concatenate(parts)
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer of 0 or more."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _check_size(name: str, size: Any) -> None:
-    if not _is_count(size) or size < 1:
+def check_size(name: str, size: Any) -> None:
+    """Raises WindowError unless a size is an integer of 1 or more."""
+    if not is_count(size) or size < 1:
         raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
 
 
@@ -543,11 +617,11 @@ def _check_sizes(
             f"part is a {type(part).__name__}, but windows are of a TextPart: text.whole, or one "
             "of training, held_out = text.split(0.1)."
         )
-    _check_size("batch_size", batch_size)
-    _check_size("seq_len", seq_len)
+    check_size("batch_size", batch_size)
+    check_size("seq_len", seq_len)
 
 
-def _row_numbers(rows: Any, batch_size: int) -> Rows:
+def row_numbers(rows: Any, batch_size: int) -> Rows:
     """Returns row numbers as an array, or raises WindowError."""
     found: Any = np.arange(batch_size) if rows is None else np.asarray(rows)
     wrong = found.ndim != 1 or found.dtype.kind not in "iu" or found.size == 0
@@ -558,6 +632,16 @@ def _row_numbers(rows: Any, batch_size: int) -> Rows:
     return found.astype(np.int64)
 
 
-def _batch(windows: npt.NDArray[np.uint8]) -> Arrays:
+def _batch(part: TextPart, places: _Int64Array) -> Arrays:
+    """Returns the windows at some places as inputs and targets."""
+    text = part.text
+    windows = text.data[places]
+    limit = min(getattr(text, "vocab_size", None) or 1 << 31, 1 << 31)
+    if limit <= np.iinfo(windows.dtype).max and windows.size and int(windows.max()) >= limit:
+        place = int(places.ravel()[windows.argmax()])
+        raise TextSourceError(
+            f"Token {place} of {text.name} has the id {int(windows.max())}, but ids are from 0 to "
+            f"{limit - 1}. The file is of another vocabulary or dtype, or is damaged."
+        )
     tokens = windows.astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}

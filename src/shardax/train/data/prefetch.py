@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -31,29 +31,12 @@ from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.train.data.batches import Rows, Rowwise
+from shardax.train.data.sources import Positioned, with_position, without_tensors
 from shardax.train.errors import PrefetchError, TrainerError
 
 BATCH_AXES = ("batch", "seq")
 
 _END = object()
-
-
-@runtime_checkable
-class Positioned(Protocol):
-    """Source of batches with a position to save and restore, as ``TrainBatches``.
-
-    Example:
-        >>> isinstance([1, 2], Positioned)
-        False
-    """
-
-    def state(self) -> Any:
-        """Returns the position after the last batch taken."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Goes to a position that ``state()`` gave."""
-        ...
 
 
 def put_batch(batch: Any, sharding: Any) -> Any:
@@ -78,6 +61,10 @@ def put_batch(batch: Any, sharding: Any) -> Any:
     if sharding is None:
         return jax.device_put(batch)
     return _put_rows(batch, sharding, None, 0)
+
+
+def _put_host(sharding: Any, batch: Any) -> Any:
+    return put_batch(without_tensors(batch), sharding)
 
 
 def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> Any:
@@ -122,12 +109,43 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
     """Iterates over device batches; each process builds its own rows only."""
     if jax.process_count() == 1:
         # Not a generator, which would stay at its end when the source is sent back.
-        return map(functools.partial(put_batch, sharding=sharding), source)
+        return map(functools.partial(_put_host, sharding), source)
     require_rows(source)
     if sharding is None:
+        _require_own_rows(source, None)
         return (put_batch(batch, None) for batch in source.by_rows(np.arange(source.batch_size)))
+    _require_own_rows(source, sharding)
     rows = _rows_held(sharding, source.batch_size)
     return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
+
+
+def _require_own_rows(source: Any, sharding: Any) -> None:
+    """Raises PrefetchError unless local batches fit the sharding."""
+    wanted = getattr(source, "local_rows", None)
+    if wanted is None:
+        return
+    for each in jax.tree.leaves(sharding) or [None]:
+        held: dict[int, set[int]] = {}  # rows by process; the same answer in each
+        if isinstance(each, NamedSharding):
+            first = NamedSharding(each.mesh, PartitionSpec(*each.spec[:1]))
+            for device, index in first.devices_indices_map((source.batch_size,)).items():
+                rows = range(*index[0].indices(source.batch_size))
+                held.setdefault(device.process_index, set()).update(rows)
+        if len(held) != jax.process_count() or sum(map(len, held.values())) != source.batch_size:
+            counts = [len(rows) for _, rows in sorted(held.items())]
+            raise PrefetchError(
+                f"LocalBatches need a batch of which each process holds {wanted} rows of its own, "
+                f"but of the {source.batch_size} rows the processes hold {counts or 'all'} by "
+                f"{each}. Split the batch over the processes (a mesh whose 'data' axis spans "
+                "them), or give every process all rows: train.WholeBatches(batches, "
+                "batch_size=...)."
+            )
+        if any(len(rows) != wanted for rows in held.values()):
+            counts = [len(rows) for _, rows in sorted(held.items())]
+            raise PrefetchError(
+                f"LocalBatches give {wanted} rows of each process, but the processes hold {counts} "
+                f"by {each}. Use a mesh with as many devices of each along the batch."
+            )
 
 
 def require_rows(source: Any) -> None:
@@ -136,25 +154,32 @@ def require_rows(source: Any) -> None:
         raise PrefetchError(
             f"There are {jax.process_count()} processes, and it is not known which rows of a "
             f"global batch a {type(source).__name__} gives. If every process gets all of them, use "
-            "train.WholeBatches(batches, batch_size=...); if rows can be read by their numbers, "
+            "train.WholeBatches(batches, batch_size=...); if each gets rows of its own, "
+            "train.LocalBatches(batches, batch_size=...); if rows can be read by their numbers, "
             "train.RowBatches(read, batch_size=...)."
         )
 
 
 def first_batch(source: Any) -> Any:
     """Returns shapes and dtypes of the next global batch, or None."""
-    if isinstance(source, Rowwise):
-        batch = next(iter(source.by_rows(np.arange(1))), None)
-        rows: tuple[int, ...] = (source.batch_size,)
+    rows: Any = None
+    if hasattr(source, "local_rows"):  # of as many rows as there are: the processes compare them
+        batch = next(iter(source.batches), None)
+    elif isinstance(source, Rowwise):
+        batch, rows = next(iter(source.by_rows(np.arange(1))), None), source.batch_size
     else:
-        batch, rows = next(iter(source), None), ()
+        batch = next(iter(source), None)
 
     def struct(leaf: Any) -> Any:
         aval = jax.typeof(leaf)
-        shape = (*rows, *aval.shape[1:]) if rows and aval.shape else aval.shape
+        shape = aval.shape
+        if shape and hasattr(source, "local_rows"):
+            shape = (shape[0] * jax.process_count(), *shape[1:])
+        elif shape and rows is not None:
+            shape = (rows, *shape[1:])
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
-    return None if batch is None else jax.tree.map(struct, batch)
+    return None if batch is None else jax.tree.map(struct, without_tensors(batch))
 
 
 def batch_shardings(
@@ -217,8 +242,9 @@ class Prefetch:
 
     Args:
         batches: Host batches (pytrees of arrays). If it has ``state()`` and ``restore()``, as
-            ``TrainBatches`` has, so has the result. Over several processes it builds the rows that
-            each holds: ``TrainBatches``, ``RowBatches`` or ``WholeBatches``.
+            ``TrainBatches`` has, or a position of grain, ``datasets`` or torchdata, so has the
+            result. Over several processes it builds the rows that
+            each holds: ``TrainBatches``, ``RowBatches``, ``WholeBatches`` or ``LocalBatches``.
         sharding: As for ``put_batch``.
         depth: How many batches to keep ready, 1 or more.
 
@@ -236,9 +262,9 @@ class Prefetch:
     def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
         if not isinstance(depth, int) or depth < 1:
             raise PrefetchError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
-        self._source = batches
+        self._source = with_position(batches)
         self._sharding = sharding
-        self._iterator = placed_batches(batches, sharding)
+        self._iterator = placed_batches(self._source, sharding)
         self._depth = depth
         self._state = self._source_state()
         # Dropped, or at interpreter exit, the executor ends its thread after the current fetch.

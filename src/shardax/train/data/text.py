@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +45,59 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 _BUILD_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
+class TokenData:
+    """Base of sequences of tokens that windows are drawn from."""
+
+    data: npt.NDArray[Any]
+    name: str
+    unit: ClassVar[str]  # what a token is called, for people
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the tokens."""
+        raise NotImplementedError
+
+    @property
+    def whole(self) -> TextPart:
+        """All of it, as one segment."""
+        return TextPart(self, np.array([0]), np.array([len(self)]))
+
+    def split_blocks(
+        self, held_out: float, block: int | None, argument: str
+    ) -> tuple[TextPart, TextPart]:
+        """Cuts into blocks, and holds some of them out."""
+        if not 0 < held_out <= 0.5:
+            raise TextSourceError(
+                f"held_out must be a share above 0 and at most 0.5, got {held_out}. For example "
+                "text.split(held_out=0.05); text.whole is the text without a split."
+            )
+        group_size = round(1 / held_out)
+        if block is None:
+            block = max(1, min(_LARGEST_BLOCK, len(self) // (4 * group_size)))
+        blocks = -(-len(self) // block) if block >= 1 else 0
+        if blocks < group_size:
+            raise TextSourceError(
+                f"Cannot hold out one block in {group_size}: {self.name} has {len(self)} "
+                f"{self.unit}, which is {blocks} blocks of {argument}={block}. Use a longer text, "
+                f"or a {argument} from 1 to {max(1, len(self) // group_size)}."
+            )
+        groups = np.arange(-(-blocks // group_size))
+        chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(np.int64)
+        is_held_out = np.zeros(blocks, dtype=np.bool_)
+        is_held_out[chosen[chosen < blocks]] = True
+        return self._part_of_blocks(~is_held_out, block), self._part_of_blocks(is_held_out, block)
+
+    def _part_of_blocks(self, chosen: npt.NDArray[np.bool_], block: int) -> TextPart:
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        starts, ends = edges[0::2] * block, edges[1::2] * block
+        return TextPart(self, starts, np.minimum(ends, len(self)))
+
+    def __len__(self) -> int:
+        return self.data.size
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class ByteText:
+class ByteText(TokenData):
     """A text as bytes.
 
     Make one with ``from_bytes``, ``from_file``, ``from_folder``, ``standard_library`` or
@@ -63,6 +114,7 @@ class ByteText:
     """
 
     vocab_size: ClassVar[int] = 256
+    unit: ClassVar[str] = "bytes"
 
     data: ByteArray
     name: str
@@ -191,11 +243,6 @@ class ByteText:
                 digest.update(self.data[start : start + _SAMPLE_BYTES].data)
         return digest.hexdigest()[:32]
 
-    @property
-    def whole(self) -> TextPart:
-        """All of the text, as one segment."""
-        return TextPart(self, np.array([0]), np.array([len(self)]))
-
     def split(
         self, held_out: float = 0.05, *, block_bytes: int | None = None
     ) -> tuple[TextPart, TextPart]:
@@ -223,37 +270,7 @@ class ByteText:
             >>> len(train), len(held_out)
             (900, 100)
         """
-        if not 0 < held_out <= 0.5:
-            raise TextSourceError(
-                f"held_out must be a share above 0 and at most 0.5, got {held_out}. For example "
-                "text.split(held_out=0.05); text.whole is the text without a split."
-            )
-        group_size = round(1 / held_out)
-        if block_bytes is None:
-            block_bytes = max(1, min(_LARGEST_BLOCK, len(self) // (4 * group_size)))
-        blocks = -(-len(self) // block_bytes) if block_bytes >= 1 else 0
-        if blocks < group_size:
-            raise TextSourceError(
-                f"Cannot hold out one block in {group_size}: {self.name} has {len(self)} bytes, "
-                f"which is {blocks} blocks of block_bytes={block_bytes}. Use a longer text, or a "
-                f"block_bytes from 1 to {max(1, len(self) // group_size)}."
-            )
-        groups = np.arange(-(-blocks // group_size))
-        chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(np.int64)
-        is_held_out = np.zeros(blocks, dtype=np.bool_)
-        is_held_out[chosen[chosen < blocks]] = True
-        return (
-            self._part_of_blocks(~is_held_out, block_bytes),
-            self._part_of_blocks(is_held_out, block_bytes),
-        )
-
-    def _part_of_blocks(self, chosen: npt.NDArray[np.bool_], block_bytes: int) -> TextPart:
-        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
-        starts, ends = edges[0::2] * block_bytes, edges[1::2] * block_bytes
-        return TextPart(self, starts, np.minimum(ends, len(self)))
-
-    def __len__(self) -> int:
-        return self.data.size
+        return self.split_blocks(held_out, block_bytes, "block_bytes")
 
     def __repr__(self) -> str:
         return f"ByteText({self.name!r}, {len(self):,} bytes)"
@@ -276,7 +293,7 @@ class TextPart:
         ([b'one', b'three'], 8)
     """
 
-    text: ByteText
+    text: TokenData
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
 
@@ -290,11 +307,11 @@ class TextPart:
                 f"{len(self.text)}), got starts={starts.tolist()} and ends={ends.tolist()}."
             )
 
-    def segments(self) -> Iterator[ByteArray]:
+    def segments(self) -> Iterator[npt.NDArray[Any]]:
         """Yields the segments in order.
 
         Yields:
-            uint8 array (bytes,) per segment: a view, nothing is copied.
+            Array (length,) per segment, uint8 of bytes: a view, nothing is copied.
         """
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
             yield self.text.data[start:end]
@@ -309,7 +326,8 @@ class TextPart:
         return int((self.ends - self.starts).sum())
 
     def __repr__(self) -> str:
-        return f"TextPart({len(self):,} bytes in {self.starts.size} segments of {self.text!r})"
+        size = f"{len(self):,} {self.text.unit}"
+        return f"TextPart({size} in {self.starts.size} segments of {self.text!r})"
 
 
 def open_text(

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions of batches that other libraries read.
+
+``Positioned`` is the one protocol of the trainer and of ``Prefetch``; what has its position under
+other names is adapted to it. A position goes into the JSON of a checkpoint, so what JSON does not
+have (bytes, arrays, tuples) is written as text and comes back as what it was.
+
+Over several processes most positions are the same in each. Those of ``LocalBatches`` are not: the
+checkpoint then has one for each process.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax.distributed import processes
+from shardax.train.errors import DataPositionError, TrainerError
+
+_KIND = "__kind__"
+_KEPT = 4  # batches of a source without position: more than a prefetch of the trainer is ahead
+_END = object()
+_WAYS = (
+    "state() and restore() (TrainBatches, RowBatches), get_state() and set_state() (iterators of "
+    "grain), or state_dict() and load_state_dict() (IterableDataset of datasets, "
+    "StatefulDataLoader of torchdata)"
+)
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """Source of batches with a position to save and restore, as ``TrainBatches``.
+
+    Example:
+        >>> isinstance([1, 2], Positioned)
+        False
+    """
+
+    def state(self) -> Any:
+        """Returns the position after the last batch taken."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Goes to a position that ``state()`` gave."""
+        ...
+
+
+def with_position(source: Any) -> Any:
+    """Returns the source as ``Positioned`` if it has a position, else itself."""
+    # Of datasets of grain this opens an iterator: call it once, and keep what it returns.
+    if isinstance(source, Positioned):
+        return source
+    if _has(source, "state_dict", "load_state_dict") and isinstance(source, Iterable):
+        return _StateDict(source)
+    if _has(source, "get_state", "set_state", "__next__"):
+        return _GetState(source)
+    if isinstance(source, Iterable) and type(source).__module__.partition(".")[0] == "grain":
+        iterator: Any = iter(cast(Any, source))
+        if _has(iterator, "get_state", "set_state"):
+            return _GetState(iterator)
+    return source
+
+
+class Held:
+    """Base of what wraps a source, and has its position."""
+
+    batches: Any
+    state: Any  # there if the source has a position
+    restore: Any
+
+    def hold(self, batches: Any) -> None:
+        """Takes the source, and its position if it has one."""
+        self.batches = batches = with_position(batches)
+        # From Python 3.12 isinstance looks for attributes that are there, not for those that
+        # ``__getattr__`` would give.
+        for name in ("state", "restore"):
+            if hasattr(batches, name):
+                setattr(self, name, getattr(batches, name))
+
+
+def adapted(source: Any, resumable: bool) -> Any:
+    """Returns the batches of a run, with a position if possible."""
+    found = with_position(source)
+    inner = found.batches if isinstance(found, Held) else found
+    go_on_without_end(inner)
+    if resumable or isinstance(found, Positioned) or not isinstance(inner, Iterable):
+        return found
+    if isinstance(found, Held):
+        found.hold(_Unpositioned(inner))
+        return found
+    return found if hasattr(found, "by_rows") else _Unpositioned(found)
+
+
+def require_position(source: Any) -> None:
+    """Raises TrainerError unless batches have a position, or need none."""
+    if isinstance(source, Positioned):
+        return
+    inner = source.batches if isinstance(source, Held) else source
+    if not isinstance(inner, Iterable):
+        raise TrainerError(
+            f"The batches are a {type(inner).__name__}, which cannot be iterated over. Give an "
+            "iterable of batches, such as TrainBatches."
+        )
+    ways = f"Give batches with {_WAYS};"
+    if _has(inner, "to_iterable_dataset"):
+        ways = "Give dataset.to_iterable_dataset().batch(batch_size), which has one;"
+    raise TrainerError(
+        f"The batches ({type(inner).__name__}) have no state() and restore(), and no other "
+        f"position, so the run could not be resumed. {ways} or Trainer(..., resumable=False), "
+        "which starts the data anew when a run is resumed."
+    )
+
+
+def go_on_without_end(source: Any) -> None:
+    """Lets a data loader or dataset begin its next epoch by itself."""
+    if isinstance(source, _StateDict):
+        source.endless = True
+
+
+def is_resumable(source: Any) -> bool:
+    """Whether a resumed run goes on in the data."""
+    return not isinstance(source.batches if isinstance(source, Held) else source, _Unpositioned)
+
+
+def _has(source: Any, *names: str) -> bool:
+    return all(callable(getattr(source, name, None)) for name in names)
+
+
+# --- positions in checkpoints ---------------------------------------------------------------------
+
+
+def saved_position(source: Any, state: Any) -> Any:
+    """Returns a position as JSON; every process must call it."""
+    own = _as_json(state, type(source).__name__)
+    if not hasattr(source, "local_rows"):
+        return own
+    texts = [json.dumps(own)]
+    if jax.process_count() > 1:
+        texts = processes.exchange(texts[0], "positions of the data")
+    return {_KIND: "processes", "states": [json.loads(text) for text in texts]}
+
+
+def go_to(source: Any, saved: Any) -> None:
+    """Restores what ``saved_position`` gave, or raises DataPositionError."""
+    if not is_resumable(source):
+        return
+    kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
+    if (kind == "processes") != hasattr(source, "local_rows"):
+        was, now = "LocalBatches", f"a {type(source).__name__}"
+        was, now = (was, now) if kind == "processes" else ("other batches", "LocalBatches")
+        raise DataPositionError(
+            f"The data position was saved of {was}, but the run now has {now}. Give batches of "
+            "the kind that was saved, or start a new run in another directory."
+        )
+    if kind == "processes":
+        states = saved["states"]
+        if len(states) != jax.process_count():
+            raise DataPositionError(
+                f"The data position was saved by {len(states)} process(es), each with rows of its "
+                f"own, but now there are {jax.process_count()}. Resume with {len(states)}. Batches "
+                "whose position holds for any number of processes are TrainBatches, RowBatches "
+                "and WholeBatches."
+            )
+        saved = states[jax.process_index()]
+        kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
+    source.restore(decoded(saved["state"]) if kind == "encoded" else saved)
+
+
+def _as_json(state: Any, of: str) -> Any:
+    """Returns a state itself if JSON keeps it as it is."""
+    try:
+        if json.loads(json.dumps(state)) == state:
+            return state
+    except (TypeError, ValueError):
+        pass
+    return {_KIND: "encoded", "state": encoded(state, of)}
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+class _Adapted:
+    """An iterator whose position has other names."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.source)
+
+    def _refuse(self, error: BaseException) -> DataPositionError:
+        return DataPositionError(
+            f"The saved data position cannot be continued with this {type(self.source).__name__}: "
+            f"{error!r}. Make it as in the run that saved the position."
+        )
+
+
+_REFUSALS = (KeyError, TypeError, ValueError, IndexError, AssertionError, AttributeError)
+
+
+class _GetState(_Adapted):
+    """An iterator with ``get_state`` and ``set_state``."""
+
+    def state(self) -> Any:
+        return encoded(self.source.get_state(), type(self.source).__name__)
+
+    def restore(self, state: Any) -> None:
+        before = copy.deepcopy(self.source.get_state())
+        try:
+            self.source.set_state(decoded(state))
+        except _REFUSALS as error:
+            self.source.set_state(before)
+            raise self._refuse(error) from error
+
+    def __next__(self) -> Any:
+        return host_batch(next(self.source))
+
+
+class _StateDict(_Adapted):
+    """An iterable that has the position of its latest iterator."""
+
+    # With ``endless`` what has ended begins its next epoch, which samplers and datasets are told.
+    #
+    # Beside the state of the iterable the position has the epoch, which samplers do not save, and
+    # the states of random generators that several epochs draw from: an iterator that is made to be
+    # restored draws from them too. Where the iterable's state lacks what a shuffle buffer holds,
+    # the position is that of the epoch's beginning and the number of batches to skip.
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.endless = False
+        self._iterator: Iterator[Any] | None = None
+        parts = [source, *(getattr(source, name, None) for name in ("sampler", "dataset"))]
+        parts.append(getattr(getattr(source, "batch_sampler", None), "sampler", None))
+        self._parts = list({id(each): each for each in parts if each is not None}.values())
+        self._replays = any(_loses_examples(each) for each in self._parts)
+        epochs = (getattr(each, "epoch", None) for each in self._parts)
+        self._epoch = next((each for each in epochs if isinstance(each, int)), 0)
+        self._taken = 0
+        self._before: list[Any] = self._generators()
+        self._known: dict[str, Any] | None = None
+
+    def state(self) -> Any:
+        if self._known is None:
+            self._note()
+        return self._known
+
+    def _note(self) -> None:
+        """Notes the position of now."""
+        inner: Any = None
+        if not self._replays:
+            fresh = None if self._taken else getattr(self.source, "_starting_state_dict", None)
+            inner = encoded(fresh or self.source.state_dict(), type(self.source).__name__)
+        self._known = {
+            "of": type(self.source).__name__,
+            "epoch": self._epoch,
+            "taken": self._taken,
+            "state": inner,
+            "generators": encoded([self._before, self._generators()], "a sampler"),
+        }
+
+    def restore(self, state: Any) -> None:
+        names = {"of", "epoch", "taken", "state", "generators"}
+        is_own = isinstance(state, Mapping) and set(state) == names
+        if not is_own or state["of"] != type(self.source).__name__:
+            raise self._refuse(ValueError(f"{state!r} is no position of it"))
+        known = self.state()
+        try:
+            self._begin(state)
+        except _REFUSALS as error:
+            self._begin(known)
+            raise self._refuse(error) from error
+        self._known = {**state}
+
+    def _begin(self, state: Any) -> None:
+        """Makes an iterator that goes on from a position."""
+        if (state["state"] is None) != self._replays:
+            raise ValueError("only one of the two has a shuffle buffer")
+        before, after = decoded(state["generators"])
+        self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
+        self._tell_epoch()
+        self._set_generators(before)
+        self._before = before
+        self.source.load_state_dict({} if self._replays else decoded(state["state"]))
+        self._iterator = iter(self.source)
+        if self._replays:
+            for _ in range(self._taken):
+                next(self._iterator)
+        self._set_generators(after)
+
+    def _generators(self) -> list[Any]:
+        """Returns the states of all random generators."""
+        return [each.get_state() for each in self._random()]
+
+    def _set_generators(self, states: list[Any]) -> None:
+        for generator, state in zip(self._random(), states, strict=True):
+            generator.set_state(state)
+
+    def _random(self) -> list[Any]:
+        found = (getattr(each, "generator", None) for each in self._parts)
+        unique = {id(each): each for each in found if _has(each, "get_state", "set_state")}
+        return list(unique.values())
+
+    def _tell_epoch(self) -> None:
+        for each in self._parts:
+            if _has(each, "set_epoch"):
+                each.set_epoch(self._epoch)
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self.source)
+        batch = next(self._iterator, _END)
+        if batch is _END and self.endless:
+            self._epoch, self._taken = self._epoch + 1, 0
+            self._tell_epoch()
+            self._before = self._generators()
+            self._iterator = iter(self.source)
+            batch = next(self._iterator, _END)
+        if batch is _END:
+            raise StopIteration
+        self._taken += 1
+        self._note()  # now, as an iterator at its end has another
+        return host_batch(batch)
+
+
+def _loses_examples(dataset: Any) -> bool:
+    """Whether a dataset's state lacks what its iterator holds."""
+    # Of ``datasets``: shuffle buffers, and batched functions of tables, which may skip a batch.
+    todo, seen = [getattr(dataset, "_ex_iterable", None)], set[int]()
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if type(each).__name__.startswith("BufferShuffled"):
+            return True
+        if getattr(each, "batched", False) and getattr(each, "formatting", None) is not None:
+            return True
+        todo.append(getattr(each, "ex_iterable", None))
+        todo += getattr(each, "ex_iterables", None) or []
+    return False
+
+
+class _Unpositioned:
+    """A source without position, that goes back by a few batches only."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._iterator = iter(source)
+        self._kept: collections.deque[Any] = collections.deque(maxlen=_KEPT)
+        self._read = self._step = 0
+
+    def state(self) -> Any:
+        return {"step": self._step, "resumable": False}
+
+    def restore(self, state: Any) -> None:
+        """Goes back as far as batches are kept."""
+        step = state["step"]
+        if not self._read - len(self._kept) <= step <= self._read:
+            raise DataPositionError(f"The batches ({type(self.source).__name__}) have no position.")
+        self._step = step
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self._step == self._read:
+            self._kept.append(host_batch(next(self._iterator)))
+            self._read += 1
+        self._step += 1
+        return self._kept[self._step - self._read - 1]
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def host_batch(batch: Any) -> Any:
+    """Returns a batch with NumPy arrays for tensors and lists of numbers."""
+
+    def is_numbers(leaf: Any) -> bool:
+        while isinstance(leaf, list) and leaf:
+            leaf = leaf[0]
+        return isinstance(leaf, bool | int | float)
+
+    def host(leaf: Any) -> Any:
+        if not isinstance(leaf, list):
+            return leaf
+        try:
+            return np.asarray(leaf)
+        except ValueError as error:
+            raise TrainerError(
+                "A batch has rows of different lengths. Cut or pad them to one length, or pack "
+                "documents: train.PackedBatches(documents, ...)."
+            ) from error
+
+    found = jax.tree.map(host, batch, is_leaf=lambda x: isinstance(x, list) and is_numbers(x))
+    return without_tensors(found)
+
+
+def without_tensors(batch: Any) -> Any:
+    """Returns a batch with NumPy arrays for tensors of PyTorch."""
+    return jax.tree.map(lambda leaf: _array_of(leaf) if _is_tensor(leaf) else leaf, batch)
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
+
+
+def _array_of(tensor: Any) -> np.ndarray[Any, Any]:
+    tensor = tensor.detach().cpu()
+    if str(tensor.dtype) == "torch.bfloat16":  # which NumPy does not know by itself
+        return tensor.float().numpy().astype(jnp.bfloat16)
+    return tensor.numpy()
+
+
+def encoded(value: Any, of: str) -> Any:
+    """Returns a state as JSON values."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple):
+        items = [encoded(each, of) for each in value]
+        return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _KIND not in value:
+            return {key: encoded(each, of) for key, each in value.items()}
+        items = [[encoded(key, of), encoded(each, of)] for key, each in value.items()]
+        return {_KIND: "dict", "items": items}
+    if _is_tensor(value) or isinstance(value, np.ndarray | np.generic):
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        kind = "tensor" if _is_tensor(value) else kind
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf":
+            data = base64.b64encode(array.tobytes()).decode()
+            return {_KIND: kind, "dtype": array.dtype.str, "shape": [*array.shape], "data": data}
+    if isinstance(value, bool | int | float | str):  # a subclass, such as an enumeration's member
+        return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+    raise TrainerError(
+        f"The position of {of} holds a {type(value).__name__}, which cannot be written as JSON. "
+        "Give a source whose state is made of numbers, texts, bytes, arrays, lists and dicts."
+    )
+
+
+def decoded(value: Any) -> Any:
+    """Returns the state that ``encoded`` wrote."""
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get(_KIND)
+    if kind is None:
+        return {key: decoded(each) for key, each in value.items()}
+    if kind == "dict":
+        return {decoded(key): decoded(each) for key, each in value["items"]}
+    if kind == "tuple":
+        return tuple(decoded(each) for each in value["items"])
+    data = base64.b64decode(value["data"])
+    if kind == "bytes":
+        return data
+    array = np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()
+    if kind == "tensor":
+        import torch
+
+        return torch.from_numpy(array)
+    return array[()] if kind == "scalar" else array
