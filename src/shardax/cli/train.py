@@ -394,7 +394,8 @@ class _Timings:
 
 
 def _process_start() -> float:
-    """When the process started, in seconds since the epoch; on Linux alone exactly."""
+    """When the process started, in seconds since the epoch."""
+    # Elsewhere than on Linux without the time that it waited.
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])
