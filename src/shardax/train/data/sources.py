@@ -345,7 +345,8 @@ def _loses_examples(dataset: Any) -> bool:
         seen.add(id(each))
         if type(each).__name__.startswith("BufferShuffled"):
             return True
-        if getattr(each, "batched", False) and getattr(each, "formatting", None) is not None:
+        is_of_tables = getattr(getattr(each, "formatting", None), "is_table", False)
+        if is_of_tables and getattr(each, "batched", False):
             return True
         todo.append(getattr(each, "ex_iterable", None))
         todo += getattr(each, "ex_iterables", None) or []
