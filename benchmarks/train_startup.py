@@ -68,6 +68,7 @@ def first_step(words: list[str], cache: str) -> tuple[float, float]:
         if line.startswith("step 1/"):
             break
     else:
+        child.stdout.close()
         raise RuntimeError(f"{' '.join(words)} ended with {child.wait()} before its first step")
     seconds = time.perf_counter() - start
     child.send_signal(signal.SIGKILL)  # what follows the first step is not measured

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import random
 import re
 import shutil
@@ -413,6 +414,12 @@ def block(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     for name in [name for name in sys.modules if name.startswith("shardax.cli.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
+    found = importlib.util.find_spec
+
+    def spec_without(name: str, *rest: Any) -> Any:
+        return None if name.partition(".")[0] == package else found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", spec_without)
 
 
 @pytest.mark.parametrize("package", ["tyro", "optax", "orbax.checkpoint"])

@@ -367,14 +367,14 @@ class _Timings:
 
         return Display(first, total)
 
-    def _listen(self, event: str, seconds: float, **details: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         stage = self._STAGES.get(event.rpartition("/")[2])
-        of_step = details.get("fun_name") in ("train_step", "jit(train_step)")
+        of_step = kwargs.get("fun_name") in ("train_step", "jit(train_step)")
         if stage is None or not of_step or self._told:
             return
         now = time.time()
-        if now - seconds > self._marks[-1][1] and self._marks[-1][0] == "text, model, checks":
-            self._marks.append(("initialise", now - seconds))
+        if now - duration_secs > self._marks[-1][1] and self._marks[-1][0] == "text, model, checks":
+            self._marks.append(("initialise", now - duration_secs))
         self._marks.append((stage, now))
 
     def lines(self) -> list[str]:
@@ -394,7 +394,8 @@ class _Timings:
 
 
 def _process_start() -> float:
-    """When the process started, in seconds since the epoch; on Linux alone exactly."""
+    """When the process started, in seconds since the epoch."""
+    # Elsewhere than on Linux without the time that it waited.
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])

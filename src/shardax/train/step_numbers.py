@@ -69,7 +69,7 @@ def gradient_norm(gradients: Any) -> jax.Array:
 
 
 def learning_rate_of(optimizer: Any, count: Any) -> dict[str, Any]:
-    """Returns the rate of an update by its name; empty if not one."""
+    """Returns the rate of an update by its name, if one."""
     # In the compiled step, after the update: ``count`` is the number of updates before it. A
     # schedule that is evaluated on the host is a dozen small programs.
     injected = [
