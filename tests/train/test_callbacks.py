@@ -46,7 +46,7 @@ def test_events_come_in_the_order_of_the_run_with_the_numbers_of_the_log(tmp_pat
         held_out=eval_batches(),
     )
     trainer.run(display=Quiet())
-    step = ["grad_norm", "loss"]
+    step = ["grad_norm", "learning_rate", "loss"]
     last = ["checkpoint_seconds", "grad_norm", "learning_rate", "loss", "tokens_per_second"]
     assert [each for each in seen if each[1] < 4] == [
         ("step", 1, step),
