@@ -375,6 +375,8 @@ class MultiHeadAttention(Module):
             The shape of the queries.
         """
         query, key, value = qkv
+        key, value = _gathered(key, -3), _gathered(value, -3)
+        mask = None if mask is None else _gathered(mask, -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         causal = self.causal and ordered
         window = self.window if ordered else None
@@ -738,6 +740,17 @@ def _mask_scores(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
 
 
+def _gathered(x: jax.Array, axis: int) -> jax.Array:
+    """Returns an array whole along one dimension, over Explicit mesh axes."""
+    # Where rules split the sequence every device reads all keys; over Auto axes XLA gathers them.
+    entries = explicit_entries(x)
+    if entries is None or entries[axis] is None:
+        return x
+    rest = list(entries)
+    rest[axis] = None
+    return jax.sharding.reshard(x, PartitionSpec(*rest))
+
+
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
@@ -761,7 +774,7 @@ def _within_segments(x: jax.Array, context: Any, segment_ids: Any, mask: Any) ->
                 one,
                 "There is one for each position.",
             )
-    same = ids[0][..., None, :, None] == ids[1][..., None, None, :]
+    same = ids[0][..., None, :, None] == _gathered(ids[1], -1)[..., None, None, :]
     return same if mask is None else mask & same
 
 
