@@ -38,9 +38,18 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+# A ring takes the default softmax; what is refused stands below.
+@pytest.mark.parametrize(
+    ("how", "variant"),
+    [
+        (how, variant)
+        for how in ("all-gather", "ring")
+        for variant in VARIANTS
+        if (how, variant) != ("ring", "softcap")
+    ],
+)
 def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
-    kind: AxisType, variant: str
+    kind: AxisType, how: Any, variant: str
 ) -> None:
     options, given = VARIANTS[variant]
     mesh = mesh_of(kind)
@@ -57,7 +66,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
     (_, y), gradients = step(make(), x, given)
     layer = make()
     sx.shard(layer, mesh, RULES)
-    with jax.set_mesh(mesh), sx.partition.axis_rules(RULES):
+    with jax.set_mesh(mesh), sx.axis_rules(RULES), sx.parallel(context=how):
         spec = jax.P("data", "context")
         split = jax.device_put(x, jax.NamedSharding(mesh, spec))
         laid_out = {
@@ -75,9 +84,10 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("how", ["all-gather", "ring"])
 @pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scanned"])
 def test_a_packed_batch_trains_split_as_whole_and_each_device_holds_less(
-    kind: AxisType, scanned: bool
+    kind: AxisType, how: Any, scanned: bool
 ) -> None:
     config = sx.models.DecoderConfig(
         num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, scan_layers=scanned
@@ -92,7 +102,7 @@ def test_a_packed_batch_trains_split_as_whole_and_each_device_holds_less(
     mesh = jax.make_mesh((8,), ("context",), axis_types=(kind,))
     rules = {"seq": "context"}
     sx.shard(model, mesh, rules)
-    with jax.set_mesh(mesh), sx.partition.axis_rules(rules):
+    with jax.set_mesh(mesh), sx.axis_rules(rules), sx.parallel(context=how):
         spec = jax.NamedSharding(mesh, jax.P(None, "context"))
         placed = jax.device_put(batch, spec)
         found, found_gradients = step(model, placed)
@@ -103,3 +113,66 @@ def test_a_packed_batch_trains_split_as_whole_and_each_device_holds_less(
     ):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
     assert split.temp_size_in_bytes < whole.temp_size_in_bytes / 2
+
+
+def split_call(kind: AxisType, how: Any, time: int, **options: Any) -> tuple[Any, Any, Any]:
+    """A compiled attention over eight parts of a sequence, its input, and its result eagerly."""
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(kind,))
+    layer = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0), **options)
+    x = jax.random.normal(jax.random.key(1), (BATCH, time, WIDTH))
+    sx.shard(layer, mesh, {"seq": "context"})
+    with jax.set_mesh(mesh), sx.axis_rules({"seq": "context"}), sx.parallel(context=how):
+        split = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "context")))
+        grad = sx.grad(lambda layer, x: jnp.sum(jnp.sin(layer(x))))
+        return sx.jit(grad).lower(layer, split).compile(), split, layer(split)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_ring_gathers_nothing_and_holds_less_than_gathered_keys(kind: AxisType) -> None:
+    gathered, _, whole = split_call(kind, "all-gather", 512, causal=True)
+    ring, _, found = split_call(kind, "ring", 512, causal=True)
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+    assert "all-gather" in gathered.as_text() and "collective-permute" not in gathered.as_text()
+    assert "collective-permute" in ring.as_text() and "all-gather" not in ring.as_text()
+    sizes = [each.memory_analysis().temp_size_in_bytes for each in (ring, gathered)]
+    assert sizes[0] < sizes[1] / 3
+
+
+def test_what_a_ring_cannot_do_is_refused_with_what_can() -> None:
+    with pytest.raises(sx.errors.LayerInputError, match=r"without softcap.*context=\"all-gather\""):
+        split_call(AxisType.Auto, "ring", 16, softcap=2.0)
+    layer, mesh = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0)), mesh_of(AxisType.Auto)
+    for rules, time, message in (
+        (RULES, 10, "divisible by 4, the devices of 'context'"),
+        ({"seq": ("context", "model")}, TIME, "split over context, model: map seq to one"),
+    ):
+        scopes = jax.set_mesh(mesh), sx.axis_rules(rules), sx.parallel(context="ring")
+        refused = pytest.raises(sx.errors.LayerInputError, match=message)
+        with scopes[0], scopes[1], scopes[2], refused:
+            layer(jnp.ones((BATCH, time, WIDTH)))
+    with pytest.raises(sx.errors.ParallelError, match='use "all-gather" or "ring"'):
+        sx.parallel(context="zigzag")
+
+
+def test_a_ring_without_a_split_sequence_is_plain_attention() -> None:
+    layer, x = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0)), jnp.ones((BATCH, 5, WIDTH))
+    expected = layer(x)
+    with sx.parallel(context="ring"):
+        np.testing.assert_array_equal(layer(x), expected)
+        mesh = mesh_of(AxisType.Auto)
+        with jax.set_mesh(mesh), sx.axis_rules({"batch": "data", "heads": "model"}):
+            np.testing.assert_allclose(layer(x), expected, rtol=1e-6)
+
+
+def test_the_gradient_is_finite_where_nothing_may_be_read() -> None:
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+    layer = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (BATCH, 8, WIDTH))
+    mask = (jnp.arange(8) > 8)[None, None, None] & jnp.ones((1, 1, 8, 1), bool)
+    step = sx.jit(sx.value_and_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x, mask=mask)))))
+    expected, gradients = step(layer, x)
+    with jax.set_mesh(mesh), sx.axis_rules({"seq": "context"}), sx.parallel(context="ring"):
+        found, others = step(layer, x)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    for one, other in zip(jax.tree.leaves(others), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

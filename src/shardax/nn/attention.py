@@ -40,6 +40,7 @@ from shardax._transforms.errors import LayerConfigError
 from shardax.nn.dropout import Dropout
 from shardax.nn.linear import Linear, as_array, at_least_float32, explicit_entries
 from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
+from shardax.nn.ring_attention import ring_attention, ring_axis
 
 
 class Rotation(NamedTuple):
@@ -375,6 +376,9 @@ class MultiHeadAttention(Module):
             The shape of the queries.
         """
         query, key, value = qkv
+        around = ring_axis(query) if ordered else None
+        if around is not None:
+            return self._read_around(query, key, value, mask, around)
         key, value = _gathered(key, -3), _gathered(value, -3)
         mask = None if mask is None else _gathered(mask, -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
@@ -413,6 +417,27 @@ class MultiHeadAttention(Module):
         weights = weights if self.dropout is None else self.dropout(weights)
         weights = weights.astype(value.dtype)
         return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=self.precision)
+
+    def _read_around(self, query: Any, key: Any, value: Any, mask: Any, axis: str) -> jax.Array:
+        """Reads keys and values that go round a mesh axis."""
+        dropped = self.dropout is not None and not self.dropout.deterministic
+        if dropped or self.softmax is not softmax or self.softcap is not None or self.precision:
+            refuse_input(
+                'MultiHeadAttention with context="ring"',
+                "the default softmax and precision, without softcap and dropout of weights",
+                query,
+                'Gather keys and values: sx.parallel(context="all-gather").',
+            )
+        return ring_attention(
+            query,
+            _meet_heads(query, key),
+            _meet_heads(query, value),
+            mask,
+            axis,
+            causal=self.causal,
+            window=self.window,
+            scale=1 / math.sqrt(self.head_dim) if self.scale is None else self.scale,
+        )
 
     def _fused(
         self, query: Any, key: Any, value: Any, mask: Any, causal: bool, window: int | None

@@ -40,6 +40,7 @@ class _Settings(NamedTuple):
     on_no_mesh: OnNoMesh = "error"
     marking: bool = False
     microbatches: int | None = None
+    context: str = "all-gather"
 
 
 # The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
@@ -177,7 +178,7 @@ def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> Setti
     return SettingsScope("axis_rules", **changes)
 
 
-def parallel(*, microbatches: int | None = None) -> SettingsScope:
+def parallel(*, microbatches: int | None = None, context: str | None = None) -> SettingsScope:
     """Says how parallel forms run in a ``with`` block or decorated function.
 
     Scopes nest: what an inner one leaves out is as around it.
@@ -185,6 +186,9 @@ def parallel(*, microbatches: int | None = None) -> SettingsScope:
     Args:
         microbatches: In how many parts ``nn.Stack`` runs a batch. Where the rules lay its layers
             over a mesh axis, it is a pipeline of as many stages as that axis has parts.
+        context: How attention reads a sequence that is split by position. ``"all-gather"``, the
+            default: every device holds all keys and values of a layer. ``"ring"``: they go round
+            the devices, and none holds more than two parts.
 
     Returns:
         The context manager, which is also a decorator.
@@ -208,12 +212,21 @@ def parallel(*, microbatches: int | None = None) -> SettingsScope:
                 "at least 1."
             )
         changes["microbatches"] = microbatches
+    if context is not None:
+        if context not in ("all-gather", "ring"):
+            raise ParallelError(f'context={context!r} is not known; use "all-gather" or "ring".')
+        changes["context"] = context
     return SettingsScope("parallel", **changes)
 
 
 def current_microbatches() -> int | None:
     """Returns the microbatches of the scope, or None."""
     return _settings_by_text[_current.value].microbatches
+
+
+def current_context() -> str:
+    """Returns how the scope has attention read a split sequence."""
+    return _settings_by_text[_current.value].context
 
 
 _MARK = "shardax-names:"
