@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a sequence whose parts are on several devices, without gathering it.
+"""Attention over a sequence that several devices hold in parts.
 
 Keys and values go round the devices of a mesh axis, a part at a time; each device updates a running
 softmax of its queries with every part that comes by (H. Liu and others, "Ring Attention with
@@ -38,7 +38,7 @@ class Ring(NamedTuple):
 
 
 def ring_axis(query: jax.Array) -> str | None:
-    """Returns the mesh axis to go round, or None where keys are to be gathered."""
+    """Returns the mesh axis to go round; None: gather keys."""
     if current_context() != "ring":
         return None
     mesh = resolve_mesh()
@@ -169,7 +169,8 @@ _attend.defvjp(_forward, _backward)
 
 
 def _scores(ring: Ring, grouped: Any, key: Any, mask: Any, step: Any) -> jax.Array:
-    """Returns scores (..., kv heads, group, time, other time) for the part that is here."""
+    """Returns scores for the part of the keys that is here."""
+    # Of shape (..., kv heads, group, time, other time).
     own = jax.lax.axis_index(ring.axis)
     other = (own - step) % ring.devices  # whose part it is
     scores = jnp.einsum(
@@ -213,7 +214,7 @@ def _grouped(x: Any, kv_heads: int) -> Any:
 
 
 def _moved(x: Any) -> Any:
-    """From (..., time, kv heads, group, size) to (..., kv heads, group, time, size)."""
+    """Moves time from before kv heads and groups to after them."""
     return jnp.moveaxis(x, -4, -2)
 
 
