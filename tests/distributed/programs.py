@@ -306,6 +306,11 @@ def local_run(settings: dict[str, Any], folder: Path) -> Any:
 
     def die(event: sx.train.Event) -> None:
         if event.kind == "step" and event.step == 4:
+            # Checkpoints are completed beside the steps: that of step 2 may not be yet.
+            checkpoints = sx.train.Checkpoints(folder / "run" / "checkpoints")
+            limit = time.monotonic() + 60
+            while not checkpoints.steps() and time.monotonic() < limit:
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
     if settings["dies"]:
