@@ -78,8 +78,8 @@ _NAMES = {
     "shardax.random.stream": "DrawError TracedDrawError",
     "shardax.train.errors": (
         "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
-        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataPositionError "
-        "GradientMismatchError LogError MetricError OptimizerStateError PrefetchError "
+        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataParallelError "
+        "DataPositionError GradientMismatchError LogError MetricError OptimizerStateError PrefetchError "
         "TextNotFoundError TextSourceError TrainerError WindowError"
     ),
     "shardax.view.operations": "OperationsError",

@@ -72,19 +72,25 @@ def accumulated_value_and_grad(
         >>> float(value), float(gradient)
         (3.0, 1.5)
     """
+    return accumulate(value_and_grad(function, has_aux=has_aux, wrt=wrt), steps, has_aux, reduce)
+
+
+def accumulate(
+    whole: Callable[..., Any], steps: int, has_aux: bool = False, reduce: str = "mean"
+) -> Callable[..., Any]:
+    """Makes a function that returns (value, gradient) run in microbatches."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise AccumulationError(
             f"steps={steps!r} is not a number of microbatches; use an integer of at least 1."
         )
     if reduce not in ("mean", "sum"):
         raise AccumulationError(f'reduce={reduce!r} is not known; use "mean" or "sum".')
-    whole = value_and_grad(function, has_aux=has_aux, wrt=wrt)
     if steps == 1:
         return _with_leading_dimension(whole) if has_aux else whole
 
     scale = 1.0 if reduce == "sum" else 1.0 / steps
 
-    @functools.wraps(function)
+    @functools.wraps(whole)
     def accumulated(model: Any, batch: Any, *rest: Any) -> Any:
         parts = split_batch(batch, steps)
         # What holds no Variables is closed over: it may be static, such as a text.

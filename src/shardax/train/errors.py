@@ -46,6 +46,10 @@ class AccumulationError(ShardaxError, ValueError):
     """Gradients cannot be accumulated over microbatches."""
 
 
+class DataParallelError(ShardaxError, ValueError):
+    """Gradients cannot be computed by data-parallel devices."""
+
+
 class MetricError(ShardaxError, ValueError):
     """A metric lacks an argument, or was merged with another kind."""
 

@@ -61,6 +61,12 @@ def check_name(name: Any, who: str) -> None:
         )
 
 
+def count_targets(batch: Any) -> jax.Array:
+    """Number of targets of a batch: what its mask leaves, else its rows."""
+    mask = batch.get("mask") if isinstance(batch, Mapping) else None
+    return jnp.asarray(jax.tree.leaves(batch)[0].shape[0]) if mask is None else jnp.sum(mask)
+
+
 def gradient_norm(gradients: Any) -> jax.Array:
     """Returns the norm of all gradients together, in float32."""
     leaves = [x for x in jax.tree.leaves(gradients) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -143,8 +149,7 @@ class EvalNumbers:
     def measure(self, model: Any, metrics: Any, batch: Any, loss: Any) -> tuple[Any, Any, Any]:
         """Returns means of a batch and its targets' number; updates metrics."""
         mean, means = loss(model, batch)
-        mask = batch.get("mask") if isinstance(batch, Mapping) else None
-        count = jnp.asarray(jax.tree.leaves(batch)[0].shape[0]) if mask is None else jnp.sum(mask)
+        count = count_targets(batch)
         if twice := means.keys() & {*self.functions, *self.metrics}:
             raise TrainerError(
                 f"eval_metrics and the loss both have {', '.join(sorted(map(repr, twice)))}. What "

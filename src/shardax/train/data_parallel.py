@@ -1,0 +1,573 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of data-parallel devices, and how they are summed.
+
+Each device computes the gradient of its own rows in a *region*, a ``jax.shard_map`` over the data
+axes; the other mesh axes are left to the compiler there. A second region, over all axes, sums the
+gradients once. The data axes are *levels*, the slowest link first. The sum goes from the last level
+to the first and back: a reduce-scatter within the last, which leaves each of its n devices 1/n of
+an array; the same, or an all-reduce, along the next; all-gathers in reverse. A gradient that is to
+stay split along an axis is not gathered along it (ZeRO, arXiv:1910.02054).
+
+A narrow dtype on the wire is one of what travels only. Devices exchange parts by an all-to-all, and
+each adds what it received in float32, so no sum is rounded before it is complete. The bits travel
+as integers, because some compilers widen narrow floats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from shardax._core._jax import varying_axes
+from shardax._core.graph.flatten import has_objects
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.state.split_merge import iter_variables, merge, split
+from shardax._core.state.state import State
+from shardax._core.variable import Param, RngState, Variable
+from shardax._transforms.grad.grad import value_and_grad
+from shardax.partition.checker import explicit_spec, spec_for
+from shardax.partition.context import resolve_rules, rules_over
+from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
+from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax.train.accumulation import accumulate, split_batch
+from shardax.train.errors import DataParallelError
+from shardax.train.optimizer import laid_out_as
+from shardax.train.step_numbers import count_targets
+
+_WIRE_DTYPES = ("bfloat16", "float32")
+
+
+def data_parallel_value_and_grad(
+    function: Callable[..., Any],
+    over: str | Sequence[str],
+    *,
+    steps: int = 1,
+    layout: RulesLike | State | None = None,
+    reduce_dtype: Any = None,
+    has_aux: bool = False,
+    wrt: Any = Param,
+) -> Callable[..., Any]:
+    """Makes ``sx.value_and_grad(function)`` sum gradients of devices once.
+
+    Every device has the rows that the mesh axes ``over`` give it. The result is that of the whole
+    batch, up to rounding: the loss of a device, a mean, is weighted by its number of targets, which
+    are those that a ``mask`` in the batch leaves, else rows. Random streams give every device
+    numbers of its own. What the function writes must be the same on all devices, as counts are;
+    statistics of a device's own rows are refused.
+
+    Axes that ``over`` does not name are left to the compiler, and split the model by rules as
+    everywhere. Parameters are whole along those that it names.
+
+    Args:
+        function: As for ``accumulated_value_and_grad``: a mean over rows, or over targets.
+        over: The data axes of the mesh, the slowest link first: ``("slice", "data")`` sums within
+            slices, then 1/n of it across them, where n is the size of ``"data"``.
+        steps: Number of microbatches of each device. Their sum is in float32, and it is reduced
+            once; with ``layout``, each is split along the last axis of ``over`` at once, so that
+            the sum is never whole.
+        layout: Rules for gradients, before those in scope: ``{"embed": "data"}``, as in the
+            overrides of the optimizer's state, leaves them split like it. Or a State of shardings
+            or specs by path. None: whole.
+        reduce_dtype: Dtype on the wire, ``"bfloat16"`` or ``"float32"``; None: that of the
+            gradients. Of bfloat16, each device's gradient is rounded before each exchange, and the
+            sum once more where it is gathered. Arrays that cannot be divided are summed as they
+            are.
+        has_aux: As for ``accumulated_value_and_grad``. The new first dimension of aux has an entry
+            for each microbatch of each device.
+        wrt: Filter of the Variables to differentiate.
+
+    Returns:
+        A function of ``(model, batch, *rest)``, as ``accumulated_value_and_grad`` returns it.
+
+    Raises:
+        DataParallelError: Here if an argument has no such meaning. When called, if the mesh lacks
+            an axis, rows cannot be divided, a parameter is split over these axes, a gradient cannot
+            be laid out, or devices write different values.
+        AccumulationError: If ``steps`` is no number of microbatches.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> auto = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.make_mesh((1, 1), ("slice", "data"), axis_types=auto)
+        >>> layer = sx.nn.Linear(4, 4, rngs=sx.Rngs(0))
+        >>> loss = lambda layer, x: jnp.mean(layer(x) ** 2)
+        >>> reduced = data_parallel_value_and_grad(
+        ...     loss, ("slice", "data"), layout={"in": "data"}, reduce_dtype="bfloat16")
+        >>> with jax.set_mesh(mesh):
+        ...     value, gradients = sx.jit(reduced)(layer, jnp.ones((8, 4)))
+        >>> bool(jnp.allclose(value, loss(layer, jnp.ones((8, 4)))))
+        True
+    """
+    axes = (over,) if isinstance(over, str) else tuple(over)
+    if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) for a in axes):
+        raise DataParallelError(
+            f"over={over!r} names no data axes of a mesh. Give one or several, each once, the "
+            'slowest link first: over=("slice", "data").'
+        )
+    if reduce_dtype is not None and str(np.dtype(reduce_dtype)) not in _WIRE_DTYPES:
+        raise DataParallelError(
+            f"reduce_dtype={reduce_dtype!r} is not known; use "
+            f"{' or '.join(map(repr, _WIRE_DTYPES))}, or None. (float16 overflows.)"
+        )
+    wire = None if reduce_dtype is None else np.dtype(reduce_dtype)
+    accumulate(_nothing, steps)  # checks it
+    whole = value_and_grad(function, has_aux=has_aux, wrt=wrt)
+
+    @functools.wraps(function)
+    def reduced(model: Any, batch: Any, *rest: Any) -> Any:
+        region = _Region.find(axes)
+        call = _Call(region, whole, steps, has_aux, wire, model, rest)
+        call.plans = {
+            path: _plan_of(path, variable, region, layout)
+            for path, variable in _trained(model, wrt).items()
+        }
+        value, aux, gradients = call.run(batch)
+        return ((value, aux) if has_aux else value), gradients
+
+    return reduced
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for a function."""
+
+
+def _trained(model: Any, wrt: Any) -> dict[Path, Variable[Any]]:
+    if isinstance(model, Variable):
+        return {(): model}
+    if not has_objects(model):
+        raise DataParallelError(
+            f"The model is a {type(model).__name__} without Variables, so nothing says how it is "
+            "laid out. Pass a Module or a Variable: data_parallel_value_and_grad(loss, over)"
+            "(model, batch)."
+        )
+    return dict(iter_variables(model, wrt))
+
+
+# --- Where ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """Data axes of a mesh, and its other axes."""
+
+    mesh: AnyMesh
+    over: tuple[str, ...]  # the slowest link first
+    rest: tuple[str, ...]  # that are not Manual already
+
+    @classmethod
+    def find(cls, over: tuple[str, ...]) -> _Region:
+        mesh = resolve_mesh()
+        if mesh is None:
+            raise DataParallelError(
+                f"over={over} names axes of a mesh, but none is in scope. Put one in scope: "
+                "with jax.set_mesh(mesh): ..."
+            )
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        free = [axis for axis, kind in kinds.items() if kind is not AxisType.Manual]
+        wrong = [axis for axis in over if axis not in free]
+        if wrong:
+            raise DataParallelError(
+                f"over={over}: {wrong[0]!r} is no axis of the mesh ({mesh_text(mesh.shape)}) that "
+                f"rows can be split over here; these are {', '.join(free) or 'none'}."
+            )
+        return cls(mesh, over, tuple(axis for axis in free if axis not in over))
+
+    @property
+    def given(self) -> Any:
+        """The mesh for ``jax.shard_map``, which finds that in scope itself."""
+        return self.mesh if jax.sharding.get_abstract_mesh().empty else None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.over)
+
+    def varying(self, tree: Any) -> Any:
+        """Marks values that devices have alike as such that may differ."""
+
+        def mark(x: Any) -> Any:
+            missing = tuple(axis for axis in self.over if axis not in varying_axes(x))
+            return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(mark, tree)
+
+    def with_auto_axes(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
+        """Runs a function with Explicit axes as Auto, its results typed."""
+        # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have
+        # it.
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
+        if not explicit:
+            return function
+        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Layout of a gradient before and after it is reduced."""
+
+    # mesh axes by dimension
+    entering: tuple[tuple[str, ...], ...]  # of the parameter, without data axes
+    leaving: tuple[tuple[str, ...], ...]  # data axes along which the gradient stays split
+    final: PartitionSpec
+
+    def spec(self, *lead: Any, leaving: bool = False) -> PartitionSpec:
+        """The layout with the data axes after the others, or without them."""
+        parts = [
+            (*before, *(after if leaving else ()))
+            for before, after in zip(self.entering, self.leaving, strict=True)
+        ]
+        return PartitionSpec(*lead, *(axes or None for axes in parts))
+
+
+def _plan_of(path: Path, variable: Variable[Any], region: _Region, layout: Any) -> _Plan:
+    """Plans the gradient of a parameter."""
+    value, where = variable.value, format_path(path)
+    if not isinstance(value, jax.Array):
+        raise DataParallelError(
+            f"The parameter at {where} is of type {type(value).__name__}, not one array. Leave it "
+            "out by wrt=, or use sx.value_and_grad."
+        )
+    shape, axes = value.shape, variable.axes
+    rules = rules_over(region.mesh)
+    spec, _ = spec_for(axes, shape, region.mesh, rules, path)
+    typed = jax.typeof(value).sharding.spec
+    entering = _by_dimension(typed if any(typed) else spec, len(shape))
+    split_here = [a for axes in entering for a in axes if a in region.over]
+    if split_here:
+        raise DataParallelError(
+            f"The parameter at {where} is split over {split_here[0]!r}, but data-parallel devices "
+            f"hold parameters whole along over={region.over}. Leave that axis to the compiler: "
+            "name only the other data axes in over=, or use sx.value_and_grad, which gathers "
+            "parameters as they are needed. To split gradients and the optimizer's state alone "
+            "use layout= and overrides={sx.OptState: ...}."
+        )
+    kept = [tuple(axis for axis in axes if axis in region.rest) for axes in entering]
+    if layout is None:
+        final, found = PartitionSpec(*(axes or None for axes in kept)), []
+    elif isinstance(layout, State):
+        wanted = layout.flat().get(path, PartitionSpec())
+        final, found = explicit_spec(wanted, shape, region.mesh, f"layout at {where}", path)
+    else:
+        chosen = rules.override(resolve_rules(layout))
+        final, found = spec_for(axes, shape, region.mesh, chosen, path)
+    errors = [str(each) for each in found if each.severity == "error"]
+    if errors:
+        raise DataParallelError("Gradients cannot be laid out so:\n  " + "\n  ".join(errors))
+    leaving = tuple(
+        tuple(axis for axis in axes if axis in region.over)
+        for axes in _by_dimension(final, len(shape))
+    )
+    return _Plan(tuple(kept), leaving, final)
+
+
+def _by_dimension(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+    entries = [mesh_axes_of(entry) for entry in spec]
+    return (*entries, *[()] * (ndim - len(entries)))
+
+
+# --- One call ---
+
+
+class _Call:
+    """Gradients of one batch."""
+
+    def __init__(
+        self,
+        region: _Region,
+        whole: Callable[..., Any],
+        steps: int,
+        has_aux: bool,
+        wire: np.dtype | None,
+        model: Any,
+        rest: Sequence[Any],
+    ) -> None:
+        self.region = region
+        self.whole = whole
+        self.steps = steps
+        self.has_aux = has_aux
+        self.wire = wire
+        self.plans: dict[Path, _Plan] = {}
+        # What holds Variables is taken apart; of the rest, arrays enter, and texts stay.
+        self.objects = (model, *(item for item in rest if has_objects(item)))
+        plain = [None if has_objects(item) else item for item in rest]
+        self.is_object = [has_objects(item) for item in rest]
+        leaves, self.treedef = jax.tree.flatten(plain)
+        self.arrays = {
+            i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))
+        }
+        self.static = {i: leaf for i, leaf in enumerate(leaves) if i not in self.arrays}
+        self.graphdef, state = split(self.objects)
+        self.values: dict[Path, Any] = state.flat()
+        self.origins = state.origins()
+        self.variables: dict[Path, Variable[Any]] = dict(iter_variables(self.objects))
+        self.random = {p for p, v in self.variables.items() if isinstance(v, RngState)}
+        self.structure: Any = None  # of the gradients, found by tracing
+
+    def run(self, batch: Any) -> tuple[Any, Any, Any]:
+        """Returns value, aux and gradients; writes what the function wrote."""
+        self._check_rows(batch)
+        whole, rows = PartitionSpec(), PartitionSpec(self.region.over)
+        outputs = {path: plan.final for path, plan in self.plans.items()}
+        compute = self.region.with_auto_axes(self._compute, (whole, rows, outputs, whole))
+        value, aux, gradients, written = compute(self.values, batch, self.arrays)
+        for path, new in written.items():
+            self.variables[path].value = laid_out_as(self.variables[path].value, new)
+        treedef, paths = self.structure
+        return value, aux, treedef.unflatten([gradients[path] for path in paths])
+
+    def _check_rows(self, batch: Any) -> None:
+        region, parts = self.region, self.region.count * self.steps
+        split_batch(batch, 1)
+        wrong = [
+            f"batch{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"
+            for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
+            if np.shape(leaf)[0] % parts
+        ]
+        if wrong:
+            sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
+            raise DataParallelError(
+                f"Rows cannot be divided over {sizes}, in {self.steps} microbatches: "
+                f"{', '.join(wrong)}. Use a multiple of {parts} rows, or pass what has no rows "
+                "after the batch."
+            )
+
+    def _compute(self, values: Any, batch: Any, arrays: Any) -> tuple[Any, Any, Any, Any]:
+        region = self.region
+        whole, rows = PartitionSpec(), PartitionSpec(region.over)
+        local = jax.shard_map(
+            self._local,
+            mesh=region.given,
+            in_specs=(whole, rows, whole),
+            out_specs=(whole, rows, rows, whole, whole),
+            axis_names=set(region.over),
+        )
+        value, aux, gradients, count, written = local(values, batch, arrays)
+        plans = {path: self.plans[path] for path in gradients}
+        add = jax.shard_map(
+            functools.partial(self._add, plans),
+            mesh=region.given,
+            in_specs=({path: plan.spec(region.over) for path, plan in plans.items()}, whole),
+            out_specs={path: plan.spec(leaving=True) for path, plan in plans.items()},
+            axis_names={*region.over, *region.rest},
+            check_vma=False,  # JAX does not know that gathered arrays are the same everywhere
+        )
+        return value, aux, add(gradients, count), written
+
+    def _local(self, values: dict[Path, Any], batch: Any, arrays: Any) -> Any:
+        """Sums of one device, and what was written."""
+        region = self.region
+        entering = dict(values)
+        for path, value in values.items():
+            if path in self.random and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                shard = jax.lax.axis_index(region.over)
+                fold = functools.partial(jax.random.fold_in, data=shard)
+                for _ in range(value.ndim):
+                    fold = jax.vmap(fold)
+                entering[path] = fold(value)
+            elif path[0] == 0 and path[1:] in self.plans:
+                # Else JAX sums each gradient where the parameter is used.
+                entering[path] = region.varying(value)
+        model, *objects = merge(self.graphdef, State.from_flat(entering, self.origins))
+        given = {**self.static, **arrays}
+        plain = self.treedef.unflatten([given[i] for i in range(len(given))])
+        waiting = iter(objects)
+        rest = [
+            next(waiting) if is_object else item
+            for is_object, item in zip(self.is_object, plain, strict=True)
+        ]
+        has_mask = isinstance(batch, Mapping) and batch.get("mask") is not None
+
+        def counted(model: Any, microbatch: Any, *rest: Any) -> Any:
+            value, gradients = self.whole(model, microbatch, *rest)
+            value, aux = value if self.has_aux else (value, None)
+            count = jnp.float32(1)
+            if has_mask:
+                count = count_targets(microbatch).astype(jnp.float32)
+                value, gradients = _weighted((value, gradients), count)
+            if self.steps > 1:
+                gradients = self._split_at_once(gradients)
+            count = region.varying(count) if has_mask else count
+            return ((value, count), aux), region.varying(gradients)
+
+        summed = accumulate(counted, self.steps, has_aux=True, reduce="sum")
+        ((value, count), aux), gradients = summed(model, batch, *rest)
+        written = self._written(entering, (model, *objects))
+        # Where no mask says otherwise, every microbatch counts as one.
+        total = jax.lax.psum(count, region.over) if has_mask else count * region.count
+        value = jax.lax.psum(region.varying(value), region.over) / total.astype(value.dtype)
+        return value, region.varying(aux), self._by_path(gradients), total, written
+
+    def _by_path(self, gradients: Any) -> dict[Path, Any]:
+        """Gradients by path, of the device as the first of its row."""
+        pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
+        leaves, treedef = jax.tree.flatten(gradients)
+        paths = [path for path, value in pairs.items() if value is not None]
+        self.structure = treedef, paths
+        return {path: leaf[None] for path, leaf in zip(paths, leaves, strict=True)}
+
+    def _written(self, entering: Mapping[Path, Any], objects: Any) -> dict[Path, Any]:
+        """What the function wrote, the same on all devices, or raises."""
+        after = {path: variable.value for path, variable in iter_variables(objects)}
+        problems = [
+            f"{format_path(path[1:] if len(self.objects) == 1 else path)}: was "
+            + ("added" if path in after else "taken away")
+            for path in after.keys() ^ entering.keys()
+        ]
+        written = {}
+        for path in after.keys() & entering.keys():
+            pairs = (jax.tree.leaves(entering[path]), jax.tree.leaves(after[path]))
+            if len(pairs[0]) == len(pairs[1]) and all(a is b for a, b in zip(*pairs, strict=True)):
+                continue
+            if path in self.random and jnp.issubdtype(after[path].dtype, jax.dtypes.prng_key):
+                continue  # a device's own keys; the stream goes on by its count
+            written[path] = after[path]
+            if any(set(self.region.over) & varying_axes(leaf) for leaf in pairs[1]):
+                shown = format_path(path[1:] if len(self.objects) == 1 else path)
+                kind = type(self.variables[path]).__name__
+                problems.append(f"{shown}: a {kind} that depends on a device's own rows")
+        if problems:
+            raise DataParallelError(
+                "Data-parallel devices cannot write these together:\n  "
+                + "\n  ".join(sorted(problems))
+                + "\nAverage over the devices where it is computed, jax.lax.pmean(statistic, "
+                f"{self.region.over}) (BatchNorm: axis_name={self.region.over}); or use "
+                "sx.value_and_grad, which sees the whole batch."
+            )
+        return written
+
+    def _split_at_once(self, gradients: Any) -> Any:
+        """Leaves a microbatch's gradient split along the last data axis."""
+        region, last = self.region, self.region.over[-1]
+        pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
+        found: dict[Path, Any] = {}
+        for path, gradient in pairs.items():
+            plan = self.plans[path]
+            wire = self.wire or gradient.dtype
+            gradient = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+            if any(last in axes for axes in plan.leaving):
+                split_now = functools.partial(
+                    _reduced, plan=plan, over=(last,), wire=wire, sizes=region.mesh.shape
+                )
+                if region.rest:
+                    spec = plan.spec()
+                    split_now = jax.shard_map(
+                        split_now, in_specs=spec, out_specs=spec, axis_names=set(region.rest)
+                    )
+                gradient = split_now(region.varying(gradient))
+            found[path] = gradient
+        if not isinstance(gradients, State):
+            return found[()]
+        return State.from_flat(found, gradients.origins())
+
+    def _add(self, plans: dict[Path, _Plan], gradients: dict[Path, Any], count: Any) -> Any:
+        """Adds the gradients of all devices, with all mesh axes manual."""
+        over, found = self.region.over, {}
+        for path, gradient in gradients.items():
+            plan, dtype = plans[path], self.variables[(0, *path)].dtype
+            done = over[-1:] if self.steps > 1 else ()
+            done = tuple(axis for axis in done if any(axis in axes for axes in plan.leaving))
+            found[path] = _reduced(
+                gradient[0],
+                plan=plan,
+                over=tuple(axis for axis in over if axis not in done),
+                wire=self.wire or dtype,
+                sizes=self.region.mesh.shape,
+                scale=1 / count,
+                done=done,
+            ).astype(dtype)
+        return found
+
+
+def _weighted(tree: Any, count: Any) -> Any:
+    """Means times their number of targets; nothing where there is none."""
+
+    def weighted(x: Any) -> Any:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.where(count > 0, wide * count, 0)
+
+    return jax.tree.map(weighted, tree)
+
+
+# --- Sums ---
+
+
+def _reduced(
+    x: jax.Array,
+    *,
+    plan: _Plan,
+    over: tuple[str, ...],
+    wire: np.dtype,
+    sizes: Mapping[str, int],
+    scale: Any = None,
+    done: tuple[str, ...] = (),
+) -> jax.Array:
+    """The sum over mesh axes of one array of each device."""
+    # Dimensions in parts, one for each axis along which the result stays split, the first axis
+    # outermost.
+    shape: list[int] = []
+    place: dict[str, int] = {}
+    for size, axes in zip(x.shape, plan.leaving, strict=True):
+        counts = [1 if axis in done else sizes[axis] for axis in axes]
+        if not set(axes) & set(over):
+            counts = [1] * len(axes)
+        place |= {axis: len(shape) + i for i, axis in enumerate(axes)}
+        shape += [*counts, size // math.prod(counts)]
+    dtype = x.dtype
+    x = x.reshape(shape)
+    gathers = []
+    for number, axis in enumerate(reversed(over)):
+        count, is_first = sizes[axis], number == len(over) - 1
+        if count == 1:
+            continue
+        if axis in place:
+            x = _scattered(x, axis, place[axis], count, wire)
+            continue
+        free = [d for d in range(x.ndim) if x.shape[d] % count == 0 and d not in place.values()]
+        if not free or (is_first and wire.itemsize >= 4):
+            x = jax.lax.psum(x, axis)
+            continue
+        x = _scattered(x, axis, free[0], count, wire)
+        gathers.append((axis, free[0]))
+    if scale is not None:
+        x = x * scale.astype(x.dtype)
+    for axis, dimension in reversed(gathers):
+        x = _gathered(x, axis, dimension, wire)
+    parts, final = iter(x.shape), []
+    for axes in plan.leaving:
+        final.append(math.prod(next(parts) for _ in range(len(axes) + 1)))
+    return x.reshape(final).astype(dtype)
+
+
+def _scattered(x: jax.Array, axis: str, dimension: int, count: int, wire: np.dtype) -> jax.Array:
+    """The sum over a mesh axis, of which each device has its part."""
+    if wire.itemsize >= 4:
+        return jax.lax.psum_scatter(
+            x.astype(wire), axis, scatter_dimension=dimension, tiled=True
+        )
+    received = jax.lax.all_to_all(_bits(x, wire), axis, dimension, dimension, tiled=True)
+    shape = (*x.shape[:dimension], count, x.shape[dimension] // count, *x.shape[dimension + 1 :])
+    return _floats(received, wire).astype(jnp.float32).reshape(shape).sum(dimension)
+
+
+def _gathered(x: jax.Array, axis: str, dimension: int, wire: np.dtype) -> jax.Array:
+    """The parts that the devices along a mesh axis have, as one."""
+    if wire.itemsize >= 4:
+        return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+    whole = jax.lax.all_gather(_bits(x, wire), axis, axis=dimension, tiled=True)
+    return _floats(whole, wire).astype(x.dtype)
+
+
+def _bits(x: jax.Array, wire: np.dtype) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x.astype(wire), jnp.dtype(f"uint{8 * wire.itemsize}"))
+
+
+def _floats(bits: jax.Array, wire: np.dtype) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, wire)
