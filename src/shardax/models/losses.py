@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardax._core._jax import INLINE
+from shardax._core._jax import INLINE, varying_axes
 from shardax.nn.linear import align, as_array, explicit_entries, with_layout
 from shardax.nn.parameters import LayerInputError, as_size
 from shardax.partition.context import current_rules
@@ -232,8 +232,15 @@ class _Blocks(NamedTuple):
             found = found & (place + starts[2 * axis + 1] >= new)
         return found
 
-    def loop(self, body: Any, carry: Any) -> Any:
-        """Runs ``body(carry, index)`` over all blocks."""
+    def loop(self, body: Any, carry: Any, *operands: jax.Array) -> Any:
+        """Runs ``body(carry, index)``, which reads operands, over all blocks."""
+        # Inside of shard_map what differs between devices does so from the first block on.
+        varying = frozenset[str]().union(*map(varying_axes, operands))
+        missing = [tuple(varying - varying_axes(leaf)) for leaf in carry]
+        carry = tuple(
+            jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
+            for leaf, axes in zip(carry, missing, strict=True)
+        )
         indices = jnp.arange(math.prod(self.counts), dtype=jnp.int32)
         return jax.lax.scan(lambda carry, index: (body(carry, index), None), carry, indices)[0]
 
@@ -343,7 +350,7 @@ def _forward(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array, targets: jax
             )
 
         empty = blocks.lay_out(jnp.zeros(wanted.shape, jnp.float32), *blocks.token_entries)
-        found = blocks.loop(block, (empty, empty))
+        found = blocks.loop(block, (empty, empty), x, weights, wanted)
         return tuple(each.reshape(targets.shape) for each in found)
 
     tokens = (hidden, hidden.ndim - 1)
@@ -386,7 +393,7 @@ def _backward(blocks: _Blocks, *arrays: jax.Array) -> Any:
         shape = (*(x.shape[axis] for axis in own), *kernel.shape)
         sums = blocks.lay_out(jnp.zeros(shape, jnp.float32), *blocks.entries, None, blocks.vocab)
         rows = blocks.view(jnp.zeros_like(hidden))
-        rows, sums = blocks.loop(block, (rows, sums))
+        rows, sums = blocks.loop(block, (rows, sums), x, weights, wanted, factors)
         sums = jnp.sum(sums, axis=tuple(range(len(own)))) * scale
         return rows.reshape(hidden.shape), sums.astype(kernel.dtype)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_variables, merge, split
 from shardax._core.state.state import State
-from shardax._core.variable import Param, RngState, Variable
+from shardax._core.variable import Intermediate, Param, RngState, Variable
 from shardax._transforms.grad.grad import value_and_grad
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import resolve_rules, rules_over
@@ -75,7 +76,7 @@ def data_parallel_value_and_grad(
             the sum is never whole.
         layout: Rules for gradients, before those in scope: ``{"embed": "data"}``, as in the
             overrides of the optimizer's state, leaves them split like it. Or a State of shardings
-            or specs by path. None: whole.
+            or specs by path. None, or a path that it has not: as the parameter.
         reduce_dtype: Dtype on the wire, ``"bfloat16"`` or ``"float32"``; None: that of the
             gradients. Of bfloat16, each device's gradient is rounded before each exchange, and the
             sum once more where it is gathered. Arrays that cannot be divided are summed as they
@@ -250,13 +251,13 @@ def _plan_of(path: Path, variable: Variable[Any], region: _Region, layout: Any) 
             "use layout= and overrides={sx.OptState: ...}."
         )
     kept = [tuple(axis for axis in axes if axis in region.rest) for axes in entering]
-    if layout is None:
+    wanted = layout.flat().get(path) if isinstance(layout, State) else layout
+    if wanted is None:
         final, found = PartitionSpec(*(axes or None for axes in kept)), []
     elif isinstance(layout, State):
-        wanted = layout.flat().get(path, PartitionSpec())
         final, found = explicit_spec(wanted, shape, region.mesh, f"layout at {where}", path)
     else:
-        chosen = rules.override(resolve_rules(layout))
+        chosen = rules.override(resolve_rules(wanted))
         final, found = spec_for(axes, shape, region.mesh, chosen, path)
     errors = [str(each) for each in found if each.severity == "error"]
     if errors:
@@ -366,7 +367,7 @@ class _Call:
         region = self.region
         entering = dict(values)
         for path, value in values.items():
-            if path in self.random and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            if path in self.random and _is_key(value):
                 shard = jax.lax.axis_index(region.over)
                 fold = functools.partial(jax.random.fold_in, data=shard)
                 for _ in range(value.ndim):
@@ -417,22 +418,28 @@ class _Call:
         """What the function wrote, the same on all devices, or raises."""
         after = {path: variable.value for path, variable in iter_variables(objects)}
         problems = [
-            f"{format_path(path[1:] if len(self.objects) == 1 else path)}: was "
-            + ("added" if path in after else "taken away")
+            f"{self._shown(path)}: was {'added' if path in after else 'taken away'}"
             for path in after.keys() ^ entering.keys()
         ]
         written = {}
         for path in after.keys() & entering.keys():
-            pairs = (jax.tree.leaves(entering[path]), jax.tree.leaves(after[path]))
-            if len(pairs[0]) == len(pairs[1]) and all(a is b for a, b in zip(*pairs, strict=True)):
+            before, leaves = (jax.tree.leaves(tree[path]) for tree in (entering, after))
+            if len(before) == len(leaves) and all(map(operator.is_, before, leaves)):
                 continue
-            if path in self.random and jnp.issubdtype(after[path].dtype, jax.dtypes.prng_key):
+            if path in self.random and _is_key(after[path]):
                 continue  # a device's own keys; the stream goes on by its count
             written[path] = after[path]
-            if any(set(self.region.over) & varying_axes(leaf) for leaf in pairs[1]):
-                shown = format_path(path[1:] if len(self.objects) == 1 else path)
-                kind = type(self.variables[path]).__name__
-                problems.append(f"{shown}: a {kind} that depends on a device's own rows")
+            if not any(set(self.region.over) & varying_axes(leaf) for leaf in leaves):
+                continue
+            kind = type(self.variables[path])
+            shapes = [[np.shape(leaf) for leaf in tree] for tree in (before, leaves)]
+            if issubclass(kind, Intermediate) and shapes[0] == shapes[1]:
+                # A number that layers sow, not rows of the batch.
+                written[path] = jax.tree.map(
+                    lambda x: jax.lax.pmean(self.region.varying(x), self.region.over), after[path]
+                )
+                continue
+            problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
         if problems:
             raise DataParallelError(
                 "Data-parallel devices cannot write these together:\n  "
@@ -442,6 +449,9 @@ class _Call:
                 "sx.value_and_grad, which sees the whole batch."
             )
         return written
+
+    def _shown(self, path: Path) -> str:
+        return format_path(path[1:] if len(self.objects) == 1 else path)
 
     def _split_at_once(self, gradients: Any) -> Any:
         """Leaves a microbatch's gradient split along the last data axis."""
@@ -484,6 +494,10 @@ class _Call:
                 done=done,
             ).astype(dtype)
         return found
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _weighted(tree: Any, count: Any) -> Any:

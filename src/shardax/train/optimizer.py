@@ -295,6 +295,23 @@ def _step_of(transformation: Any, update: Any) -> Any:
     return step
 
 
+def gradient_layout(optimizer: Optimizer, places: State) -> State:
+    """Returns shardings for gradients, those of the state that follows each parameter."""
+    chosen = optimizer._chosen()
+    shapes = jax.tree.map(_shape_of, optimizer._state_of([v._value for _, v in chosen]))
+    layout = optimizer_state.layout_of(optimizer._transformation, shapes)
+    owners = [path for path, variable in chosen for _ in jax.tree.leaves(variable._value)]
+    parts = {"inner": ("opt_state",), "masters": ("masters",)}
+    found: dict[Path, Any] = {}
+    for leaf in layout.leaves:
+        if leaf.follows is not None and leaf.dims == tuple(range(len(leaf.shape))):
+            path = ("opt_state", *leaf.path)
+            if optimizer.master_dtype is not None:
+                path = (*parts[leaf.path[0]], *leaf.path[1:])
+            found.setdefault(owners[leaf.follows], places.flat()[path])
+    return State.from_flat(found)
+
+
 def _either(param: Any, master: Any) -> Any:
     return param if master is None else master
 

@@ -45,10 +45,11 @@ from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
 from shardax.train.data import prefetch, sources
+from shardax.train.data_parallel import data_parallel_value_and_grad
 from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.log import Trackers, check_trackers, read_jsonl
-from shardax.train.optimizer import Optimizer
+from shardax.train.optimizer import Optimizer, gradient_layout
 from shardax.train.progress import SilentProgress, StopRequest, TrainingProgress
 from shardax.train.run_folder import RunFolder, differences, settings_of
 from shardax.train.speed import Profile, Throughput, throughput_text, utilization_of
@@ -72,6 +73,10 @@ class TrainerSettings:
         keep_checkpoints: How many checkpoints to keep.
         grad_accumulation: Parts into which each batch is split to save memory; the update is that
             of the whole batch.
+        reduce_over: Data axes of the mesh, the slowest link first, over which each step sums the
+            gradients of devices once, as ``data_parallel_value_and_grad`` does. They are left split
+            as the optimizer's state is. Empty: the compiler sums them.
+        reduce_dtype: ``"bfloat16"`` to send gradients so along ``reduce_over``.
         check_replicas_every: Steps between comparisons, by checksum, of the copies of arrays that
             several processes hold; 0: only before the first step.
         peak_flops: Operations per second of a device at its peak, for ``mfu`` in the log; by
@@ -91,6 +96,8 @@ class TrainerSettings:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     grad_accumulation: int = 1
+    reduce_over: tuple[str, ...] = ()
+    reduce_dtype: str | None = None
     check_replicas_every: int = 0
     peak_flops: float | None = None
 
@@ -104,8 +111,14 @@ class TrainerSettings:
                 f"TrainerSettings has peak_flops={peak!r}, but it must be a number above 0, such "
                 "as 989e12, or None."
             )
+        if self.reduce_dtype is not None and not self.reduce_over:
+            raise TrainerError(
+                f"TrainerSettings has reduce_dtype={self.reduce_dtype!r}, but no axes along which "
+                'gradients are summed. Name them: reduce_over=("data",).'
+            )
+        others = ("peak_flops", "reduce_over", "reduce_dtype")
         for name, value in vars(self).items():
-            if name != "peak_flops" and (type(value) is not int or value < least.get(name, 1)):
+            if name not in others and (type(value) is not int or value < least.get(name, 1)):
                 hint = "; 0: only at the end" if name in least else ""
                 hint = "; 0: only at the start" if name == "check_replicas_every" else hint
                 raise TrainerError(
@@ -249,6 +262,12 @@ class Trainer:
                 f"A Trainer was given {' and '.join(asked)}, but no mesh to lay arrays out over. "
                 "Pass one, mesh=jax.make_mesh((2, 4), ('data', 'model')), or none of these."
             )
+        lacking = set(settings.reduce_over) - set(() if found is None else found.axis_names)
+        if lacking:
+            raise TrainerError(
+                f"TrainerSettings has reduce_over={settings.reduce_over}, but the Trainer's mesh "
+                f"has no axis {', '.join(map(repr, sorted(lacking)))}. Pass one that has: mesh=..."
+            )
         self.mesh = found
         self.rules = rules
 
@@ -281,7 +300,18 @@ class Trainer:
     def train_step(self) -> Callable[..., Any]:
         """Compiled step: ``train_step(*trained, batch)`` returns (loss, numbers)."""
         loss, parts = step_numbers.with_metrics(self.loss), self.settings.grad_accumulation
-        gradient = accumulated_value_and_grad(loss, parts, has_aux=True, wrt=self.optimizer.wrt)
+        given: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt}
+        gradient = accumulated_value_and_grad(loss, parts, **given)
+        if self.settings.reduce_over:
+            places = shardings(self.optimizer, self.mesh, self.rules, **self.where)
+            gradient = data_parallel_value_and_grad(
+                loss,
+                self.settings.reduce_over,
+                steps=parts,
+                layout=gradient_layout(self.optimizer, places),
+                reduce_dtype=self.settings.reduce_dtype,
+                **given,
+            )
 
         scopes = contextlib.nullcontext if self.profile is None else module_scopes
 
