@@ -17,6 +17,7 @@ not grow with depth; parameters and results are the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -68,7 +69,10 @@ class DecoderConfig:
         norm_epsilon: Added to mean squares before dividing by their root.
         scan_layers: Whether the layers are stored stacked and run by a loop.
         remat: What of a layer the backward pass computes anew: None for nothing, ``"full"``, or the
-            name of one of ``jax.checkpoint_policies``, such as ``"dots_saveable"``.
+            name of one of ``jax.checkpoint_policies``, such as ``"dots_saveable"``. Or where values
+            are kept by name, ``{"attention": "device", "layer_input": "pinned_host"}``: in the
+            device's memory or the host's. The names are ``layer_input``, ``attention`` and ``mlp``
+            (what these two return); what is not named is computed anew.
         dtype: Compute dtype, by name; that of the logits.
         param_dtype: Parameter dtype, by name.
 
@@ -92,7 +96,7 @@ class DecoderConfig:
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-6
     scan_layers: bool = False
-    remat: str | None = None
+    remat: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     dtype: str = "float32"
     param_dtype: str = "float32"
 

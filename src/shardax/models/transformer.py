@@ -15,13 +15,14 @@ a window have their own rotary embedding, and layers with experts stand among th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core.containers import List
 from shardax._core.init.rng import Rngs
@@ -258,7 +259,7 @@ class TransformerConfig:
     embed_dropout: float = 0.0
     attention_dropout: float = 0.0
     scan_layers: bool = False
-    remat: str | None = None
+    remat: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     dtype: str = "float32"
     param_dtype: str = "float32"
     source: str | None = None
@@ -314,9 +315,14 @@ def check_config(config: Any) -> None:
     if base is not None:
         _check(where, "rope_base", base, base > 0, "positive")
     _check(where, "norm_epsilon", config.norm_epsilon, config.norm_epsilon >= 0, "at least 0")
-    named = config.remat is None or isinstance(config.remat, str)
-    _check(where, "remat", config.remat, named, "None or the name of a policy")
-    check_policy(where, config.remat)
+    named = config.remat is None or not callable(config.remat)
+    _check(where, "remat", config.remat, named, "None, the name of a policy, or kinds by name")
+    # Pairs, which can be hashed; None and a text as they are.
+    policy: Any = check_policy(where, config.remat)
+    object.__setattr__(config, "remat", policy)
+    for name in dict(policy) if isinstance(policy, tuple) else ():
+        wanted = f"of the names {', '.join(map(repr, LAYER_NAMES))}"
+        _check(where, "remat", name, name in LAYER_NAMES, wanted)
     for name in ("dtype", "param_dtype"):
         object.__setattr__(config, name, _dtype_name(where, name, getattr(config, name)))
 
@@ -337,6 +343,10 @@ def _dtype_name(where: str, name: str, dtype: Any) -> str:
             f"'float32' or 'bfloat16'."
         )
     return found.name
+
+
+LAYER_NAMES = ("layer_input", "attention", "mlp")
+"""Values of a layer that a remat policy can name: its input, and what its two parts return."""
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -431,8 +441,10 @@ class TransformerLayer(Module):
             mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
         if cache is not None:
             given["cache"] = cache
+        x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        added = self._added(self.attn(normed, **given), self.attn_post_norm)
+        attended = checkpoint_name(self.attn(normed, **given), "attention")
+        added = self._added(attended, self.attn_post_norm)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
             return _constrain(x + added + self._added(self._mlp(normed, mask), self.mlp_post_norm))
@@ -443,8 +455,9 @@ class TransformerLayer(Module):
 
     def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
         if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
-            return self.mlp(x)
-        return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
+            return checkpoint_name(self.mlp(x), "mlp")
+        # Padding does not count in the loss.
+        return checkpoint_name(self.mlp(x, mask=mask[..., 0, 0, :]), "mlp")
 
     def _added(self, x: jax.Array, norm: Any) -> jax.Array:
         x = x if norm is None or self.norm_after else norm(x)

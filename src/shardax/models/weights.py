@@ -62,7 +62,7 @@ def from_pretrained(
     param_dtype: Any = None,
     strict: bool = True,
     scan_layers: bool = False,
-    remat: str | None = None,
+    remat: str | Mapping[str, str] | None = None,
     rngs: Rngs | None = None,
 ) -> Transformer:
     """Loads a published model, each device its own part.

@@ -15,12 +15,16 @@ the first layer. ``stack_state`` and ``unstack_state`` bring the state of one la
 as for a checkpoint of one and a model of the other.
 
 A remat policy says what the backward pass keeps: None (everything), ``"full"`` (nothing but the
-inputs), the name of one of JAX's policies, or a function of ``jax.checkpoint_policies``.
+inputs), the name of one of JAX's policies, a function of ``jax.checkpoint_policies``, or a mapping
+from names to memory kinds. Names are those that ``jax.ad_checkpoint.checkpoint_name`` gives to
+values: what ``"device"`` stands for is kept, what ``"pinned_host"`` stands for waits in the
+device's host memory, and the rest is computed anew.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,18 +61,38 @@ POLICY_NAMES = (
 )
 """Policies of ``jax.checkpoint_policies`` that are no factories and have one name each."""
 
-Policy = str | Callable[..., Any] | None
+MEMORY_KINDS = ("device", "pinned_host")
+"""Where a remat policy can keep values of a name."""
+
+Policy = str | Callable[..., Any] | tuple[tuple[str, str], ...] | None
 
 
 def check_policy(layer: str, policy: Any) -> Policy:
     """Returns a remat policy, or raises ``LayerConfigError`` if there is none such."""
-    if policy is None or policy == "full" or policy in POLICY_NAMES or callable(policy):
+    if policy is None or callable(policy):
         return policy
+    if isinstance(policy, str):
+        if policy == "full" or policy in POLICY_NAMES:
+            return policy
+    elif pairs := _kinds_by_name(policy):
+        return pairs
     raise LayerConfigError(
         f"{layer} was given remat={policy!r}. It takes None, 'full', one of "
-        f"{', '.join(map(repr, POLICY_NAMES))}, or a policy such as "
-        f"jax.checkpoint_policies.save_only_these_names('attention')."
+        f"{', '.join(map(repr, POLICY_NAMES))}, a policy such as "
+        f"jax.checkpoint_policies.save_only_these_names('attention'), or memory kinds by name, "
+        f"'device' or 'pinned_host': {{'attention': 'device', 'mlp': 'pinned_host'}}."
     )
+
+
+def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
+    """Returns pairs of a name and a memory kind, or None."""
+    pairs = policy.items() if isinstance(policy, Mapping) else policy
+    try:
+        found = {name: kind for name, kind in pairs}
+    except (TypeError, ValueError):
+        return None
+    fits = all(isinstance(n, str) and k in MEMORY_KINDS for n, k in found.items())
+    return tuple(found.items()) if fits and found else None
 
 
 def rematerialised(
@@ -81,7 +105,23 @@ def rematerialised(
     chosen: Any = policy
     if isinstance(policy, str):
         chosen = None if policy == "full" else getattr(jax.checkpoint_policies, policy)
+    elif isinstance(policy, tuple):
+        chosen = _by_name(policy)
     return remat(function, policy=chosen, prevent_cse=not in_loop)
+
+
+@functools.lru_cache(maxsize=256)
+def _by_name(kinds: tuple[tuple[str, str], ...]) -> Any:
+    """Returns the policy of memory kinds by name."""
+    saved, hosted = ([n for n, kind in kinds if kind == wanted] for wanted in MEMORY_KINDS)
+    if not hosted:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=hosted,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 class Stack(Module):
@@ -100,7 +140,9 @@ class Stack(Module):
         axis_name: Name of the leading dimension, for rules.
         remat: Whether the backward pass computes a layer anew instead of keeping what is inside it
             (``sx.remat``): ``"full"``; the name of one of ``jax.checkpoint_policies``, such as
-            ``"dots_saveable"``; such a policy; None to keep everything.
+            ``"dots_saveable"``; such a policy; memory kinds by the names that layers give to values
+            by ``jax.ad_checkpoint.checkpoint_name``, ``{"attention": "device", "mlp":
+            "pinned_host"}``, to keep these there; None to keep everything.
         unroll: How many layers one turn of the loop runs, as in ``jax.lax.scan``.
         microbatches: In how many parts the layers run a batch, one after another; None for those of
             ``sx.parallel``, else the whole. Where the rules in scope lay ``axis_name`` over a mesh

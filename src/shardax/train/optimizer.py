@@ -35,6 +35,7 @@ from shardax._transforms.errors import ArgumentError
 from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
+from shardax.train.data.prefetch import in_device_memory
 from shardax.train.errors import GradientMismatchError, OptimizerStateError
 
 _STEP = optimizer_state.StateLeaf(
@@ -165,9 +166,23 @@ class Optimizer(Module):
             )
         chosen = self._chosen()
         params = self._state_of([variable.value for _, variable in chosen])
-        aligned = _align(grads, params)
         layout = optimizer_state.layout_of(self._transformation, jax.tree.map(_shape_of, params))
         variables = self._state_variables(layout)
+        with in_device_memory([self.step, *variables, *(variable for _, variable in chosen)]):
+            self._update(grads, chosen, layout, variables, extra)
+            self.step.value = self.step.value + 1
+
+    def _update(
+        self,
+        grads: Any,
+        chosen: Sequence[tuple[Path, Variable[Any]]],
+        layout: optimizer_state.StateLayout,
+        variables: Sequence[Variable[Any]],
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Updates parameters and state, all in the devices' memory."""
+        params = self._state_of([variable.value for _, variable in chosen])
+        aligned = _align(grads, params)
         state = layout.join(variable.value for variable in variables)
         update = self.tx.update
         if extra:
@@ -181,7 +196,6 @@ class Optimizer(Module):
             variable.value = new_params.flat()[path]
         for variable, leaf, value in zip(variables, layout.leaves, new_leaves, strict=True):
             variable.value = laid_out_as(variable.value, jnp.asarray(value, leaf.dtype))
-        self.step.value = self.step.value + 1
 
     def _chosen(self) -> list[tuple[Path, Variable[Any]]]:
         """Returns (path, Variable) of what is trained."""

@@ -303,7 +303,7 @@ class Trainer:
         given: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt}
         gradient = accumulated_value_and_grad(loss, parts, **given)
         if self.settings.reduce_over:
-            places = shardings(self.optimizer, self.mesh, self.rules, **self.where)
+            places = shardings(self.trained, self.mesh, self.rules, **self.where)[1]
             gradient = data_parallel_value_and_grad(
                 loss,
                 self.settings.reduce_over,
