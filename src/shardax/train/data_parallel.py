@@ -563,9 +563,7 @@ def _reduced(
 def _scattered(x: jax.Array, axis: str, dimension: int, count: int, wire: np.dtype) -> jax.Array:
     """The sum over a mesh axis, of which each device has its part."""
     if wire.itemsize >= 4:
-        return jax.lax.psum_scatter(
-            x.astype(wire), axis, scatter_dimension=dimension, tiled=True
-        )
+        return jax.lax.psum_scatter(x.astype(wire), axis, scatter_dimension=dimension, tiled=True)
     received = jax.lax.all_to_all(_bits(x, wire), axis, dimension, dimension, tiled=True)
     shape = (*x.shape[:dimension], count, x.shape[dimension] // count, *x.shape[dimension + 1 :])
     return _floats(received, wire).astype(jnp.float32).reshape(shape).sum(dimension)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO by rules: what of training is split over the data axis; and what is kept by the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tests.train.small_runs import RULES as RUN_RULES
+from tests.train.small_runs import Quiet, make_trainer
+
+import shardax as sx
+from shardax.errors import LayerConfigError, OverrideError
+from shardax.hlo.analyze import read_program
+from shardax.train import data_parallel_value_and_grad
+from shardax.train.errors import TrainerError
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+EMBED, HIDDEN, ROWS = 64, 128, 16
+RULES = {"batch": "data"}
+ZERO = {sx.OptState: {"embed": "data"}}
+WEIGHTS = 3 * EMBED * HIDDEN * 4  # bytes of the MLP's kernels
+
+
+def make(dtype: Any = "float32") -> Any:
+    model = sx.nn.MLP(EMBED, HIDDEN, param_dtype=dtype, rngs=sx.Rngs(0))
+    wide = {"master_dtype": "float32"} if dtype == "bfloat16" else {}
+    return model, sx.train.Optimizer(model, optax.adam(1e-2), **wide)
+
+
+def loss(model: Any, x: Any) -> Any:
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def make_batch(mesh: Any = None) -> Any:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, EMBED)), jnp.float32)
+    return x if mesh is None else jax.device_put(x, NamedSharding(mesh, P("data")))
+
+
+LEVELS: dict[int, dict[str, Any]] = {
+    0: {"rules": RULES},
+    1: {"rules": RULES, "overrides": ZERO},
+    2: {"rules": RULES, "overrides": ZERO, "split": True},
+    3: {"rules": {**RULES, "embed": "data"}},
+}
+
+
+def train(level: int, mesh: Any, dtype: Any = "float32", steps: int = 1) -> Any:
+    """Parameters after some updates at a level of ZeRO, and the compiled step."""
+    where = dict(LEVELS[level])
+    gradient = sx.value_and_grad(loss)
+    if where.pop("split", False):
+        gradient = data_parallel_value_and_grad(loss, "data", layout=ZERO[sx.OptState], steps=steps)
+    pair = make(dtype)
+    sx.shard(pair, mesh, **where)
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        value, gradients = gradient(model, x)
+        optimizer.update(gradients)
+        return value
+
+    places = sx.shardings(pair, mesh, **where)
+    run = sx.jit(step, in_shardings=(*places, None), donate_argnums=(0, 1))
+    with jax.set_mesh(mesh), sx.axis_rules(where["rules"]):
+        compiled = run.lower(*pair, make_batch(mesh)).compile()
+        for _ in range(3):
+            run(*pair, make_batch(mesh))
+    for tree, at in zip(pair, places, strict=True):
+        for path, variable in sx.iter_variables(tree):
+            wanted = at.flat().get(path)
+            assert wanted is None or variable.sharding.is_equivalent_to(wanted, variable.ndim)
+    return sx.state(pair[0]), compiled
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_levels_train_as_one_device(kind: AxisType, dtype: str) -> None:
+    model, optimizer = make(dtype)
+    for _ in range(3):
+        optimizer.update(sx.grad(loss)(model, make_batch()))
+    for level in LEVELS:
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        found, _ = train(level, mesh, dtype)
+        for path, value in sx.state(model).flat().items():
+            numbers = (np.asarray(each, np.float32) for each in (found.flat()[path], value))
+            apart = np.abs(np.subtract(*numbers))
+            # Adam takes a whole step by the sign of a gradient that is next to nothing.
+            assert apart.max() < 1e-5 if dtype == "float32" else apart.mean() < 1e-4
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_each_level_holds_a_share_of_more(count: int) -> None:
+    mesh = jax.make_mesh(
+        (count,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
+    )
+    held = {
+        level: train(level, mesh)[1].memory_analysis().argument_size_in_bytes for level in LEVELS
+    }
+    rest = ROWS // count * EMBED * 4 + 2 * 4  # rows, and two counts of steps
+    moments = 2 * WEIGHTS
+    assert held == {
+        0: WEIGHTS + moments + rest,
+        1: WEIGHTS + moments // count + rest,
+        2: WEIGHTS + moments // count + rest,
+        3: WEIGHTS // count + moments // count + rest,
+    }
+
+
+def test_split_gradients_are_never_whole_where_they_are_summed_and_send_half() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sent: dict[int, dict[str, float]] = {}
+    for level in (0, 2):
+        sent[level] = {}
+        for each in read_program(train(level, mesh)[1].as_text(), {"data": 8}).collectives:
+            sent[level][each.kind] = sent[level].get(each.kind, 0) + each.wire_bytes
+    share, of_loss = 7 / 8 * WEIGHTS, 2 * 7 / 8 * 4
+    assert sent[0] == {"all-reduce": 2 * share + of_loss}
+    # The updates are gathered; in all, as much travels as in an all-reduce.
+    assert sent[2] == {"reduce-scatter": share, "all-gather": share, "all-reduce": of_loss}
+
+    def temporary(layout: Any) -> int:
+        model = make()[0]
+        sx.shard(model, mesh, RULES)
+        with jax.set_mesh(mesh), sx.axis_rules(RULES):
+            step = data_parallel_value_and_grad(loss, "data", layout=layout, steps=2)
+            compiled = sx.jit(step).lower(model, make_batch(mesh)).compile()
+        analysis = compiled.memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+    # Whole they are summed once over microbatches, and once over devices.
+    assert temporary(None) - temporary({"embed": "data"}) > WEIGHTS
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+def test_a_trainer_reduces_gradients_into_the_layout_of_the_optimizers_state(
+    tmp_path: Path, kind: AxisType, masters: bool
+) -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("slice", "data", "model"), axis_types=(kind,) * 3)
+    over = ("slice", "data")
+    rules = RUN_RULES.override({"batch": over})
+
+    def losses(name: str, layout: Any, **settings: Any) -> Any:
+        trainer = make_trainer(
+            tmp_path / name, 4, mesh=mesh, layout=layout, log_every=1, **settings
+        )
+        trainer.rules = rules
+        if masters:
+            model = trainer.model
+            trainer.optimizer = sx.train.Optimizer(model, optax.adam(1e-2), master_dtype="float64")
+        trainer.run(display=Quiet())
+        records = sx.train.read_jsonl(trainer.log_path)
+        return [[record[key] for record in records] for key in ("loss", "grad_norm")]
+
+    plain = losses("plain", None)
+    layout = {"overrides": {sx.OptState: {"embed": over}}}
+    for name, settings, tolerance in (
+        ("whole", {"reduce_over": over}, 1e-5),
+        ("narrow", {"reduce_over": over, "reduce_dtype": "bfloat16"}, 1e-2),
+        ("parts", {"reduce_over": over, "grad_accumulation": 2}, 1e-5),
+    ):
+        np.testing.assert_allclose(losses(name, layout, **settings), plain, rtol=tolerance)
+
+
+def test_settings_of_a_reduction_that_cannot_be_are_refused(tmp_path: Path, auto_mesh: Any) -> None:
+    with pytest.raises(TrainerError, match="reduce_over="):
+        sx.train.TrainerSettings(steps=1, reduce_dtype="bfloat16")
+    with pytest.raises(TrainerError, match="no axis 'slice'"):
+        make_trainer(tmp_path, 1, mesh=auto_mesh, reduce_over=("slice", "data"))
+
+
+# --- Memory of the host ---
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_an_update_moves_state_that_the_host_keeps_by_itself(
+    kind: AxisType, compiled: bool
+) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    hosted: dict[str, Any] = {"overrides": ZERO, "memory_kind": {sx.OptState: "pinned_host"}}
+
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        optimizer.update(sx.grad(loss)(model, x))
+
+    pair, plain = make(), make()
+    sx.shard(pair, mesh, RULES, **hosted)
+    sx.shard(plain, mesh, RULES, overrides=ZERO)
+    places = sx.shardings(pair, mesh, RULES, **hosted)
+    run = sx.jit(step, in_shardings=(*places, None), donate_argnums=(0, 1)) if compiled else step
+    with jax.set_mesh(mesh), sx.axis_rules(RULES):
+        for _ in range(2):
+            run(*pair, make_batch(mesh))
+            step(*plain, make_batch(mesh))
+    for one, other in zip(*map(jax.tree.leaves, (sx.state(pair), sx.state(plain))), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    kinds = {v.sharding.memory_kind for _, v in sx.iter_variables(pair[1].opt_state)}
+    assert kinds == {"pinned_host"}
+    assert {v.sharding.memory_kind for _, v in sx.iter_variables(pair[0])} == {"device"}
+
+
+def test_a_memory_that_devices_have_not_is_refused_before_anything_is_moved() -> None:
+    pair = make()
+    mesh = jax.make_mesh((8,), ("data",))
+    with pytest.raises(OverrideError, match="no such memory"):
+        sx.shard(pair, mesh, RULES, memory_kind={sx.OptState: "remote_host"})
+    assert all(variable.is_lazy for _, variable in sx.iter_variables(pair[1]))
+
+
+POLICIES: list[Any] = [
+    {"attention": "device"},
+    {"layer_input": "pinned_host"},
+    {"layer_input": "pinned_host", "attention": "device"},
+]
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scanned"])
+def test_activations_are_kept_by_name_in_the_memory_that_is_said(scanned: bool) -> None:
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 17))
+    batch = {"inputs": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:])}
+    step = sx.jit(sx.value_and_grad(sx.models.next_token_loss))
+    layers, found = 3, []
+    for remat in (None, *POLICIES):
+        config = sx.models.DecoderConfig(
+            vocab_size=64, num_layers=layers, scan_layers=scanned, remat=remat
+        )
+        model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+        found.append(step(model, batch))
+        # CPU has one memory; the program for TPU says what goes where.
+        text = step.trace(model, batch).lower(lowering_platforms=("tpu",)).as_text()
+        hosted = text.count("pinned_host")
+        expected = "pinned_host" in dict(remat or {}).values()
+        assert hosted == (0 if not expected else 1 if scanned else layers), remat
+    for each in found[1:]:
+        for one, other in zip(*map(jax.tree.leaves, (each, found[0])), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_names_and_kinds_that_say_nothing_are_refused() -> None:
+    with pytest.raises(LayerConfigError, match="of the names.*'mlp'.*'mpl'"):
+        sx.models.DecoderConfig(remat={"mpl": "device"})
+    for wrong in ({"mlp": "disk"}, {}, [("mlp",)], 3):
+        with pytest.raises(LayerConfigError, match=r"memory kinds by name"):
+            sx.nn.Stack(lambda: sx.nn.Linear(4, 4, rngs=sx.Rngs(0)), 2, remat=wrong)
+    config = sx.models.DecoderConfig(remat={"mlp": "device"})
+    assert config == sx.models.DecoderConfig(remat=[["mlp", "device"]])  # as JSON has it
+    assert hash(config) == hash(sx.models.DecoderConfig(remat=config.remat))
