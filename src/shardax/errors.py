@@ -79,8 +79,8 @@ _NAMES = {
     "shardax.train.errors": (
         "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
         "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataParallelError "
-        "DataPositionError GradientMismatchError LogError MetricError OptimizerStateError PrefetchError "
-        "TextNotFoundError TextSourceError TrainerError WindowError"
+        "DataPositionError GradientMismatchError LogError MetricError OptimizerStateError "
+        "PrefetchError TextNotFoundError TextSourceError TrainerError WindowError"
     ),
     "shardax.view.operations": "OperationsError",
     "shardax.view.shardings": "ShardingViewError",

@@ -147,6 +147,24 @@ def trained(meshes: list[Any], folder: Path) -> list[Any]:
     return found
 
 
+def reduced(arguments: Any, folder: Path) -> list[Any]:
+    """Losses where gradients are summed within processes and then between them."""
+    over, dtype = ("slice", "data"), arguments
+    trainer = small_runs.make_trainer(
+        folder / "run",
+        4,
+        mesh=mesh_of({"slice": 2, "data": 2, "model": 1}),
+        layout={"overrides": {sx.OptState: {"embed": over}}},
+        log_every=1,
+        reduce_over=over,
+        reduce_dtype=dtype,
+    )
+    trainer.rules = small_runs.RULES.override({"batch": over})
+    trainer.run(display=small_runs.Quiet())
+    kernel = sx.distributed.gather(trainer.model)[".head.kernel"]
+    return [digest_of(trainer), kernel.tolist()]
+
+
 def stopped_by_one(meshes: list[Any], folder: Path) -> list[Any]:
     """Where a run ends that the last process stops, its held-out numbers, its best checkpoint."""
     found = []

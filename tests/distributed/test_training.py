@@ -63,6 +63,16 @@ def test_training_over_processes_gives_the_parameters_and_losses_of_one(
     assert rest == [[]] * (processes - 1), "only the main process prints"
 
 
+def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one(tmp_path: Path):
+    first, second = run("reduced", "bfloat16", tmp_path, processes=2, devices=2)
+    assert first == second
+    alone = small_runs.make_trainer(tmp_path / "alone", 4)
+    alone.run(display=small_runs.Quiet())
+    # Adam's first steps are as long as its rate, 0.01, also by a gradient next to nothing.
+    apart = np.abs(np.subtract(first[1], alone.model.head.kernel.value))
+    assert apart.mean() < 1e-4
+
+
 def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: Path):
     first, second = run("disagreeing", None, tmp_path)
     second["folder"] = second["folder"].replace("own1", "own0")

@@ -791,7 +791,7 @@ class Transformer(Module):
             layers = self.rest or ()
         for index, layer in enumerate(layers):
             own = {} if cache is None else {"cache": caches[index]}
-            x = rematerialised(layer, self._parts.remat)(x, **given, **own)
+            x = rematerialised(layer, cast("Any", self._parts.remat))(x, **given, **own)
         return x if self.final_norm is None else self.final_norm(x)
 
     def _before_head(self, x: jax.Array) -> jax.Array:

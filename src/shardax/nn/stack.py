@@ -88,7 +88,7 @@ def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
     """Returns pairs of a name and a memory kind, or None."""
     pairs = policy.items() if isinstance(policy, Mapping) else policy
     try:
-        found = {name: kind for name, kind in pairs}
+        found = dict(pairs)
     except (TypeError, ValueError):
         return None
     fits = all(isinstance(n, str) and k in MEMORY_KINDS for n, k in found.items())

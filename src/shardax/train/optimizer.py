@@ -321,7 +321,7 @@ def gradient_layout(optimizer: Optimizer, places: State) -> State:
         if leaf.follows is not None and leaf.dims == tuple(range(len(leaf.shape))):
             path = ("opt_state", *leaf.path)
             if optimizer.master_dtype is not None:
-                path = (*parts[leaf.path[0]], *leaf.path[1:])
+                path = (*parts[str(leaf.path[0])], *leaf.path[1:])
             found.setdefault(owners[leaf.follows], places.flat()[path])
     return State.from_flat(found)
 
