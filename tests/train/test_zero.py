@@ -244,7 +244,9 @@ def test_activations_are_kept_by_name_in_the_memory_that_is_said(scanned: bool) 
 
 
 def test_names_and_kinds_that_say_nothing_are_refused() -> None:
-    with pytest.raises(LayerConfigError, match=r"of the names.*'mlp'.*'mpl'"):
+    with pytest.raises(
+        LayerConfigError, match=r"the name 'mpl'.*'layer_input', 'attention', 'mlp'"
+    ):
         sx.models.DecoderConfig(remat={"mpl": "device"})
     for wrong in ({"mlp": "disk"}, {}, [("mlp",)], 3):
         with pytest.raises(LayerConfigError, match=r"memory kinds by name"):

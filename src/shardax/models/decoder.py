@@ -17,7 +17,6 @@ not grow with depth; parameters and results are the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,6 +28,7 @@ from shardax.models.transformer import (
     TransformerLayer,
     check_config,
 )
+from shardax.nn.stack import Policy
 from shardax.partition.rules import Rules
 
 DECODER_RULES = Rules(
@@ -96,7 +96,7 @@ class DecoderConfig:
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-6
     scan_layers: bool = False
-    remat: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
+    remat: Policy = None
     dtype: str = "float32"
     param_dtype: str = "float32"
 

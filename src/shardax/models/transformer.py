@@ -15,7 +15,7 @@ a window have their own rotary embedding, and layers with experts stand among th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,7 +45,7 @@ from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
-from shardax.nn.stack import Stack, check_policy, rematerialised
+from shardax.nn.stack import Policy, Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import resolve_mesh
@@ -259,7 +259,7 @@ class TransformerConfig:
     embed_dropout: float = 0.0
     attention_dropout: float = 0.0
     scan_layers: bool = False
-    remat: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
+    remat: Policy = None
     dtype: str = "float32"
     param_dtype: str = "float32"
     source: str | None = None
@@ -302,27 +302,17 @@ def check_config(config: Any) -> None:
     rope = getattr(config, "rope", None)
     base = getattr(config, "rope_base", None if rope is None else rope.base)
     whole = rope is None or rope.fraction == 1
-    attention_sizes(
-        config.embed_dim,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        base if whole else None,
-    )
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    attention_sizes(config.embed_dim, *heads, base if whole else None)
     for name in ("dropout", "embed_dropout", "attention_dropout"):
         rate = getattr(config, name, 0.0)
         _check(where, name, rate, 0 <= rate < 1, "from 0 up to, but not, 1")
     if base is not None:
         _check(where, "rope_base", base, base > 0, "positive")
     _check(where, "norm_epsilon", config.norm_epsilon, config.norm_epsilon >= 0, "at least 0")
-    named = config.remat is None or not callable(config.remat)
-    _check(where, "remat", config.remat, named, "None, the name of a policy, or kinds by name")
-    # Pairs, which can be hashed; None and a text as they are.
-    policy: Any = check_policy(where, config.remat)
-    object.__setattr__(config, "remat", policy)
-    for name in dict(policy) if isinstance(policy, tuple) else ():
-        wanted = f"of the names {', '.join(map(repr, LAYER_NAMES))}"
-        _check(where, "remat", name, name in LAYER_NAMES, wanted)
+    _check(where, "remat", config.remat, not callable(config.remat), "no function but its name")
+    names = ("layer_input", "attention", "mlp")
+    object.__setattr__(config, "remat", check_policy(where, config.remat, names))
     for name in ("dtype", "param_dtype"):
         object.__setattr__(config, name, _dtype_name(where, name, getattr(config, name)))
 
@@ -343,10 +333,6 @@ def _dtype_name(where: str, name: str, dtype: Any) -> str:
             f"'float32' or 'bfloat16'."
         )
     return found.name
-
-
-LAYER_NAMES = ("layer_input", "attention", "mlp")
-"""Values of a layer that a remat policy can name: its input, and what its two parts return."""
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -443,23 +429,23 @@ class TransformerLayer(Module):
             given["cache"] = cache
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        attended = checkpoint_name(self.attn(normed, **given), "attention")
-        added = self._added(attended, self.attn_post_norm)
+        added = self._added(self.attn(normed, **given), "attention", self.attn_post_norm)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-            return _constrain(x + added + self._added(self._mlp(normed, mask), self.mlp_post_norm))
+            more = self._added(self._mlp(normed, mask), "mlp", self.mlp_post_norm)
+            return _constrain(x + added + more)
         x = self._joined(x, added, self.attn_post_norm)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        added = self._added(self._mlp(normed, mask), self.mlp_post_norm)
+        added = self._added(self._mlp(normed, mask), "mlp", self.mlp_post_norm)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
     def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
         if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
-            return checkpoint_name(self.mlp(x), "mlp")
-        # Padding does not count in the loss.
-        return checkpoint_name(self.mlp(x, mask=mask[..., 0, 0, :]), "mlp")
+            return self.mlp(x)
+        return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
 
-    def _added(self, x: jax.Array, norm: Any) -> jax.Array:
+    def _added(self, x: jax.Array, name: str, norm: Any) -> jax.Array:
+        x = checkpoint_name(x, name)
         x = x if norm is None or self.norm_after else norm(x)
         return x if self.dropout is None else self.dropout(x)
 
@@ -791,7 +777,7 @@ class Transformer(Module):
             layers = self.rest or ()
         for index, layer in enumerate(layers):
             own = {} if cache is None else {"cache": caches[index]}
-            x = rematerialised(layer, cast("Any", self._parts.remat))(x, **given, **own)
+            x = rematerialised(layer, self._parts.remat)(x, **given, **own)
         return x if self.final_norm is None else self.final_norm(x)
 
     def _before_head(self, x: jax.Array) -> jax.Array:

@@ -64,10 +64,10 @@ POLICY_NAMES = (
 MEMORY_KINDS = ("device", "pinned_host")
 """Where a remat policy can keep values of a name."""
 
-Policy = str | Callable[..., Any] | tuple[tuple[str, str], ...] | None
+Policy = str | Callable[..., Any] | Mapping[str, str] | tuple[tuple[str, str], ...] | None
 
 
-def check_policy(layer: str, policy: Any) -> Policy:
+def check_policy(layer: str, policy: Any, names: Sequence[str] | None = None) -> Policy:
     """Returns a remat policy, or raises ``LayerConfigError`` if there is none such."""
     if policy is None or callable(policy):
         return policy
@@ -75,7 +75,13 @@ def check_policy(layer: str, policy: Any) -> Policy:
         if policy == "full" or policy in POLICY_NAMES:
             return policy
     elif pairs := _kinds_by_name(policy):
-        return pairs
+        wrong = [name for name, _ in pairs if names is not None and name not in names]
+        if not wrong:
+            return pairs
+        raise LayerConfigError(
+            f"{layer} was given remat={policy!r}, but no value has the name {wrong[0]!r}. The "
+            f"names are {', '.join(map(repr, names or ()))}."
+        )
     raise LayerConfigError(
         f"{layer} was given remat={policy!r}. It takes None, 'full', one of "
         f"{', '.join(map(repr, POLICY_NAMES))}, a policy such as "

@@ -23,8 +23,10 @@ from shardax.train.data.text import ByteText as ByteText
 from shardax.train.data.text import TextPart as TextPart
 from shardax.train.data.text import open_text as open_text
 from shardax.train.data.tokens import TokenFile as TokenFile
-from shardax.train.data_parallel import data_parallel_value_and_grad as data_parallel_value_and_grad
 from shardax.train.ema import EMA as EMA
+from shardax.train.gradients.data_parallel import (
+    data_parallel_value_and_grad as data_parallel_value_and_grad,
+)
 from shardax.train.log import JsonlLog as JsonlLog
 from shardax.train.log import TensorBoardLog as TensorBoardLog
 from shardax.train.log import Tracker as Tracker

@@ -62,7 +62,7 @@ def check_name(name: Any, who: str) -> None:
 
 
 def count_targets(batch: Any) -> jax.Array:
-    """Number of targets of a batch: what its mask leaves, else its rows."""
+    """Number of targets: what a batch's mask leaves, else its rows."""
     mask = batch.get("mask") if isinstance(batch, Mapping) else None
     return jnp.asarray(jax.tree.leaves(batch)[0].shape[0]) if mask is None else jnp.sum(mask)
 

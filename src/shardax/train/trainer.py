@@ -45,9 +45,9 @@ from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
 from shardax.train.data import prefetch, sources
-from shardax.train.data_parallel import data_parallel_value_and_grad
 from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainerError
+from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
 from shardax.train.log import Trackers, check_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer, gradient_layout
 from shardax.train.progress import SilentProgress, StopRequest, TrainingProgress

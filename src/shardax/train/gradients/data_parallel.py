@@ -1,23 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of data-parallel devices, and how they are summed.
+"""Gradients of data-parallel devices, each of its own rows, summed once.
 
-Each device computes the gradient of its own rows in a *region*, a ``jax.shard_map`` over the data
-axes; the other mesh axes are left to the compiler there. A second region, over all axes, sums the
-gradients once. The data axes are *levels*, the slowest link first. The sum goes from the last level
-to the first and back: a reduce-scatter within the last, which leaves each of its n devices 1/n of
-an array; the same, or an all-reduce, along the next; all-gathers in reverse. A gradient that is to
-stay split along an axis is not gathered along it (ZeRO, arXiv:1910.02054).
-
-A narrow dtype on the wire is one of what travels only. Devices exchange parts by an all-to-all, and
-each adds what it received in float32, so no sum is rounded before it is complete. The bits travel
-as integers, because some compilers widen narrow floats.
+A device computes its gradient in a *region*, a ``jax.shard_map`` over the data axes; the other mesh
+axes are left to the compiler there. A second region, over all axes, sums the gradients.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardax._core._jax import varying_axes
 from shardax._core.graph.flatten import has_objects
@@ -34,12 +24,11 @@ from shardax._core.state.split_merge import iter_variables, merge, split
 from shardax._core.state.state import State
 from shardax._core.variable import Intermediate, Param, RngState, Variable
 from shardax._transforms.grad.grad import value_and_grad
-from shardax.partition.checker import explicit_spec, spec_for
-from shardax.partition.context import resolve_rules, rules_over
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
-from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax.partition.mesh import mesh_text
+from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
 from shardax.train.errors import DataParallelError
+from shardax.train.gradients.sums import GradientPlan, Region, plan_of, sum_over
 from shardax.train.optimizer import laid_out_as
 from shardax.train.step_numbers import count_targets
 
@@ -124,10 +113,10 @@ def data_parallel_value_and_grad(
 
     @functools.wraps(function)
     def reduced(model: Any, batch: Any, *rest: Any) -> Any:
-        region = _Region.find(axes)
-        call = _Call(region, whole, steps, has_aux, wire, model, rest)
+        region = Region.find(axes)
+        call = _DeviceCall(region, whole, steps, has_aux, wire, model, rest)
         call.plans = {
-            path: _plan_of(path, variable, region, layout)
+            path: plan_of(path, variable, region, layout)
             for path, variable in _trained(model, wrt).items()
         }
         value, aux, gradients = call.run(batch)
@@ -152,137 +141,15 @@ def _trained(model: Any, wrt: Any) -> dict[Path, Variable[Any]]:
     return dict(iter_variables(model, wrt))
 
 
-# --- Where ---
-
-
-@dataclasses.dataclass(frozen=True)
-class _Region:
-    """Data axes of a mesh, and its other axes."""
-
-    mesh: AnyMesh
-    over: tuple[str, ...]  # the slowest link first
-    rest: tuple[str, ...]  # that are not Manual already
-
-    @classmethod
-    def find(cls, over: tuple[str, ...]) -> _Region:
-        mesh = resolve_mesh()
-        if mesh is None:
-            raise DataParallelError(
-                f"over={over} names axes of a mesh, but none is in scope. Put one in scope: "
-                "with jax.set_mesh(mesh): ..."
-            )
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        free = [axis for axis, kind in kinds.items() if kind is not AxisType.Manual]
-        wrong = [axis for axis in over if axis not in free]
-        if wrong:
-            raise DataParallelError(
-                f"over={over}: {wrong[0]!r} is no axis of the mesh ({mesh_text(mesh.shape)}) that "
-                f"rows can be split over here; these are {', '.join(free) or 'none'}."
-            )
-        return cls(mesh, over, tuple(axis for axis in free if axis not in over))
-
-    @property
-    def given(self) -> Any:
-        """The mesh for ``jax.shard_map``, which finds that in scope itself."""
-        return self.mesh if jax.sharding.get_abstract_mesh().empty else None
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.over)
-
-    def varying(self, tree: Any) -> Any:
-        """Marks values that devices have alike as such that may differ."""
-
-        def mark(x: Any) -> Any:
-            missing = tuple(axis for axis in self.over if axis not in varying_axes(x))
-            return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-        return jax.tree.map(mark, tree)
-
-    def with_auto_axes(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Runs a function with Explicit axes as Auto, its results typed."""
-        # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have
-        # it.
-        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-        if not explicit:
-            return function
-        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=outputs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Layout of a gradient before and after it is reduced."""
-
-    # mesh axes by dimension
-    entering: tuple[tuple[str, ...], ...]  # of the parameter, without data axes
-    leaving: tuple[tuple[str, ...], ...]  # data axes along which the gradient stays split
-    final: PartitionSpec
-
-    def spec(self, *lead: Any, leaving: bool = False) -> PartitionSpec:
-        """The layout with the data axes after the others, or without them."""
-        parts = [
-            (*before, *(after if leaving else ()))
-            for before, after in zip(self.entering, self.leaving, strict=True)
-        ]
-        return PartitionSpec(*lead, *(axes or None for axes in parts))
-
-
-def _plan_of(path: Path, variable: Variable[Any], region: _Region, layout: Any) -> _Plan:
-    """Plans the gradient of a parameter."""
-    value, where = variable.value, format_path(path)
-    if not isinstance(value, jax.Array):
-        raise DataParallelError(
-            f"The parameter at {where} is of type {type(value).__name__}, not one array. Leave it "
-            "out by wrt=, or use sx.value_and_grad."
-        )
-    shape, axes = value.shape, variable.axes
-    rules = rules_over(region.mesh)
-    spec, _ = spec_for(axes, shape, region.mesh, rules, path)
-    typed = jax.typeof(value).sharding.spec
-    entering = _by_dimension(typed if any(typed) else spec, len(shape))
-    split_here = [a for axes in entering for a in axes if a in region.over]
-    if split_here:
-        raise DataParallelError(
-            f"The parameter at {where} is split over {split_here[0]!r}, but data-parallel devices "
-            f"hold parameters whole along over={region.over}. Leave that axis to the compiler: "
-            "name only the other data axes in over=, or use sx.value_and_grad, which gathers "
-            "parameters as they are needed. To split gradients and the optimizer's state alone "
-            "use layout= and overrides={sx.OptState: ...}."
-        )
-    kept = [tuple(axis for axis in axes if axis in region.rest) for axes in entering]
-    wanted = layout.flat().get(path) if isinstance(layout, State) else layout
-    if wanted is None:
-        final, found = PartitionSpec(*(axes or None for axes in kept)), []
-    elif isinstance(layout, State):
-        final, found = explicit_spec(wanted, shape, region.mesh, f"layout at {where}", path)
-    else:
-        chosen = rules.override(resolve_rules(wanted))
-        final, found = spec_for(axes, shape, region.mesh, chosen, path)
-    errors = [str(each) for each in found if each.severity == "error"]
-    if errors:
-        raise DataParallelError("Gradients cannot be laid out so:\n  " + "\n  ".join(errors))
-    leaving = tuple(
-        tuple(axis for axis in axes if axis in region.over)
-        for axes in _by_dimension(final, len(shape))
-    )
-    return _Plan(tuple(kept), leaving, final)
-
-
-def _by_dimension(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
-    entries = [mesh_axes_of(entry) for entry in spec]
-    return (*entries, *[()] * (ndim - len(entries)))
-
-
 # --- One call ---
 
 
-class _Call:
+class _DeviceCall:
     """Gradients of one batch."""
 
     def __init__(
         self,
-        region: _Region,
+        region: Region,
         whole: Callable[..., Any],
         steps: int,
         has_aux: bool,
@@ -295,7 +162,7 @@ class _Call:
         self.steps = steps
         self.has_aux = has_aux
         self.wire = wire
-        self.plans: dict[Path, _Plan] = {}
+        self.plans: dict[Path, GradientPlan] = {}
         # What holds Variables is taken apart; of the rest, arrays enter, and texts stay.
         self.objects = (model, *(item for item in rest if has_objects(item)))
         plain = [None if has_objects(item) else item for item in rest]
@@ -464,7 +331,7 @@ class _Call:
             gradient = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
             if any(last in axes for axes in plan.leaving):
                 split_now = functools.partial(
-                    _reduced, plan=plan, over=(last,), wire=wire, sizes=region.mesh.shape
+                    sum_over, plan=plan, over=(last,), wire=wire, sizes=region.mesh.shape
                 )
                 if region.rest:
                     spec = plan.spec()
@@ -477,14 +344,14 @@ class _Call:
             return found[()]
         return State.from_flat(found, gradients.origins())
 
-    def _add(self, plans: dict[Path, _Plan], gradients: dict[Path, Any], count: Any) -> Any:
+    def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, Any], count: Any) -> Any:
         """Adds the gradients of all devices, with all mesh axes manual."""
         over, found = self.region.over, {}
         for path, gradient in gradients.items():
             plan, dtype = plans[path], self.variables[(0, *path)].dtype
             done = over[-1:] if self.steps > 1 else ()
             done = tuple(axis for axis in done if any(axis in axes for axes in plan.leaving))
-            found[path] = _reduced(
+            found[path] = sum_over(
                 gradient[0],
                 plan=plan,
                 over=tuple(axis for axis in over if axis not in done),
@@ -508,78 +375,3 @@ def _weighted(tree: Any, count: Any) -> Any:
         return jnp.where(count > 0, wide * count, 0)
 
     return jax.tree.map(weighted, tree)
-
-
-# --- Sums ---
-
-
-def _reduced(
-    x: jax.Array,
-    *,
-    plan: _Plan,
-    over: tuple[str, ...],
-    wire: np.dtype,
-    sizes: Mapping[str, int],
-    scale: Any = None,
-    done: tuple[str, ...] = (),
-) -> jax.Array:
-    """The sum over mesh axes of one array of each device."""
-    # Dimensions in parts, one for each axis along which the result stays split, the first axis
-    # outermost.
-    shape: list[int] = []
-    place: dict[str, int] = {}
-    for size, axes in zip(x.shape, plan.leaving, strict=True):
-        counts = [1 if axis in done else sizes[axis] for axis in axes]
-        if not set(axes) & set(over):
-            counts = [1] * len(axes)
-        place |= {axis: len(shape) + i for i, axis in enumerate(axes)}
-        shape += [*counts, size // math.prod(counts)]
-    dtype = x.dtype
-    x = x.reshape(shape)
-    gathers = []
-    for number, axis in enumerate(reversed(over)):
-        count, is_first = sizes[axis], number == len(over) - 1
-        if count == 1:
-            continue
-        if axis in place:
-            x = _scattered(x, axis, place[axis], count, wire)
-            continue
-        free = [d for d in range(x.ndim) if x.shape[d] % count == 0 and d not in place.values()]
-        if not free or (is_first and wire.itemsize >= 4):
-            x = jax.lax.psum(x, axis)
-            continue
-        x = _scattered(x, axis, free[0], count, wire)
-        gathers.append((axis, free[0]))
-    if scale is not None:
-        x = x * scale.astype(x.dtype)
-    for axis, dimension in reversed(gathers):
-        x = _gathered(x, axis, dimension, wire)
-    parts, final = iter(x.shape), []
-    for axes in plan.leaving:
-        final.append(math.prod(next(parts) for _ in range(len(axes) + 1)))
-    return x.reshape(final).astype(dtype)
-
-
-def _scattered(x: jax.Array, axis: str, dimension: int, count: int, wire: np.dtype) -> jax.Array:
-    """The sum over a mesh axis, of which each device has its part."""
-    if wire.itemsize >= 4:
-        return jax.lax.psum_scatter(x.astype(wire), axis, scatter_dimension=dimension, tiled=True)
-    received = jax.lax.all_to_all(_bits(x, wire), axis, dimension, dimension, tiled=True)
-    shape = (*x.shape[:dimension], count, x.shape[dimension] // count, *x.shape[dimension + 1 :])
-    return _floats(received, wire).astype(jnp.float32).reshape(shape).sum(dimension)
-
-
-def _gathered(x: jax.Array, axis: str, dimension: int, wire: np.dtype) -> jax.Array:
-    """The parts that the devices along a mesh axis have, as one."""
-    if wire.itemsize >= 4:
-        return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
-    whole = jax.lax.all_gather(_bits(x, wire), axis, axis=dimension, tiled=True)
-    return _floats(whole, wire).astype(x.dtype)
-
-
-def _bits(x: jax.Array, wire: np.dtype) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x.astype(wire), jnp.dtype(f"uint{8 * wire.itemsize}"))
-
-
-def _floats(bits: jax.Array, wire: np.dtype) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, wire)
