@@ -188,7 +188,9 @@ def parallel(*, microbatches: int | None = None, context: str | None = None) -> 
             over a mesh axis, it is a pipeline of as many stages as that axis has parts.
         context: How attention reads a sequence that is split by position. ``"all-gather"``, the
             default: every device holds all keys and values of a layer. ``"ring"``: they go round
-            the devices, and none holds more than two parts.
+            the devices, and none holds more than two parts. ``"ring-zigzag"``: so that in causal
+            attention all devices also do the same work, about half of what they wait for in a
+            ring; results are the same.
 
     Returns:
         The context manager, which is also a decorator.
@@ -213,8 +215,10 @@ def parallel(*, microbatches: int | None = None, context: str | None = None) -> 
             )
         changes["microbatches"] = microbatches
     if context is not None:
-        if context not in ("all-gather", "ring"):
-            raise ParallelError(f'context={context!r} is not known; use "all-gather" or "ring".')
+        if context not in ("all-gather", "ring", "ring-zigzag"):
+            raise ParallelError(
+                f'context={context!r} is not known; use "all-gather", "ring" or "ring-zigzag".'
+            )
         changes["context"] = context
     return SettingsScope("parallel", **changes)
 
