@@ -377,7 +377,10 @@ class _Pipeline:
             out_specs=(whole, (whole, by_stage), PartitionSpec(None, self.stages.axis)),
             axis_names={self.stages.axis},
         )
-        return region(own, shared, x, parts, same)
+        with jax.named_scope(
+            f"pipeline(schedule=gpipe,stages={self.stages.count},microbatches={self.microbatches},rounds=1)"
+        ):
+            return region(own, shared, x, parts, same)
 
     def _region(self, own: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]) -> Any:
         stages, step, last = self.stages, self.step, self.stages.count - 1
@@ -470,3 +473,11 @@ def _write(stacked: Any, state: Mapping[Path, Any], sown: Mapping[Path, Any], st
             origin = step.origins[path]
             made = origin.variable_type(value)
             setattr(owners[path[:-1]], str(path[-1]), made)
+
+
+def bubble_share(schedule: str, stages: int, microbatches: int, rounds: int) -> float:
+    """TEMPORARY."""
+    period = max(microbatches, stages)
+    rounds = rounds if schedule == "circular" else 1
+    ticks = (rounds - 1) * period + microbatches + stages - 1
+    return 1 - rounds * microbatches / ticks

@@ -17,6 +17,7 @@ are brought into this order and back here: inputs and results of a model are in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -111,37 +112,109 @@ def ring_attention(
                 "Pad them, and mask the padding.",
             )
     ring = Ring(ring_over, count, causal, window, scale, softcap, zigzag)
-    by_time = PartitionSpec(*(None,) * (query.ndim - 3), ring_over)
-    rows = PartitionSpec()
-    if mask is not None and mask.shape[-2] > 1:
-        rows = PartitionSpec(*(None,) * (mask.ndim - 2), ring_over)
-    region: Any = jax.shard_map(
-        functools.partial(_in_order, ring),
-        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-        in_specs=(by_time, by_time, by_time, rows, by_time),
-        out_specs=by_time,
-        axis_names={ring_over},
-    )
+    query, key, value = map(_varying, (query, key, value))
+    part = Part(key, value, None if segments is None else segments[1])
+    own = None if segments is None else segments[0]
+    attend: Any = functools.partial(_attend, ring)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
     if explicit:
         place = jax.typeof(query).sharding
-        region = jax.sharding.auto_axes(region, axes=explicit, out_sharding=place)
-    return region(query, key, value, mask, segments)
+        attend = jax.sharding.auto_axes(attend, axes=explicit, out_sharding=place)
+    return attend(query, part, mask, own)
 
 
-def _in_order(ring: Ring, query: Any, key: Any, value: Any, mask: Any, segments: Any) -> jax.Array:
-    """Attends to a part of the queries, in zig-zag order if asked."""
-    own, others = (None, None) if segments is None else segments
+def _varying(x: jax.Array) -> jax.Array:
+    """Marks an array as different along the manual axes around."""
+    # Gradients differ along all that any array does, and have the types of the arrays.
+    for axis in jax.sharding.get_abstract_mesh().manual_axes:
+        with contextlib.suppress(ValueError):  # marked already
+            x = jax.lax.pcast(x, (axis,), to="varying")
+    return x
+
+
+def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Runs a function on what each device of the ring has."""
+    # A loop around that is differentiated takes what does not depend on its values, such as zeros
+    # and masks, out of its body and so out of the region, which it must not where that is within
+    # another one. What is to be recomputed is not taken out; nothing here is computed twice.
+    function = jax.checkpoint(functools.partial(function, ring), prevent_cse=False)
+    return jax.shard_map(
+        function,
+        mesh=resolve_mesh() if jax.sharding.get_abstract_mesh().empty else None,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={ring.axis},
+    )
+
+
+def _split(ring: Ring, x: Any, dim: int) -> Any:
+    """Returns the spec of an array of which devices have parts, or None."""
+    if x is None or x.shape[dim] == 1:
+        return PartitionSpec()
+    return PartitionSpec(*(None,) * (x.ndim + dim), ring.axis)
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs, in the order of the ring."""
+
+    query: Any
+    part: Part
+    mask: Any
+    segments: Any
+    result: Any
+    most: Any
+    total: Any
+
+
+def _specs(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
+    by_time = _split(ring, query, -3)
+    own = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
+    of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), own)
+    return by_time, of_part, _split(ring, mask, -2), own
+
+
+# The derivative is that of the whole, and no region is differentiated: within another manual region
+# (a pipeline) JAX cannot hand on what the forward pass of an inner one saves.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> jax.Array:
+    return _forward(ring, query, part, mask, segments)[0]
+
+
+def _forward(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
+    specs = _specs(ring, query, part, mask, segments)
+    numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
+    saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
+    return _region(ring, _read, specs, (specs[0], saved))(query, part, mask, segments)
+
+
+def _backward(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
+    specs = _specs(ring, saved.query, saved.part, saved.mask, saved.segments)
+    numbers = PartitionSpec(*(None,) * (saved.query.ndim - 1), ring.axis)
+    of_saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
+    out_specs = specs[0], (specs[1].key, specs[1].value)
+    region = _region(ring, _differentiate, (of_saved, specs[0]), out_specs)
+    to_query, (to_key, to_value) = region(saved, given)
+    return to_query, Part(to_key, to_value, None), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _to_order(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
+    """Brings a device's part into the order of the ring."""
     if not ring.zigzag:
-        return _attend(ring, query, Part(key, value, others), mask, own)
+        return query, part, mask, segments
     there = functools.partial(_zigzag, ring)
-    query, key, value = (there(x, x.ndim - 3) for x in (query, key, value))
-    own, others = (None if x is None else there(x, x.ndim - 1) for x in (own, others))
+    query, key, value = (there(x, x.ndim - 3) for x in (query, part.key, part.value))
+    own, others = (None if x is None else there(x, x.ndim - 1) for x in (segments, part.segments))
     if mask is not None and mask.shape[-2] > 1:
         mask = there(mask, mask.ndim - 2)
-    found = _attend(ring, query, Part(key, value, others), mask, own)
-    return _zigzag(ring, found, found.ndim - 3, back=True)
+    return query, Part(key, value, others), mask, own
+
+
+def _back(ring: Ring, x: Any) -> Any:
+    return _zigzag(ring, x, x.ndim - 3, back=True) if ring.zigzag else x
 
 
 def _zigzag(ring: Ring, x: Any, dim: int, back: bool = False) -> Any:
@@ -186,7 +259,9 @@ def _with_half(x: Any, dim: int, later: int, made: Any) -> Any:
     return jnp.concatenate(halves, dim)
 
 
-def _forward(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Any]:
+def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
+    """Attends to a part of the queries."""
+    query, part, mask, segments = _to_order(ring, query, part, mask, segments)
     grouped = _grouped(query, part.key.shape[-2])
     places = _places(ring, query.shape[-3], 0)
 
@@ -228,11 +303,13 @@ def _forward(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tu
     (state, _), _ = jax.lax.scan(turn, (state, part), turns)
     most, total, result = state
     result = _joined(result / total[..., None]).astype(query.dtype)
-    return result, (query, part, mask, segments, result, most, total)
+    return _back(ring, result), Saved(query, part, mask, segments, result, most, total)
 
 
-def _backward(ring: Ring, saved: Any, given: Any) -> tuple[Any, ...]:
+def _differentiate(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
+    """Returns the gradients of a part of the queries, keys and values."""
     query, part, mask, segments, result, most, total = saved
+    given = _zigzag(ring, given, given.ndim - 3) if ring.zigzag else given
     heads = part.key.shape[-2]
     grouped = _grouped(query, heads).astype(np.float32)
     upwards = _moved(_grouped(given, heads)).astype(np.float32)
@@ -291,16 +368,8 @@ def _backward(ring: Ring, saved: Any, given: Any) -> tuple[Any, ...]:
     to_query, _, to_part = carry
     to_key, to_value = _pass_on(ring, to_part, ring.devices - last)  # home
     to_query = to_query.reshape(query.shape).astype(query.dtype)
-    to_part = Part(to_key.astype(part.key.dtype), to_value.astype(part.value.dtype), None)
-    return to_query, to_part, None, None
-
-
-def _result(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> jax.Array:
-    return _forward(ring, query, part, mask, segments)[0]
-
-
-_attend: Any = jax.custom_vjp(_result, nondiff_argnums=(0,))
-_attend.defvjp(_forward, _backward)
+    to_key, to_value = to_key.astype(part.key.dtype), to_value.astype(part.value.dtype)
+    return _back(ring, to_query), (_back(ring, to_key), _back(ring, to_value))
 
 
 def _first_half(part: Part) -> Part:

@@ -178,7 +178,9 @@ def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> Setti
     return SettingsScope("axis_rules", **changes)
 
 
-def parallel(*, microbatches: int | None = None, context: str | None = None) -> SettingsScope:
+def parallel(
+    *, microbatches: int | None = None, schedule: str | None = None, context: str | None = None
+) -> SettingsScope:
     """Says how parallel forms run in a ``with`` block or decorated function.
 
     Scopes nest: what an inner one leaves out is as around it.

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardax.nn.pipeline import bubble_share
+from shardax.partition.context import parallel as parallel_scope
+from shardax.partition.errors import ParallelError, did_you_mean
 from shardax.partition.rules import mesh_axes_of
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
@@ -54,6 +57,7 @@ def search(
     fix: Mapping[str, Any] | None = None,
     batch: Sequence[int] | None = None,
     remat: Sequence[Any] | None = None,
+    parallel: Mapping[str, Sequence[Any]] | None = None,
     top: int | None = 5,
     finalists: int = 3,
     effort: str = "full",
@@ -71,13 +75,20 @@ def search(
         args: Its positional arguments, as for ``compare``; ``()`` with ``batch`` or ``remat``.
         target: The hardware, such as ``"tpu:v5e:4x4"``.
         mesh_axes: Names of mesh axes; all sizes that multiply to the target's devices are tried.
-            Several slices have an axis ``"slice"`` before them, which only splits the batch.
+            Several slices have an axis ``"slice"`` before them, which only splits the batch. Three
+            names are for a form of parallelism: ``"stage"`` splits layers into a pipeline,
+            ``"context"`` the sequence, ``"expert"`` experts and the batch.
         meshes: Sizes of mesh axes by name, one mapping per mesh, instead of all.
         tie: Names that get the same mesh axes, such as ``[("heads", "kv_heads", "mlp")]``; None
             ties those that play the same part, such as inner dimensions of layers, ``[]`` none.
         fix: Mesh axes of names that are not searched, such as ``{"vocab": "model"}``.
         batch: Batch sizes to compare, by the time that one example takes.
         remat: Ways to rematerialise to compare, whatever these are for the step.
+        parallel: Values to compare by setting: ``"microbatches"``, ``"schedule"`` and ``"context"``
+            of ``sx.parallel``, where the mesh has stages or splits the sequence (None: one, two and
+            four microbatches a stage and both schedules; all-gather and ring-zigzag); ``"zero"``, 0
+            or 1: whether the optimizer's state is split along axes that only split the batch;
+            ``"optimizer_memory"``: None or a kind of memory for it, such as ``"pinned_host"``.
         top: How many layouts the plan has; None for all, those too that were not compiled.
         finalists: How many of the best are compiled with full effort.
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
@@ -121,8 +132,9 @@ def search(
     if within is not None and not within >= 1:
         raise PlanInputError(f"within={within!r}: give a number of at least 1, or None for all.")
     shapes = _meshes(target, mesh_axes, meshes)
+    settings = _settings(parallel)
     variants = [
-        _variant(label, examples, inputs, shapes, target, tie, fix)
+        _variant(label, examples, inputs, shapes, target, tie, fix, settings)
         for label, examples, inputs in _steps(step, args, batch, remat)
     ]
     inputs = variants[0].inputs
@@ -149,6 +161,7 @@ def explore(
     meshes: Sequence[Mapping[str, int]] | None = None,
     tie: Sequence[Sequence[str]] | None = None,
     fix: Mapping[str, Any] | None = None,
+    parallel: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[DimensionModel, Candidates]:
     """Returns what ``search`` would compile, without compiling.
 
@@ -160,6 +173,7 @@ def explore(
         meshes: As for ``search``.
         tie: As for ``search``.
         fix: As for ``search``.
+        parallel: As for ``search``.
 
     Returns:
         The dimension model, and the candidates in the order of trying, with those rejected.
@@ -176,7 +190,7 @@ def explore(
     """
     target = Target.parse(target)
     shapes = _meshes(target, mesh_axes, meshes)
-    variant = _variant("", 1.0, Inputs(step, args), shapes, target, tie, fix)
+    variant = _variant("", 1.0, Inputs(step, args), shapes, target, tie, fix, _settings(parallel))
     return variant.dimensions, dataclasses.replace(variant.candidates, layouts=variant.layouts)
 
 
@@ -252,6 +266,7 @@ def _variant(
     target: Target,
     tie: Sequence[Sequence[str]] | None,
     fix: Mapping[str, Any] | None,
+    settings: Mapping[str, Sequence[Any]],
 ) -> _Variant:
     axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
     model = trace_dimensions(inputs, axes)
@@ -261,7 +276,12 @@ def _variant(
     found = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
     chip = target.hardware
     flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
-    costs = {each: rough_cost(each, model, flops_per_byte) for each in found.layouts}
+    possible = [
+        each
+        for layout in found.layouts
+        for each in candidate_search.with_settings(layout, model, space, inputs, settings)
+    ]
+    costs = {each: rough_cost(each, model, flops_per_byte) for each in possible}
     layouts = sorted(costs, key=lambda layout: costs[layout])  # the most promising first
     least = min(costs.values(), default=0.0) or 1.0
     rough = tuple(costs[each] / least for each in layouts)
@@ -297,9 +317,56 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
         sent = sum(
             whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)
         ) + 2 * whole[2] / parts[2] * (1 - 1 / summed)
-        flops = product.flops / math.prod(sizes[axis] for axis in taken)
+        staged = {axis for name in product.loops for axis in axes_of.get(name, ())} - taken
+        stages = math.prod(sizes[axis] for axis in staged)
+        flops = product.flops / math.prod(sizes[axis] for axis in taken) / stages
+        if stages > 1:
+            flops, sent = flops / (1 - _bubble(layout, stages, dimensions)), sent / stages
         total += flops + product.runs * _BYTES * sent * flops_per_byte
     return total
+
+
+def _bubble(layout: Layout, stages: int, dimensions: DimensionModel) -> float:
+    """Returns the share of idle ticks of a layout's pipeline."""
+    chosen = dict(layout.parallel)
+    how, count = chosen.get("schedule", "gpipe"), chosen.get("microbatches", 1)
+    lengths = [
+        min(dimensions.sizes_of(name), default=stages)
+        for name, axes in layout.rules
+        if "stage" in mesh_axes_of(axes) and name in dimensions.looped
+    ]
+    rounds = min(lengths, default=stages) // stages if how == "circular" else 1
+    return bubble_share(how, stages, count, rounds)
+
+
+def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequence[Any]]:
+    """Checks the settings to compare."""
+    given = dict(parallel or {})
+    for name, values in given.items():
+        if name not in candidate_search.SETTINGS:
+            raise PlanInputError(
+                f"parallel={{{name!r}: ...}} is no setting; there are "
+                f"{', '.join(map(repr, candidate_search.SETTINGS))}."
+                f"{did_you_mean(str(name), candidate_search.SETTINGS)}"
+            )
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise PlanInputError(
+                f"parallel={{{name!r}: {values!r}}}: give a list of values to compare, such as "
+                'parallel={"microbatches": [8, 16]}.'
+            )
+        for value in values:
+            if name in ("microbatches", "schedule", "context"):
+                try:
+                    parallel_scope(**{name: value})
+                except ParallelError as error:
+                    raise PlanInputError(f"parallel={{{name!r}: {values!r}}}: {error}") from error
+            elif name == "zero" and value not in (0, 1):
+                raise PlanInputError(
+                    f'parallel={{"zero": {values!r}}}: levels to compare are 0 and 1. Level 2 is '
+                    "level 1 with split gradients, which the step decides; level 3, split "
+                    "parameters, is what rules of parameters do, and always among the candidates."
+                )
+    return given
 
 
 class _Search:
