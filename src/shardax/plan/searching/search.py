@@ -8,7 +8,8 @@ the others only if too few of these fit. The best are compiled again with full e
 
 The rough estimate is made from the dimension model. A product is split along the mesh axes of its
 dimensions, each axis once; what is summed over split dimensions is sent (twice its bytes), and an
-operand that is split by an axis which another dimension has is gathered (its bytes). It is no
+operand that is split by an axis which another dimension has is gathered (its bytes); in a pipeline
+the former of weights' gradients and the latter of weights happen for each microbatch. It is no
 verdict among good candidates: these are compiled.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 from shardax.nn.pipeline import bubble_share
 from shardax.partition.context import parallel as parallel_scope
 from shardax.partition.errors import ParallelError, did_you_mean
-from shardax.partition.rules import mesh_axes_of
+from shardax.partition.rules import mesh_axes_of, strings
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
@@ -295,14 +296,16 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
     axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
     place = {name: position for position, name in enumerate(axes_of)}
     sizes = layout.sizes
+    pipeline = _pipeline_of(layout, dimensions)
 
     def priority(dim: ProductDimension) -> int:
         return min((place.get(name, 99) for name in dim.names), default=99)
 
-    total = 0.0
+    total = _BYTES * pipeline.moved * flops_per_byte
     for product in dimensions.products:
         taken: set[str] = set()
         whole, parts, gathered, summed = [1, 1, 1], [1, 1, 1], [1, 1, 1], 1
+        names: list[set[str]] = [set(), set(), set()]
         for dim in sorted(product.dims, key=priority):
             wanted = {axis for name in dim.names for axis in axes_of.get(name, ())}
             ways = math.prod(sizes[axis] for axis in wanted - taken)
@@ -312,31 +315,64 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
                 whole[array] *= dim.size
                 parts[array] *= ways
                 gathered[array] *= lost
+                names[array] |= dim.names
             if dim.role == "sum":
                 summed *= ways
-        sent = sum(
-            whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)
-        ) + 2 * whole[2] / parts[2] * (1 - 1 / summed)
-        staged = {axis for name in product.loops for axis in axes_of.get(name, ())} - taken
-        stages = math.prod(sizes[axis] for axis in staged)
-        flops = product.flops / math.prod(sizes[axis] for axis in taken) / stages
-        if stages > 1:
-            flops, sent = flops / (1 - _bubble(layout, stages, dimensions)), sent / stages
-        total += flops + product.runs * _BYTES * sent * flops_per_byte
+        sent = [whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)]
+        sent[2] += 2 * whole[2] / parts[2] * (1 - 1 / summed)
+        flops = product.flops / math.prod(sizes[axis] for axis in taken)
+        times = [1.0, 1.0, 1.0]
+        if product.loops & pipeline.names:
+            flops /= pipeline.stages * (1 - pipeline.bubble)
+            # Weights are gathered, and their gradients summed, for each microbatch.
+            times = [
+                (pipeline.microbatches if found and found <= pipeline.weights else 1)
+                / (pipeline.stages * (1 - pipeline.bubble))
+                for found in names
+            ]
+        moved = sum(each * factor for each, factor in zip(sent, times, strict=True))
+        total += flops + product.runs * _BYTES * moved * flops_per_byte
     return total
 
 
-def _bubble(layout: Layout, stages: int, dimensions: DimensionModel) -> float:
-    """Returns the share of idle ticks of a layout's pipeline."""
-    chosen = dict(layout.parallel)
-    how, count = chosen.get("schedule", "gpipe"), chosen.get("microbatches", 1)
-    lengths = [
-        min(dimensions.sizes_of(name), default=stages)
-        for name, axes in layout.rules
-        if "stage" in mesh_axes_of(axes) and name in dimensions.looped
-    ]
-    rounds = min(lengths, default=stages) // stages if how == "circular" else 1
-    return bubble_share(how, stages, count, rounds)
+@dataclass(frozen=True)
+class _PipelineCost:
+    """What a rough estimate needs to know of a layout's pipeline."""
+
+    names: frozenset[str] = frozenset()  # of the dimensions that its stages split
+    weights: frozenset[str] = frozenset()  # names on the parameters of its layers
+    stages: int = 1
+    microbatches: int = 1
+    bubble: float = 0.0
+    moved: float = 0.0  # elements of weights that one device sends to bring them into rounds
+
+
+def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _PipelineCost:
+    sizes, chosen = layout.sizes, dict(layout.parallel)
+    stages = sizes.get("stage", 1)
+    names = {name for name, axes in layout.rules if "stage" in mesh_axes_of(axes)}
+    names &= dimensions.looped
+    if stages == 1 or not names or "microbatches" not in chosen:
+        return _PipelineCost()
+    count, how = chosen["microbatches"], chosen.get("schedule", "gpipe")
+    inside = [(s, set(strings(n))) for s, n in dimensions.arguments if names & set(strings(n))]
+    rounds = 1
+    if how == "circular":
+        rounds = min(size for name in names for size in dimensions.sizes_of(name)) // stages
+    axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
+    moved = 0.0
+    for shape, found in inside if rounds > 1 else ():  # there, and its gradient back
+        axes = {axis for name in found for axis in axes_of.get(name, ())}
+        ways = math.prod(sizes[axis] for axis in axes)
+        moved += 2 * math.prod(shape) / ways * (1 - 1 / stages)
+    return _PipelineCost(
+        frozenset(names),
+        frozenset(name for _, found in inside for name in found) - names,
+        stages,
+        count,
+        bubble_share(how, stages, count, rounds),
+        moved,
+    )
 
 
 def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequence[Any]]:
