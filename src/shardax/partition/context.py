@@ -35,11 +35,16 @@ OnNoMesh = Literal["error", "ignore"]
 """The effect of a constraint without a mesh or rules: raise, or leave the array as it is."""
 
 
+SCHEDULES = ("gpipe", "circular")
+"""The orders in which stages of a pipeline have layers."""
+
+
 class _Settings(NamedTuple):
     rules: Rules = Rules()
     on_no_mesh: OnNoMesh = "error"
     marking: bool = False
     microbatches: int | None = None
+    schedule: str = "gpipe"
     context: str = "all-gather"
 
 
@@ -188,6 +193,9 @@ def parallel(
     Args:
         microbatches: In how many parts ``nn.Stack`` runs a batch. Where the rules lay its layers
             over a mesh axis, it is a pipeline of as many stages as that axis has parts.
+        schedule: In which order stages of a pipeline have layers. ``"gpipe"``, the default: a run
+            of layers each. ``"circular"``: one layer a turn, in as many rounds as a stage has
+            layers, so that stages are idle for less time, and send more.
         context: How attention reads a sequence that is split by position. ``"all-gather"``, the
             default: every device holds all keys and values of a layer. ``"ring"``: they go round
             the devices, and none holds more than two parts. ``"ring-zigzag"``: so that in causal
@@ -216,6 +224,10 @@ def parallel(
                 "at least 1."
             )
         changes["microbatches"] = microbatches
+    if schedule is not None:
+        if schedule not in SCHEDULES:
+            raise ParallelError(f'schedule={schedule!r} is not known; use "gpipe" or "circular".')
+        changes["schedule"] = schedule
     if context is not None:
         if context not in ("all-gather", "ring", "ring-zigzag"):
             raise ParallelError(
@@ -223,6 +235,11 @@ def parallel(
             )
         changes["context"] = context
     return SettingsScope("parallel", **changes)
+
+
+def current_schedule() -> str:
+    """Returns the schedule of pipelines of the scope."""
+    return _settings_by_text[_current.value].schedule
 
 
 def current_microbatches() -> int | None:
