@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax.nn.linear import explicit_entries
 from shardax.partition.context import current_rules
@@ -33,52 +33,73 @@ Axes = tuple[str, ...]
 
 
 class Split(NamedTuple):
-    """The mesh axes that hold experts and tokens."""
+    """The mesh axes that hold experts, tokens and hidden layers."""
 
     mesh: AnyMesh
     experts: Axes
+    hidden: Axes
     tokens: tuple[Axes, ...]  # of each dimension of the tokens, inside of the region
     outside: tuple[Axes, ...]  # likewise, around it
 
     @property
     def axes(self) -> Axes:
-        """All axes of the region."""
+        """All axes that split the tokens inside of the region."""
         return tuple(axis for axes in self.tokens for axis in axes)
 
     def size(self, axes: Axes) -> int:
         """Returns how many devices there are along axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def run(self, compute: Callable[..., Any], x: Any, logits: Any, counted: Any, *kernels: Any):
-        """Runs the region; returns the result, laid out as the input, and the loss."""
-        tokens = PartitionSpec(*(axes or None for axes in self.tokens))
+    def enter(self, x: jax.Array) -> jax.Array:
+        """Cuts the input as the region has it, which moves nothing."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        added = [a for a in self.axes if all(a not in axes for axes in self.outside)]
+        if not added:
+            return x
+        if all(kinds[axis] is AxisType.Explicit for axis in added):
+            spec = _spec(*self.tokens, jax.typeof(x).sharding.spec[-1])
+            return jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=spec))
+        return x if explicit_entries(x) else self._constrained(x, self.tokens)
+
+    def run(
+        self, compute: Callable[..., Any], x: Any, logits: Any, counted: Any, *kernels: Any
+    ) -> Any:
+        """Runs the region; returns the result, laid out as around it, and the loss."""
+        tokens, experts, hidden = _spec(*self.tokens), self.experts, self.hidden
+        # Of a kernel and its low-rank term.
+        wide = (_spec(experts, (), hidden), _spec(experts), _spec(experts, (), hidden))
+        narrow = (_spec(experts, hidden), _spec(experts, hidden), _spec(experts))
+        by_kernel = zip(kernels, (wide, wide, narrow), strict=True)
         region = jax.shard_map(
             compute,
             mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
             in_specs=(
-                tokens,
-                tokens,
-                tokens if counted.ndim else PartitionSpec(),
-                *(PartitionSpec(self.experts) for _ in kernels),
+                *(tokens, tokens, tokens if counted.ndim else _spec()),
+                *(specs[: len(kernel)] for kernel, specs in by_kernel),
             ),
-            out_specs=(tokens, PartitionSpec()),
-            axis_names=set(self.axes),
+            out_specs=(tokens, _spec()),
+            axis_names={*self.axes, *hidden},
         )
         y, loss = region(x, logits, counted, *kernels)
-        if self.tokens != self.outside:
-            entries = [
-                PartitionSpec.UNCONSTRAINED if inside == around else (around or None)
-                for inside, around in zip(self.tokens, self.outside, strict=True)
-            ]
-            spec: Any = PartitionSpec(*entries, PartitionSpec.UNCONSTRAINED)
-            if jax.sharding.get_abstract_mesh().empty:
-                spec = NamedSharding(self.mesh, spec)  # pyright: ignore[reportArgumentType]
-            y = jax.lax.with_sharding_constraint(y, spec)
-        return y, loss
+        return (y if self.tokens == self.outside else self._constrained(y, self.outside)), loss
+
+    def _constrained(self, x: jax.Array, wanted: tuple[Axes, ...]) -> jax.Array:
+        """Lays out the dimension of tokens that the region cuts."""
+        pairs = zip(self.tokens, self.outside, wanted, strict=True)
+        free = PartitionSpec.UNCONSTRAINED
+        spec: Any = _spec(*(free if a == b else axes for a, b, axes in pairs), free)
+        if jax.sharding.get_abstract_mesh().empty:
+            assert isinstance(self.mesh, Mesh)  # of ``with mesh:``
+            spec = NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _spec(*entries: Any) -> PartitionSpec:
+    return PartitionSpec(*(None if entry == () else entry for entry in entries))
 
 
 def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> Split | None:
-    """Returns where tokens and experts are; None: experts are not split."""
+    """Returns where tokens and experts are; None: leave it to the compiler."""
     mesh = resolve_mesh()
     if mesh is None or x.ndim < 2 or not x.size:
         return None
@@ -94,23 +115,25 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> 
             for e in entries
         )
 
-    experts = found(kernel, names or (None,) * kernel.ndim)[0]
-    leading = x.ndim - 1
-    named = ("batch", "seq")[:leading]
-    outside = found(x, (*named, *(None,) * (x.ndim - len(named))))[:leading]
-    split = Split(mesh, experts, outside, outside)
+    experts, _, hidden = found(kernel, names or (None,) * kernel.ndim)
+    named = ("batch", "seq")[: x.ndim - 1]
+    outside = found(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
+    split = Split(mesh, experts, (), outside, outside)
     rows = [size / split.size(axes) for size, axes in zip(x.shape[:-1], outside, strict=True)]
     if not experts or len(kernel) % split.size(experts) or not all(r.is_integer() for r in rows):
         return None
     rest = tuple(axis for axis in experts if axis not in split.axes)
-    if not rest:
-        return split
-    # Tokens that all devices of the experts have alike are cut over them.
-    for place, size in enumerate(rows):
-        if size % split.size(rest) == 0:
-            cut = (*outside[:place], (*outside[place], *rest), *outside[place + 1 :])
-            return split._replace(tokens=cut)
-    return None
+    if rest:
+        # Tokens that all devices of the experts have alike are cut over them.
+        place = next((i for i, size in enumerate(rows) if size % split.size(rest) == 0), None)
+        if place is None:
+            return None
+        cut = (*outside[:place], (*outside[place], *rest), *outside[place + 1 :])
+        split = split._replace(tokens=cut)
+    # Along axes of the hidden layer sums stay partial until they are those of tokens again.
+    hidden = tuple(axis for axis in hidden if axis not in split.axes)
+    whole = kernel.shape[2] % split.size(hidden) == 0
+    return split._replace(hidden=hidden) if whole else split
 
 
 def find_places(
@@ -168,7 +191,8 @@ def by_expert(
     rows = _to_experts(exchange, table, _spread(choices, x, order, inverse))
     y = compute(rows, exchange.parts(table)[0].sum(axis=0))
     y = _sorted_back(_from_experts(exchange, table, y), order, inverse)
-    return (y.reshape(tokens, choices, -1) * weights[..., None]).sum(axis=1)
+    y = (y.reshape(tokens, choices, -1) * weights[..., None]).sum(axis=1)
+    return jax.lax.psum(y, split.hidden) if split.hidden else y
 
 
 # The cotangents of a permutation are gathered too: a sum by index is slower on all platforms.

@@ -178,14 +178,16 @@ class MoE(Module):
         counted = jnp.ones((), bool) if mask is None else as_array(mask)
         if mask is not None and counted.shape != x.shape[:-1]:
             refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
+        wanted = out_sharding or explicit_sharding(x)
+        split = None
+        if self.dispatch != "dense":
+            split = find_split(x, kernels["gate"][0], self.gate.axes)
+        x = x if split is None else split.enter(x)
         logits = self.router(x)
         parts = [(*kernel, *adapters.get(name, ())) for name, kernel in kernels.items()]
         leaves, structure = jax.tree.flatten(parts)
         x, *leaves = cast_all(self.dtype, x, *leaves)
         leading = (x, logits, counted)
-        split = None
-        if self.dispatch != "dense":
-            split = find_split(x, kernels["gate"][0], self.gate.axes)
         compute: Any = self._compute if split is None else partial(self._exchanging, split)
         found = [explicit_sharding(one) for one in (*leading, *leaves)]
         shardings = [one for one in found if one is not None]
@@ -194,10 +196,9 @@ class MoE(Module):
             # the compiler chooses it, as over Auto axes.
             mesh = shardings[0].mesh
             whole = NamedSharding(mesh, PartitionSpec())
-            wanted = out_sharding or explicit_sharding(x) or whole
             kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
             explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-            options = {"axes": explicit, "out_sharding": (wanted, whole)}
+            options = {"axes": explicit, "out_sharding": (wanted or whole, whole)}
             compute = jax.sharding.auto_axes(compute, **options)
         parts = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
@@ -286,7 +287,12 @@ class MoE(Module):
     def _sorted(self, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Returns the results of rows that are sorted by expert."""
         gate, up, down = kernels
-        multiply = partial(jax.lax.ragged_dot, group_sizes=sizes)
+        given = jnp.arange(len(x))[:, None] < sizes.sum()
+
+        def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            # What is past the last group is undefined on some platforms.
+            return jnp.where(given, jax.lax.ragged_dot(x, kernel, sizes), 0)
+
         return _product(self._hidden(x, gate, up, multiply=multiply), down, multiply)
 
     def _dropless(
