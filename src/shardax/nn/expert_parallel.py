@@ -15,6 +15,7 @@ other as many rows as it could have at most, and pads.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardax._core._jax import varying_axes
 from shardax.nn.linear import explicit_entries
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import AnyMesh, resolve_mesh
@@ -70,18 +72,89 @@ class Split(NamedTuple):
         wide = (_spec(experts, (), hidden), _spec(experts), _spec(experts, (), hidden))
         narrow = (_spec(experts, hidden), _spec(experts, hidden), _spec(experts))
         by_kernel = zip(kernels, (wide, wide, narrow), strict=True)
-        region = jax.shard_map(
+        given = (
+            *(tokens, tokens, tokens if counted.ndim else _spec()),
+            *(specs[: len(kernel)] for kernel, specs in by_kernel),
+        )
+        make = self._nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
+        region: Any = make(
             compute,
             mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
-            in_specs=(
-                *(tokens, tokens, tokens if counted.ndim else _spec()),
-                *(specs[: len(kernel)] for kernel, specs in by_kernel),
-            ),
+            in_specs=given,
             out_specs=(tokens, _spec()),
             axis_names={*self.axes, *hidden},
         )
         y, loss = region(x, logits, counted, *kernels)
         return (y if self.tokens == self.outside else self._constrained(y, self.outside)), loss
+
+    def _nested(
+        self, compute: Callable[..., Any], *, in_specs: Any, out_specs: Any, **options: Any
+    ) -> Any:
+        """Makes a region inside of another, with a gradient of its own."""
+        # JAX 0.10 lays what such a region keeps for its gradient over the axes of the outer one
+        # too, and cannot lower that. So what is kept is handed over here, as results. Inside,
+        # values do not say along which axes they vary, because then all of them are kept.
+        make: Any = functools.partial(jax.shard_map, check_vma=False, **options)
+        axes = options["axis_names"]
+        everywhere = PartitionSpec(tuple(axes))
+        structure: Any = None
+
+        def absent(spec: PartitionSpec) -> Axes:
+            return tuple(axes - {axis for entry in spec for axis in mesh_axes_of(entry)})
+
+        def run(*given: Any) -> Any:
+            result = make(compute, in_specs=in_specs, out_specs=out_specs)(*given)
+            return jax.tree.map(lambda x: _varying(x, _outer(given)), result)
+
+        def keeping(x: Any, logits: Any, counted: Any, *kernels: Any) -> Any:
+            nonlocal structure
+            x, logits, counted, kernels = jax.tree.map(_untyped, (x, logits, counted, kernels))
+            result, back = jax.vjp(
+                lambda x, logits, *kernels: compute(x, logits, counted, *kernels),
+                *(x, logits, *kernels),
+            )
+            leaves, structure = jax.tree.flatten(back)
+            return result, [jnp.asarray(leaf)[None] for leaf in leaves]
+
+        def forward(*given: Any) -> Any:
+            region = make(keeping, in_specs=in_specs, out_specs=(out_specs, everywhere))
+            result, leaves = region(*given)
+            result = jax.tree.map(lambda x: _varying(x, _outer(given)), result)
+            like = [jax.tree.map(varying_axes, each) for each in (*given[:2], *given[3:])]
+            return result, (leaves, _Static((like, _outer(given))))
+
+        x, logits, _, *kernels = in_specs
+        entering = (x, logits, *kernels)
+
+        def pull(leaves: Any, given: Any) -> Any:
+            # As all devices do this, those that have a value alike share its gradient.
+            given = [ct / self.size(absent(spec)) for ct, spec in zip(given, out_specs, strict=True)]
+            given = tuple(jax.tree.map(_untyped, given))
+            found = structure.unflatten([_untyped(leaf[0]) for leaf in leaves])(given)
+            return jax.tree.map(
+                lambda spec, ct: jax.lax.psum(ct, absent(spec)) if absent(spec) else ct,
+                *(entering, found),
+                is_leaf=lambda each: isinstance(each, PartitionSpec),
+            )
+
+        def backward(saved: Any, given: Any) -> Any:
+            leaves, static = saved
+            like, outer = static.value
+            region = make(pull, in_specs=(everywhere, out_specs), out_specs=entering)
+
+            def typed(varied: frozenset[str], ct: Any) -> Any:
+                summed = tuple(outer - varied)
+                ct = _varying(ct, outer)
+                return jax.lax.psum(ct, summed) if summed else ct
+
+            found = jax.tree.map(
+                typed, tuple(like), region(leaves, given), is_leaf=lambda x: isinstance(x, frozenset)
+            )
+            return *found[:2], None, *found[2:]
+
+        made: Any = jax.custom_vjp(run)
+        made.defvjp(forward, backward)
+        return made
 
     def _constrained(self, x: jax.Array, wanted: tuple[Axes, ...]) -> jax.Array:
         """Lays out the dimension of tokens that the region cuts."""
@@ -92,6 +165,29 @@ class Split(NamedTuple):
             assert isinstance(self.mesh, Mesh)  # of ``with mesh:``
             spec = NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(x, spec)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    value: Any
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _outer(given: Any) -> frozenset[str]:
+    """Returns the manual axes along which any value differs."""
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(given)))
+
+
+def _untyped(x: Any) -> Any:
+    return x[None].reshape(x.shape)
+
+
+def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(axes - varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _spec(*entries: Any) -> PartitionSpec:
@@ -320,9 +416,6 @@ def _ragged_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
 
 def _ragged(exchange: _Exchange, rows: Any, length: int, *numbers: Any) -> Any:
     output = jnp.zeros_like(rows, shape=(length, *rows.shape[1:]))
-    # JAX maps the exchange (vmap) only if all its arguments are mapped.
-    nothing = 0 * (rows[0, 0] > 0).astype(jnp.int32)
-    numbers = tuple(number.astype(jnp.int32) + nothing for number in numbers)
     return jax.lax.ragged_all_to_all(rows, output, *numbers, axis_name=exchange.axes)
 
 
