@@ -15,7 +15,6 @@ other as many rows as it could have at most, and pads.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -76,7 +75,7 @@ class Split(NamedTuple):
             *(tokens, tokens, tokens if counted.ndim else _spec()),
             *(specs[: len(kernel)] for kernel, specs in by_kernel),
         )
-        make = self._nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
+        make: Any = _nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
         region: Any = make(
             compute,
             mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
@@ -87,75 +86,6 @@ class Split(NamedTuple):
         y, loss = region(x, logits, counted, *kernels)
         return (y if self.tokens == self.outside else self._constrained(y, self.outside)), loss
 
-    def _nested(
-        self, compute: Callable[..., Any], *, in_specs: Any, out_specs: Any, **options: Any
-    ) -> Any:
-        """Makes a region inside of another, with a gradient of its own."""
-        # JAX 0.10 lays what such a region keeps for its gradient over the axes of the outer one
-        # too, and cannot lower that. So what is kept is handed over here, as results. Inside,
-        # values do not say along which axes they vary, because then all of them are kept.
-        make: Any = functools.partial(jax.shard_map, check_vma=False, **options)
-        axes = options["axis_names"]
-        everywhere = PartitionSpec(tuple(axes))
-        structure: Any = None
-
-        def absent(spec: PartitionSpec) -> Axes:
-            return tuple(axes - {axis for entry in spec for axis in mesh_axes_of(entry)})
-
-        def run(*given: Any) -> Any:
-            result = make(compute, in_specs=in_specs, out_specs=out_specs)(*given)
-            return jax.tree.map(lambda x: _varying(x, _outer(given)), result)
-
-        def keeping(x: Any, logits: Any, counted: Any, *kernels: Any) -> Any:
-            nonlocal structure
-            x, logits, counted, kernels = jax.tree.map(_untyped, (x, logits, counted, kernels))
-            result, back = jax.vjp(
-                lambda x, logits, *kernels: compute(x, logits, counted, *kernels),
-                *(x, logits, *kernels),
-            )
-            leaves, structure = jax.tree.flatten(back)
-            return result, [jnp.asarray(leaf)[None] for leaf in leaves]
-
-        def forward(*given: Any) -> Any:
-            region = make(keeping, in_specs=in_specs, out_specs=(out_specs, everywhere))
-            result, leaves = region(*given)
-            result = jax.tree.map(lambda x: _varying(x, _outer(given)), result)
-            like = [jax.tree.map(varying_axes, each) for each in (*given[:2], *given[3:])]
-            return result, (leaves, _Static((like, _outer(given))))
-
-        x, logits, _, *kernels = in_specs
-        entering = (x, logits, *kernels)
-
-        def pull(leaves: Any, given: Any) -> Any:
-            # As all devices do this, those that have a value alike share its gradient.
-            given = [ct / self.size(absent(spec)) for ct, spec in zip(given, out_specs, strict=True)]
-            given = tuple(jax.tree.map(_untyped, given))
-            found = structure.unflatten([_untyped(leaf[0]) for leaf in leaves])(given)
-            return jax.tree.map(
-                lambda spec, ct: jax.lax.psum(ct, absent(spec)) if absent(spec) else ct,
-                *(entering, found),
-                is_leaf=lambda each: isinstance(each, PartitionSpec),
-            )
-
-        def backward(saved: Any, given: Any) -> Any:
-            leaves, static = saved
-            like, outer = static.value
-            region = make(pull, in_specs=(everywhere, out_specs), out_specs=entering)
-
-            def typed(varied: frozenset[str], ct: Any) -> Any:
-                summed = tuple(outer - varied)
-                ct = _varying(ct, outer)
-                return jax.lax.psum(ct, summed) if summed else ct
-
-            found = jax.tree.map(
-                typed, tuple(like), region(leaves, given), is_leaf=lambda x: isinstance(x, frozenset)
-            )
-            return *found[:2], None, *found[2:]
-
-        made: Any = jax.custom_vjp(run)
-        made.defvjp(forward, backward)
-        return made
-
     def _constrained(self, x: jax.Array, wanted: tuple[Axes, ...]) -> jax.Array:
         """Lays out the dimension of tokens that the region cuts."""
         pairs = zip(self.tokens, self.outside, wanted, strict=True)
@@ -165,29 +95,6 @@ class Split(NamedTuple):
             assert isinstance(self.mesh, Mesh)  # of ``with mesh:``
             spec = NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(x, spec)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    value: Any
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def _outer(given: Any) -> frozenset[str]:
-    """Returns the manual axes along which any value differs."""
-    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(given)))
-
-
-def _untyped(x: Any) -> Any:
-    return x[None].reshape(x.shape)
-
-
-def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(axes - varying_axes(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _spec(*entries: Any) -> PartitionSpec:
@@ -322,6 +229,105 @@ _sorted_back.defvjp(
     lambda rows, order, inverse: (rows[inverse], order),
     lambda order, given: (given[order], None, None),
 )
+
+
+# --- Regions inside of regions ---
+
+# JAX 0.10 lays what such a region keeps for its gradient over the axes of the outer one too, and
+# cannot lower that. So what is kept is handed over here, as results. Inside, values do not say
+# along which axes they differ, or JAX would keep constants that it marks by all axes.
+
+
+def _nested(
+    compute: Callable[..., Any],
+    *,
+    mesh: Mesh | None,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    axis_names: set[str],
+) -> Any:
+    """Makes a region in another, of ``x, logits, counted, *kernels``."""
+    options: dict[str, Any] = {"mesh": mesh, "axis_names": axis_names, "check_vma": False}
+    make: Any = functools.partial(jax.shard_map, **options)
+    kept = PartitionSpec(tuple(axis_names))
+    entering = (*in_specs[:2], *in_specs[3:])
+
+    def keeping(*given: Any) -> Any:
+        x, logits, counted, *kernels = jax.tree.map(_untyped, given)
+
+        def differentiable(x: Any, logits: Any, *kernels: Any) -> Any:
+            return compute(x, logits, counted, *kernels)
+
+        result, back = jax.vjp(differentiable, x, logits, *kernels)
+        leaves, structure = jax.tree.flatten(back)
+        structures.append(structure)
+        return result, [jnp.asarray(leaf)[None] for leaf in leaves]
+
+    structures: list[Any] = []
+
+    def run(*given: Any) -> Any:
+        result = make(compute, in_specs=in_specs, out_specs=out_specs)(*given)
+        return _varying(result, _outer(given))
+
+    def forward(*given: Any) -> Any:
+        region = make(keeping, in_specs=in_specs, out_specs=(out_specs, kept))
+        result, leaves = region(*given)
+        like = tuple(varying_axes(leaf) for leaf in jax.tree.leaves((*given[:2], *given[3:])))
+        back = functools.partial(backward, structures[-1], like, _outer(given))
+        return _varying(result, _outer(given)), jax.tree_util.Partial(back, leaves)
+
+    def backward(structure: Any, like: Any, outer: Any, leaves: Any, given: Any) -> Any:
+        def pull(leaves: Any, given: Any) -> Any:
+            # All devices do this, so those that have a result alike share its gradient.
+            given = jax.tree.map(lambda ct, spec: _shared(ct, _absent(spec)), given, out_specs)
+            back = structure.unflatten([_untyped(leaf[0]) for leaf in leaves])
+            return jax.tree.map(
+                lambda spec, ct: _summed(ct, _absent(spec)),
+                *(entering, back(given)),
+                is_leaf=lambda each: isinstance(each, PartitionSpec),
+            )
+
+        def _absent(spec: PartitionSpec) -> Axes:
+            return tuple(axis_names - {axis for entry in spec for axis in mesh_axes_of(entry)})
+
+        found = make(pull, in_specs=(kept, out_specs), out_specs=entering)(leaves, given)
+        numbers, tree = jax.tree.flatten(_varying(found, outer))
+        pairs = zip(numbers, like, strict=True)
+        numbers = [_summed(ct, tuple(outer - varied)) for ct, varied in pairs]
+        x, logits, *kernels = tree.unflatten(numbers)
+        return x, logits, None, *kernels
+
+    made: Any = jax.custom_vjp(run)
+    made.defvjp(forward, lambda back, given: back(given))
+    return made
+
+
+def _outer(given: Any) -> frozenset[str]:
+    """Returns the manual axes along which any value differs."""
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(given)))
+
+
+def _varying(tree: Any, axes: frozenset[str]) -> Any:
+    """Marks values as such that may differ along axes."""
+
+    def marked(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(marked, tree)
+
+
+def _untyped(x: jax.Array) -> jax.Array:
+    """Returns a value that does not say along which axes it differs."""
+    return x[None].reshape(x.shape)
+
+
+def _shared(ct: jax.Array, axes: Axes) -> jax.Array:
+    return _untyped(ct) / jax.lax.axis_size(axes) if axes else _untyped(ct)
+
+
+def _summed(ct: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.psum(ct, axes) if axes else ct
 
 
 # --- The exchange ---
