@@ -191,6 +191,8 @@ def by_expert(
     inverse = jnp.zeros_like(order, jnp.int32).at[order].set(numbers, unique_indices=True)
     sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
     table = jax.lax.all_gather(sizes, split.experts).reshape(devices, count)
+    # Gradients are summed over the hidden layer's axes where they are those of tokens.
+    x = _varying(x, frozenset(split.hidden))
     rows = _to_experts(exchange, table, _spread(choices, x, order, inverse))
     y = compute(rows, exchange.parts(table)[0].sum(axis=0))
     y = _sorted_back(_from_experts(exchange, table, y), order, inverse)
@@ -376,7 +378,7 @@ def _sorted_starts(coming: jax.Array) -> jax.Array:
 
 def _padded_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
     coming, going = exchange.parts(table)
-    total, places = going.sum(axis=1), jnp.arange(exchange.chunk)
+    total, places = going.sum(axis=1), jnp.arange(exchange.chunk)[None]
     sent = _taken(rows, _starts(total)[:, None] + places, places < total[:, None])
     came = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True)
     chunks = exchange.chunk * jnp.arange(exchange.devices)[:, None]
@@ -387,8 +389,8 @@ def _padded_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
 
 def _padded_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
     coming, going = exchange.parts(table)
-    ends, places = jnp.cumsum(coming, axis=1), jnp.arange(exchange.chunk)
-    expert = (places[:, None] >= ends[:, None, :-1]).sum(axis=-1)
+    ends, places = jnp.cumsum(coming, axis=1), jnp.arange(exchange.chunk)[None]
+    expert = (places[..., None] >= ends[:, None, :-1]).sum(axis=-1)
     shifts = jnp.take_along_axis(_sorted_starts(coming) - _starts(coming), expert, axis=1)
     sent = _taken(rows, shifts + places, places < ends[:, -1:])
     came = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True)

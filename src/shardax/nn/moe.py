@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardax._core.frames import is_eager
+from shardax._core.graph.static import Static
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -200,6 +202,11 @@ class MoE(Module):
             explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
             options = {"axes": explicit, "out_sharding": (wanted or whole, whole)}
             compute = jax.sharding.auto_axes(compute, **options)
+        if split is not None and is_eager():
+            # A region outside of a compiled program would be compiled operation by operation.
+            options = (self.top_k, self.dispatch, self.capacity_factor, self.normalise)
+            key = (type(self), self.activation, *options, split, wanted)
+            compute = partial(_compiled, Static(compute, key))
         parts = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
         parts = [(*part[:2], *(scale * b for b in part[2:])) for part in parts]
@@ -318,6 +325,11 @@ class MoE(Module):
         y = _product(self._hidden(given, gate, up, multiply=multiply), down, multiply)
         y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _compiled(compute: Static, *given: Any) -> Any:
+    return compute.value(*given)
 
 
 def _product(
