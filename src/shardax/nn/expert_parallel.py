@@ -6,11 +6,11 @@ its experts. Devices tell each other how many rows they have for each expert, se
 devices of their experts by all-to-all, and send the results back (D. Lepikhin and others, "GShard",
 arXiv:2006.16668; without a limit per expert: T. Gale and others, "MegaBlocks", arXiv:2211.15841).
 
-On TPU and GPU the exchange is ``jax.lax.ragged_all_to_all``, which sends the rows that there are. A
-device receives them into a buffer of the most rows that can come: all tokens of the devices that
-exchange, each as often as it can choose experts of one device. Under a capacity no more than the
-places of the device's experts. XLA for CPU has no ragged exchange: there each device sends every
-other as many rows as it could have at most, and pads.
+On TPU and GPU the exchange is ``jax.lax.ragged_all_to_all``, which sends the rows that there are.
+Its buffer has room for the most rows that can come: of n devices with t tokens each, top-k routing
+and e experts a device, ``n * t * min(k, e)`` rows; under a capacity no more than the places of
+those e experts. XLA for CPU has no ragged exchange: there each device sends every other
+``t * min(k, e)`` rows, or as many as places, and pads with zeros.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Split(NamedTuple):
         if not added:
             return x
         if all(kinds[axis] is AxisType.Explicit for axis in added):
-            spec = _spec(*self.tokens, jax.typeof(x).sharding.spec[-1])
-            return jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=spec))
+            features = (explicit_entries(x) or (None,))[-1]
+            return jax.sharding.reshard(x, _spec(*self.tokens, features))
         return x if explicit_entries(x) else self._constrained(x, self.tokens)
 
     def run(
@@ -118,7 +118,9 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> 
             for e in entries
         )
 
-    experts, _, hidden = found(kernel, names or (None,) * kernel.ndim)
+    if names is None or len(names) != kernel.ndim:
+        names = (None,) * kernel.ndim
+    experts, _, hidden = found(kernel, names)
     named = ("batch", "seq")[: x.ndim - 1]
     outside = found(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
     split = Split(mesh, experts, (), outside, outside)

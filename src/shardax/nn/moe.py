@@ -50,6 +50,15 @@ class MoE(Module):
 
     Each token gets ``sum(weight * down(activation(gate(x)) * up(x)))`` over its ``top_k`` experts.
 
+    Where the rules in scope, or the Explicit layout of the kernels, lay the experts over a mesh
+    axis, the dispatches ``"dropless"`` and ``"capacity"`` send tokens to the devices of their
+    experts by all-to-all, and the results back. Results, losses and drops are those of one device.
+    The tokens stay split as the rules of ``"batch"`` and ``"seq"``, or the input's type, say, also
+    if that is over the same axis; tokens that the experts' devices have alike are cut over them.
+    TPU and GPU send only the rows that there are, CPU pads them; the buffer that receives them has
+    room for the worst case, or for all places under a capacity. Tokens that cannot be divided by
+    the devices, and ``"dense"``, are left to the compiler.
+
     Args:
         features: Size of the last dimension of input and output.
         hidden: Size of the hidden layer of an expert.
@@ -84,10 +93,16 @@ class MoE(Module):
         LayerConfigError: If a size, the dispatch, the factor or the activation is wrong.
 
     Example:
-        >>> import jax.numpy as jnp, shardax as sx
+        >>> import jax, jax.numpy as jnp, shardax as sx
         >>> moe = sx.nn.MoE(4, 8, num_experts=4, top_k=2, rngs=sx.Rngs(0))
         >>> moe(jnp.ones((2, 3, 4))).shape, moe.up.axes, float(moe.load_balance_loss) > 0
         ((2, 3, 4), ('expert', 'embed', 'mlp'), True)
+        >>> x, rules = jnp.arange(32.0).reshape(4, 2, 4), {"batch": "data", "expert": "data"}
+        >>> mesh, y = jax.make_mesh((4,), ("data",)), moe(x)
+        >>> with jax.set_mesh(mesh), sx.axis_rules(rules):  # two all-to-alls
+        ...     split = sx.jit(lambda moe, x: moe(x))(sx.shard(moe, mesh), x)
+        >>> bool(jnp.allclose(split, y, rtol=1e-4))
+        True
     """
 
     def __init__(
