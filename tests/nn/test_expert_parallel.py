@@ -65,7 +65,8 @@ def on_mesh(
     with jax.set_mesh(mesh), sx.axis_rules(rules), pipeline:
         model = sx.shard(build(), mesh, rules)
         x = jax.device_put(X, NamedSharding(mesh, spec))
-        return function(model, x, *more), function.lower(model, x, *more).compile().as_text()
+        program = function.lower(model, x, *more).compile()
+        return program(model, x, *more), program.as_text()
 
 
 def exchanges(text: str) -> int:
@@ -261,16 +262,12 @@ def test_a_call_outside_of_jit_and_a_mesh_of_a_with_statement_give_the_same():
 def test_what_cannot_be_divided_and_dense_dispatch_are_left_to_the_compiler():
     call = sx.jit(lambda layer, x: layer(x))
     mesh = mesh_of({"data": 2, "expert": 4})
-    for dispatch, x in (
-        ("dropless", X[:3]),
-        ("capacity", X[:2, :3]),
-        ("dense", X),
-        ("capacity", X[0, 0]),
-    ):
+    for dispatch, x in (("dropless", X[:3, :3]), ("capacity", X[:2, :3]), ("dense", X[:2])):
         with jax.set_mesh(mesh), sx.axis_rules(APART):
             layer = sx.shard(make(dispatch), mesh, APART)
-            assert exchanges(call.lower(layer, x).compile().as_text()) == 0
-            assert_alike(call(layer, x), make(dispatch)(x))
+            program = call.lower(layer, x).compile()
+            assert exchanges(program.as_text()) == 0
+            assert_alike(program(layer, x), call(make(dispatch), x))
 
 
 def test_a_transformer_with_experts_trains_as_on_one_device():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts over a mesh axis: tokens travel to the devices of their experts and back.
+"""Experts over a mesh axis: tokens are sent to them by all-to-all.
 
 Each device holds some of the experts and routes some of the tokens. A *row* is a token for one of
 its experts. Devices tell each other how many rows they have for each expert, send the rows to the
@@ -65,7 +65,7 @@ class Split(NamedTuple):
     def run(
         self, compute: Callable[..., Any], x: Any, logits: Any, counted: Any, *kernels: Any
     ) -> Any:
-        """Runs the region; returns the result, laid out as around it, and the loss."""
+        """Runs the region; returns the result and the loss."""
         tokens, experts, hidden = _spec(*self.tokens), self.experts, self.hidden
         # Of a kernel and its low-rank term.
         wide = (_spec(experts, (), hidden), _spec(experts), _spec(experts, (), hidden))
@@ -253,7 +253,7 @@ def _nested(
     """Makes a region in another, of ``x, logits, counted, *kernels``."""
     options: dict[str, Any] = {"mesh": mesh, "axis_names": axis_names, "check_vma": False}
     make: Any = functools.partial(jax.shard_map, **options)
-    kept = PartitionSpec(tuple(axis_names))
+    kept = PartitionSpec(tuple(sorted(axis_names)))  # in all processes alike
     entering = (*in_specs[:2], *in_specs[3:])
 
     def keeping(*given: Any) -> Any:
@@ -292,12 +292,13 @@ def _nested(
             )
 
         def _absent(spec: PartitionSpec) -> Axes:
-            return tuple(axis_names - {axis for entry in spec for axis in mesh_axes_of(entry)})
+            held = {axis for entry in spec for axis in mesh_axes_of(entry)}
+            return tuple(sorted(axis_names - held))
 
         found = make(pull, in_specs=(kept, out_specs), out_specs=entering)(leaves, given)
         numbers, tree = jax.tree.flatten(_varying(found, outer))
         pairs = zip(numbers, like, strict=True)
-        numbers = [_summed(ct, tuple(outer - varied)) for ct, varied in pairs]
+        numbers = [_summed(ct, tuple(sorted(outer - varied))) for ct, varied in pairs]
         x, logits, *kernels = tree.unflatten(numbers)
         return x, logits, None, *kernels
 
@@ -315,7 +316,7 @@ def _varying(tree: Any, axes: frozenset[str]) -> Any:
     """Marks values as such that may differ along axes."""
 
     def marked(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - varying_axes(x))
+        missing = tuple(sorted(axes - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(marked, tree)
@@ -348,8 +349,8 @@ class _Exchange(NamedTuple):
     received: int  # the most rows that come to a device
 
     def parts(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rows that come here and go from here, (devices, local)."""
-        # ``table`` says how many rows each device has for each expert.
+        """Returns the rows that come here and that go from here."""
+        # By other device and expert. ``table`` says how many each device has for each expert.
         me = jax.lax.axis_index(self.axes)
         by_device = table.reshape(self.devices, self.devices, self.local)
         return by_device[:, me], by_device[me]
@@ -361,7 +362,7 @@ def _starts(sizes: jax.Array) -> jax.Array:
 
 
 def _taken(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
-    """Returns the rows at an index, and zeros where it is not valid."""
+    """Returns the rows at an index, zeros where not valid."""
     index = jnp.where(valid, index, len(rows))
     return rows.at[index].get(mode="fill", fill_value=0)
 
