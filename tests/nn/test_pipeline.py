@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import shardax as sx
 from shardax.errors import ParallelError, StackError
 from shardax.hlo import read_program
+from shardax.nn.pipeline import bubble_share
 
 RULES = {"layers": "stage", "batch": "data", "embed": None, "mlp": "model", "seen": None}
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -51,14 +52,21 @@ class Block(sx.Module):
         return x + self.dropout(y)
 
 
-def make_stack(microbatches: int | None, own_streams: bool = False, remat: Any = None) -> Any:
+def make_stack(
+    microbatches: int | None,
+    own_streams: bool = False,
+    remat: Any = None,
+    length: int = 8,
+    schedule: str | None = None,
+) -> Any:
     """Returns eight blocks with one stream together, or one each."""
     rngs = sx.Rngs(params=0, dropout=1)
 
     def make() -> Block:
         return Block(rngs.fork() if own_streams else rngs)
 
-    return sx.nn.Stack(make, 8, microbatches=microbatches, remat=remat)
+    given: dict[str, Any] = {"remat": remat, "schedule": schedule}
+    return sx.nn.Stack(make, length, microbatches=microbatches, **given)
 
 
 def batch() -> tuple[jax.Array, jax.Array]:
@@ -117,6 +125,76 @@ def test_a_pipeline_gives_on_any_mesh_what_one_device_gives(
         found = all_that_leaves(stack, *jax.device_put((x, mask), rows))
     assert_alike(found, wanted)
     assert stack.stacked.mlp.up.kernel.sharding.spec[0] == "stage"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "microbatches", "own_streams", "kind"),
+    [
+        ({"stage": 2}, 6, 4, True, AxisType.Auto),  # rounds that stages do not divide
+        ({"stage": 4}, 8, 2, False, AxisType.Explicit),  # fewer microbatches than stages
+        ({"stage": 4}, 4, 4, True, AxisType.Auto),  # a single round
+        ({"data": 2, "stage": 4}, 16, 8, False, AxisType.Auto),
+        ({"data": 2, "stage": 2, "model": 2}, 8, 4, True, AxisType.Explicit),
+    ],
+    ids=str,
+)
+def test_rounds_give_what_runs_of_layers_give(
+    sizes: dict[str, int], length: int, microbatches: int, own_streams: bool, kind: AxisType
+) -> None:
+    x, mask = batch()
+    given: dict[str, Any] = {"length": length, "schedule": "circular"}
+    wanted = all_that_leaves(make_stack(microbatches, own_streams, **given), x, mask)
+    mesh = make_mesh(sizes, kind)
+    with jax.set_mesh(mesh), sx.axis_rules({n: a for n, a in RULES.items() if a in mesh.shape}):
+        stack = sx.shard(make_stack(microbatches, own_streams, **given), mesh)
+        rows = NamedSharding(mesh, PartitionSpec("data" if "data" in mesh.shape else None))
+        found = all_that_leaves(stack, *jax.device_put((x, mask), rows))
+    assert_alike(found, wanted)
+    assert stack.stacked.mlp.up.kernel.sharding.spec[0] == "stage"
+
+
+@pytest.mark.parametrize(("stages", "length", "microbatches"), [(4, 8, 8), (4, 16, 4), (2, 8, 2)])
+def test_rounds_send_layers_once_and_activations_at_every_tick(
+    stages: int, length: int, microbatches: int
+) -> None:
+    mesh = make_mesh({"stage": stages}, AxisType.Auto)
+    stack = sx.nn.Stack(lambda: sx.nn.Linear(8, 8, use_bias=False, rngs=sx.Rngs(0)), length)
+    with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
+        sx.shard(stack, mesh)
+        with sx.parallel(microbatches=microbatches, schedule="circular"):
+            program = sx.jit(lambda stack, x: stack(x)).lower(stack, jnp.ones((16, 8))).compile()
+    facts = read_program(program.as_text(), {"stage": stages})
+    rounds = length // stages
+    ticks = (rounds - 1) * max(microbatches, stages) + microbatches + stages - 1
+    sent = {each.kind: 0.0 for each in facts.collectives}
+    for each in facts.collectives:
+        sent[each.kind] += each.wire_bytes
+    assert sent == {
+        "collective-permute": ticks * 16 // microbatches * 8 * 4,
+        "all-to-all": (stages - 1) * -(-rounds // stages) * 8 * 8 * 4,
+        "all-reduce": 2 * (stages - 1) / stages * 16 * 8 * 4,  # results, to all stages
+    }
+    assert facts.matmul_flops == ticks * 2 * 16 // microbatches * 8 * 8
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 7])
+def test_the_share_of_idle_ticks_is_that_of_a_simulation(
+    schedule: str, stages: int, microbatches: int
+) -> None:
+    rounds = 3 if schedule == "circular" else 1
+    ready = dict.fromkeys(range(microbatches), 0)  # when a microbatch may begin its round
+    free = [0] * stages
+    for turn in range(rounds):
+        for number in range(microbatches):
+            at = max(ready[number], turn * max(microbatches, stages) + number)
+            for stage in range(stages):
+                at = max(at, free[stage])
+                free[stage] = at = at + 1
+            ready[number] = at
+    share = 1 - rounds * microbatches / max(free)
+    assert bubble_share(schedule, stages, microbatches, rounds) == pytest.approx(share)
 
 
 def test_microbatches_change_nothing_but_what_depends_on_the_whole_batch() -> None:
@@ -184,13 +262,14 @@ def test_stages_send_activations_once_a_tick_and_no_parameters(kind: AxisType) -
     assert not gathered or kind is AxisType.Explicit
 
 
-def test_remat_gives_the_same_numbers_in_less_memory() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
+def test_remat_gives_the_same_numbers_in_less_memory(schedule: str) -> None:
     x, mask = (jnp.tile(item, (16, *[1] * (item.ndim - 1))) for item in batch())
     mesh = make_mesh({"stage": 4}, AxisType.Auto)
     peaks, numbers = [], []
     with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
         for policy in (None, "full"):
-            stack = sx.shard(make_stack(8, remat=policy), mesh)
+            stack = sx.shard(make_stack(8, remat=policy, schedule=schedule), mesh)
             compiled = value_and_gradients.lower(stack, x, mask).compile()
             peaks.append(compiled.memory_analysis().temp_size_in_bytes)
             numbers.append(all_that_leaves(stack, x, mask))
@@ -320,3 +399,10 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(
 def test_a_number_of_microbatches_is_a_positive_integer(wrong: Any) -> None:
     with pytest.raises(ParallelError, match="not a number of microbatches"):
         sx.parallel(microbatches=wrong)
+
+
+def test_a_schedule_is_one_that_is_known() -> None:
+    with pytest.raises(ParallelError, match='use "gpipe" or "circular"'):
+        sx.parallel(schedule="1f1b")
+    with pytest.raises(sx.errors.LayerConfigError, match='use "gpipe" or "circular"'):
+        make_stack(4, schedule="rounds")

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardax as sx
+from shardax import hlo
 
 BATCH, TIME, WIDTH = 2, 16, 8
 RULES = {"batch": "data", "seq": "context", "heads": "model", "kv_heads": "model"}
@@ -38,16 +39,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-# A ring takes the default softmax; what is refused stands below.
-@pytest.mark.parametrize(
-    ("how", "variant"),
-    [
-        (how, variant)
-        for how in ("all-gather", "ring")
-        for variant in VARIANTS
-        if (how, variant) != ("ring", "softcap")
-    ],
-)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("how", ["all-gather", "ring", "ring-zigzag"])
 def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
     kind: AxisType, how: Any, variant: str
 ) -> None:
@@ -84,7 +77,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("how", ["all-gather", "ring"])
+@pytest.mark.parametrize("how", ["all-gather", "ring", "ring-zigzag"])
 @pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scanned"])
 def test_a_packed_batch_trains_split_as_whole_and_each_device_holds_less(
     kind: AxisType, how: Any, scanned: bool
@@ -138,9 +131,59 @@ def test_a_ring_gathers_nothing_and_holds_less_than_gathered_keys(kind: AxisType
     assert sizes[0] < sizes[1] / 3
 
 
+SENT = 2 * BATCH * 64 * WIDTH * 4  # bytes of the keys and values of one of eight parts of 512
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "sent", "blocks"),
+    [
+        ("all-gather", {"causal": True}, 7 * SENT, 8),
+        ("ring", {"causal": True}, 7 * SENT, 8),
+        # Queries, keys, values and results change places; then one half is read of each part.
+        ("ring-zigzag", {"causal": True}, 7 * SENT + 2 * SENT, 1 + 7 / 2),
+        ("ring-zigzag", {}, 7 * SENT, 8),  # balanced as it is
+        # The window reaches into the part before, and by one position into that before it.
+        ("ring", {"causal": True, "window": 65}, SENT, 2),
+        ("ring-zigzag", {"causal": True, "window": 66}, 2 * SENT, 3),
+        ("ring", {"causal": True, "window": 1}, 0, 1),
+    ],
+)
+def test_bytes_and_operations_are_those_of_a_hand_count(
+    how: str, options: dict[str, Any], sent: int, blocks: float
+) -> None:
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    layer = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0), **options)
+    x = jax.ShapeDtypeStruct((BATCH, 512, WIDTH), np.float32)
+    sx.shard(layer, mesh, {"seq": "context"})
+    with jax.set_mesh(mesh), sx.axis_rules({"seq": "context"}), sx.parallel(context=how):
+        split = x.update(sharding=jax.NamedSharding(mesh, jax.P(None, "context")))
+        program = sx.jit(lambda layer, x: layer(x)).lower(layer, split).compile()
+    facts = hlo.read_program(program.as_text(), {"context": 8})
+    assert sum(each.wire_bytes for each in facts.collectives) == sent
+    projections = 4 * 2 * BATCH * 64 * WIDTH * WIDTH
+    assert facts.matmul_flops == projections + blocks * 2 * 2 * BATCH * 64 * 64 * WIDTH
+
+
+@pytest.mark.parametrize("how", ["all-gather", "ring", "ring-zigzag"])
+def test_activations_of_a_step_fall_with_the_number_of_devices(how: str) -> None:
+    config = sx.models.DecoderConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32)
+    step = sx.jit(sx.value_and_grad(sx.models.next_token_loss))
+    held = {}
+    for count in (2, 8):
+        mesh = jax.make_mesh((count,), ("context",), axis_types=(AxisType.Auto,))
+        model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+        sx.shard(model, mesh, {"seq": "context"})
+        place = jax.NamedSharding(mesh, jax.P(None, "context"))
+        tokens = jax.ShapeDtypeStruct((1, 2048), np.int32, sharding=place)
+        with jax.set_mesh(mesh), sx.axis_rules({"seq": "context"}), sx.parallel(context=how):
+            program = step.lower(model, {"inputs": tokens, "targets": tokens}).compile()
+        held[count] = program.memory_analysis().temp_size_in_bytes
+    assert held[8] < held[2] / 4 * 1.05
+
+
 def test_what_a_ring_cannot_do_is_refused_with_what_can() -> None:
-    with pytest.raises(sx.errors.LayerInputError, match=r"without softcap.*context=\"all-gather\""):
-        split_call(AxisType.Auto, "ring", 16, softcap=2.0)
+    with pytest.raises(sx.errors.LayerInputError, match=r"without dropout.*context=\"all-gather\""):
+        split_call(AxisType.Auto, "ring", 16, dropout=0.5)
     layer, mesh = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0)), mesh_of(AxisType.Auto)
     for rules, time, message in (
         (RULES, 10, "divisible by 4, the devices of 'context'"),
@@ -150,7 +193,12 @@ def test_what_a_ring_cannot_do_is_refused_with_what_can() -> None:
         refused = pytest.raises(sx.errors.LayerInputError, match=message)
         with scopes[0], scopes[1], scopes[2], refused:
             layer(jnp.ones((BATCH, time, WIDTH)))
-    with pytest.raises(sx.errors.ParallelError, match='use "all-gather" or "ring"'):
+    causal = sx.nn.MultiHeadAttention(WIDTH, 4, causal=True, rngs=sx.Rngs(0))
+    scopes = jax.set_mesh(mesh), sx.axis_rules(RULES), sx.parallel(context="ring-zigzag")
+    refused = pytest.raises(sx.errors.LayerInputError, match="divisible by 8, twice the devices")
+    with scopes[0], scopes[1], scopes[2], refused:
+        causal(jnp.ones((BATCH, 12, WIDTH)))
+    with pytest.raises(sx.errors.ParallelError, match='use "all-gather", "ring" or "ring-zigzag"'):
         sx.parallel(context="zigzag")
 
 

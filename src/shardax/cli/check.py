@@ -86,6 +86,9 @@ class Check:
         own = given is not None or (run is not None and run.rules is not None)
         standard = DECODER_RULES if run is None else run.layout_rules
         rules = standard if given is None else given.rules
+        own_overrides = None if run is None else run.overrides
+        if given is not None:
+            own_overrides = given.overrides
         # One's own rules are checked too: an axis that they misspell must not be one of the mesh's.
         sizes = mesh_sizes(text, None if own else rules.mesh_axes)
         mesh = auto_mesh(sizes)
@@ -93,7 +96,7 @@ class Check:
             _with_optimizer(model),
             mesh,
             rules,
-            overrides=ZERO if self.zero or (run is not None and run.zero) else None,
+            overrides=ZERO if self.zero else own_overrides,
             large_bytes=int(self.large * _MIB),
         )
         # Mesh axes that are not there have been found already, where there are arrays.

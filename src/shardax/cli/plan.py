@@ -35,7 +35,7 @@ from shardax.plan.report.explanation import headline
 from shardax.plan.report.table import show
 from shardax.train import Optimizer
 
-_OPTIONS = ("tie", "fix", "meshes", "mesh_axes")
+_OPTIONS = ("tie", "fix", "meshes", "mesh_axes", "parallel")
 _KEYS = ("step", "args", *_OPTIONS)
 _LOCAL = 64  # devices of a CPU target that this process pretends to have, rather than start others
 _DEVICES = "jax_num_cpu_devices"
@@ -119,8 +119,8 @@ class PlanCommand:
         "The hardware need not be there. Without MODULE:NAME, it plans the training step of a "
         "preset. A function of your own takes no arguments (with --batch, it takes batch) and "
         "returns (step, args), or a mapping or dataclass with step, args, and if wanted tie, fix, "
-        "meshes, mesh_axes as plan.search takes them. Nothing is allocated: arguments are lazy "
-        "models and optimizers, and plan.NamedShape for a batch.\n\n"
+        "meshes, mesh_axes, parallel as plan.search takes them. Nothing is allocated: arguments "
+        "are lazy models and optimizers, and plan.NamedShape for a batch.\n\n"
         "The exit status is 0 if a layout fits, 1 if none does or something is wrong.\n\n"
         "Of a plan written with --json: shardax plan explain PLAN.json LAYOUT says what a layout "
         "sends over the wire and which line of code needs it; shardax plan diff PLAN.json:A "
@@ -241,7 +241,13 @@ class PlanCommand:
                     f"--rules {rules}: the layout {entry.name!r} names no mesh; name it, such as "
                     "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
                 )
-            layouts += layouts_over(entry.name, entry.rules, over)
+            own = {
+                "parallel": entry.parallel,
+                "optimizer_rules": entry.optimizer_rules,
+                "optimizer_memory": entry.optimizer_memory,
+            }
+            over_meshes = layouts_over(entry.name, entry.rules, over)
+            layouts += [dataclasses.replace(layout, **own) for layout in over_meshes]
         for layout in layouts:
             target.check_mesh(layout.sizes)
         made = self._make(self.batch[0] if self.batch else None)

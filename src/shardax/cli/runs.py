@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import jax
 import tyro
@@ -41,6 +41,9 @@ from shardax.train.errors import CheckpointDamagedError, LogError
 from shardax.train.run_folder import differences, settings_of
 from shardax.view.display import html_fragment
 from shardax.view.page import html_page
+
+if TYPE_CHECKING:
+    from shardax.plan.rules_file import NamedRules
 
 # Splits an optimizer's state over the mesh axis data, by the dimension embed.
 ZERO = {OptState: {"embed": "data"}}
@@ -72,13 +75,18 @@ class RunSettings:
     lora: int | None = None  # rank of its adapters; None to train all of it
 
     @property
-    def layout_rules(self) -> Rules:
-        """The rules that lay the model out."""
+    def layout(self) -> NamedRules | None:
+        """One's own layout; None for the decoder's rules."""
         if self.rules is None:
-            return DECODER_RULES
+            return None
         from shardax.plan.rules_file import entry_from_data
 
-        return entry_from_data(self.rules, RUN_FILE, "rules", "rules").rules
+        return entry_from_data(self.rules, RUN_FILE, "rules", "rules")
+
+    @property
+    def layout_rules(self) -> Rules:
+        """The rules that lay the model out."""
+        return DECODER_RULES if self.layout is None else self.layout.rules
 
     @property
     def mesh_axes(self) -> tuple[str, ...] | None:
@@ -88,7 +96,7 @@ class RunSettings:
     @property
     def overrides(self) -> Any:
         """Exceptions from the rules, or None."""
-        return ZERO if self.zero else None
+        return ZERO if self.zero else None if self.layout is None else self.layout.overrides
 
     def check(self, of: str = "") -> None:
         """Raises CommandError if a setting has a wrong type or value."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import tyro
 
-from shardax import distributed, models, nn, surgery, train, view
+from shardax import distributed, models, nn, partition, surgery, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax._select.selection import select
@@ -250,6 +250,7 @@ class _TrainingRun:
             mesh=self.mesh,
             rules=settings.layout_rules,
             overrides=settings.overrides,
+            memory_kind=None if settings.layout is None else settings.layout.memory_kind,
         )
 
     def run(self, **how: Any) -> int:
@@ -259,7 +260,9 @@ class _TrainingRun:
         tuned = settings.source is not None
         entropy = {} if tuned else _byte_entropy(self.held_out.part)
         started = time.monotonic()
-        result = self.trainer.run(**how)
+        layout = settings.layout
+        with partition.parallel(**dict(() if layout is None else layout.parallel)):
+            result = self.trainer.run(**how)
         if result.stopped is not None:
             print(
                 f"Stopped by {result.stopped.name} at step {result.step}. Go on with: shardax "

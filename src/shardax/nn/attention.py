@@ -41,6 +41,7 @@ from shardax.nn.dropout import Dropout
 from shardax.nn.linear import Linear, as_array, at_least_float32, explicit_entries
 from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
 from shardax.nn.ring_attention import ring_attention, ring_axis
+from shardax.partition.context import current_context
 
 
 class Rotation(NamedTuple):
@@ -334,10 +335,10 @@ class MultiHeadAttention(Module):
         if cache is not None:
             read = self._read_cache(x, context, mask, segment_ids, positions, cache)
             return self.out(read, out_sharding=out_sharding)
-        if segment_ids is not None:
-            mask = _within_segments(x, context, segment_ids, mask)
+        segments = None if segment_ids is None else _pair_of_segments(x, context, segment_ids)
         qkv = self.project(x, context, positions, context_positions)
-        return self.out(self.attend(qkv, mask), out_sharding=out_sharding)
+        read = self.attend(qkv, mask, segment_ids=segments)
+        return self.out(read, out_sharding=out_sharding)
 
     def project(
         self, x: jax.Array, context: Any = None, positions: Any = None, others: Any = None
@@ -363,12 +364,20 @@ class MultiHeadAttention(Module):
         other = turned if context is None else self._rotation(source, others)
         return QueryKeyValue(rotate(query, turned), rotate(key, other), value)
 
-    def attend(self, qkv: QueryKeyValue, mask: Any = None, *, ordered: bool = True) -> jax.Array:
+    def attend(
+        self,
+        qkv: QueryKeyValue,
+        mask: Any = None,
+        *,
+        segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        ordered: bool = True,
+    ) -> jax.Array:
         """Weighs the values; second half of a call, before the output projection.
 
         Args:
             qkv: Queries, keys and values.
             mask: As for calling.
+            segment_ids: Those of the queries and those of the keys, (batch, time).
             ordered: Whether ``causal`` and ``window`` hold by the order of queries and keys; False
                 where the mask says all that may be read.
 
@@ -378,7 +387,9 @@ class MultiHeadAttention(Module):
         query, key, value = qkv
         around = ring_axis(query) if ordered else None
         if around is not None:
-            return self._read_around(query, key, value, mask, around)
+            return self._read_around(query, key, value, mask, segment_ids, around)
+        if segment_ids is not None:
+            mask = _within_segments(*segment_ids, mask)
         key, value = _gathered(key, -3), _gathered(value, -3)
         mask = None if mask is None else _gathered(mask, -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
@@ -418,13 +429,15 @@ class MultiHeadAttention(Module):
         weights = weights.astype(value.dtype)
         return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=self.precision)
 
-    def _read_around(self, query: Any, key: Any, value: Any, mask: Any, axis: str) -> jax.Array:
+    def _read_around(
+        self, query: Any, key: Any, value: Any, mask: Any, segments: Any, axis: str
+    ) -> jax.Array:
         """Reads keys and values that go round a mesh axis."""
         dropped = self.dropout is not None and not self.dropout.deterministic
-        if dropped or self.softmax is not softmax or self.softcap is not None or self.precision:
+        if dropped or self.softmax is not softmax or self.precision:
             refuse_input(
-                'MultiHeadAttention with context="ring"',
-                "the default softmax and precision, without softcap and dropout of weights",
+                f'MultiHeadAttention with context="{current_context()}"',
+                "the default softmax and precision, without dropout of weights",
                 query,
                 'Gather keys and values: sx.parallel(context="all-gather").',
             )
@@ -433,10 +446,12 @@ class MultiHeadAttention(Module):
             _meet_heads(query, key),
             _meet_heads(query, value),
             mask,
+            segments,
             axis,
             causal=self.causal,
             window=self.window,
             scale=1 / math.sqrt(self.head_dim) if self.scale is None else self.scale,
+            softcap=self.softcap,
         )
 
     def _fused(
@@ -780,8 +795,8 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _within_segments(x: jax.Array, context: Any, segment_ids: Any, mask: Any) -> jax.Array:
-    """Narrows a mask to positions of the same segment."""
+def _pair_of_segments(x: jax.Array, context: Any, segment_ids: Any) -> tuple[Any, Any]:
+    """Returns the segments of queries and of keys."""
     is_pair = isinstance(segment_ids, tuple)
     pair = segment_ids if is_pair else (segment_ids, segment_ids)
     sources = (x, x if context is None else context)
@@ -790,16 +805,21 @@ def _within_segments(x: jax.Array, context: Any, segment_ids: Any, mask: Any) ->
             "MultiHeadAttention takes segment_ids as an array, and with a context as a pair, those "
             "of x and of the context."
         )
-    ids = [as_array(one) for one in pair]
-    for one, source in zip(ids, sources, strict=True):
-        if one.shape != source.shape[:-1] or not jnp.issubdtype(one.dtype, np.integer):
+    one, other = (as_array(ids) for ids in pair)
+    for ids, source in zip((one, other), sources, strict=True):
+        if ids.shape != source.shape[:-1] or not jnp.issubdtype(ids.dtype, np.integer):
             refuse_input(
                 "MultiHeadAttention",
                 f"segment_ids, integers of shape {source.shape[:-1]}",
-                one,
+                ids,
                 "There is one for each position.",
             )
-    same = ids[0][..., None, :, None] == _gathered(ids[1], -1)[..., None, None, :]
+    return one, other
+
+
+def _within_segments(one: jax.Array, other: jax.Array, mask: Any) -> jax.Array:
+    """Narrows a mask to positions of the same segment."""
+    same = one[..., None, :, None] == _gathered(other, -1)[..., None, None, :]
     return same if mask is None else mask & same
 
 

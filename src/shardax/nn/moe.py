@@ -17,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardax._core.frames import is_eager
+from shardax._core.graph.static import Static
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import Intermediate
 from shardax._transforms.errors import LayerConfigError
+from shardax.nn.expert_parallel import Split, by_expert, find_places, find_split
 from shardax.nn.linear import Linear, as_array, cast_all, explicit_sharding, take_features
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import (
@@ -46,6 +49,15 @@ class MoE(Module):
     """Mixture of gated feed-forward experts with top-k routing.
 
     Each token gets ``sum(weight * down(activation(gate(x)) * up(x)))`` over its ``top_k`` experts.
+
+    Where the rules in scope, or the Explicit layout of the kernels, lay the experts over a mesh
+    axis, the dispatches ``"dropless"`` and ``"capacity"`` send tokens to the devices of their
+    experts by all-to-all, and the results back. Results, losses and drops are those of one device.
+    The tokens stay split as the rules of ``"batch"`` and ``"seq"``, or the input's type, say, also
+    if that is over the same axis; tokens that the experts' devices have alike are cut over them.
+    TPU and GPU send only the rows that there are, CPU pads them; the buffer that receives them has
+    room for the worst case, or for all places under a capacity. Tokens that cannot be divided by
+    the devices, and ``"dense"``, are left to the compiler.
 
     Args:
         features: Size of the last dimension of input and output.
@@ -81,10 +93,16 @@ class MoE(Module):
         LayerConfigError: If a size, the dispatch, the factor or the activation is wrong.
 
     Example:
-        >>> import jax.numpy as jnp, shardax as sx
+        >>> import jax, jax.numpy as jnp, shardax as sx
         >>> moe = sx.nn.MoE(4, 8, num_experts=4, top_k=2, rngs=sx.Rngs(0))
         >>> moe(jnp.ones((2, 3, 4))).shape, moe.up.axes, float(moe.load_balance_loss) > 0
         ((2, 3, 4), ('expert', 'embed', 'mlp'), True)
+        >>> x, rules = jnp.arange(32.0).reshape(4, 2, 4), {"batch": "data", "expert": "data"}
+        >>> mesh, y = jax.make_mesh((4,), ("data",)), moe(x)
+        >>> with jax.set_mesh(mesh), sx.axis_rules(rules):  # two all-to-alls
+        ...     split = sx.jit(lambda moe, x: moe(x))(sx.shard(moe, mesh), x)
+        >>> bool(jnp.allclose(split, y, rtol=1e-4))
+        True
     """
 
     def __init__(
@@ -177,12 +195,17 @@ class MoE(Module):
         counted = jnp.ones((), bool) if mask is None else as_array(mask)
         if mask is not None and counted.shape != x.shape[:-1]:
             refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
+        wanted = out_sharding or explicit_sharding(x)
+        split = None
+        if self.dispatch != "dense":
+            split = find_split(x, kernels["gate"][0], self.gate.axes)
+        x = x if split is None else split.enter(x)
         logits = self.router(x)
         parts = [(*kernel, *adapters.get(name, ())) for name, kernel in kernels.items()]
         leaves, structure = jax.tree.flatten(parts)
         x, *leaves = cast_all(self.dtype, x, *leaves)
         leading = (x, logits, counted)
-        compute: Any = self._compute
+        compute: Any = self._compute if split is None else partial(self._exchanging, split)
         found = [explicit_sharding(one) for one in (*leading, *leaves)]
         shardings = [one for one in found if one is not None]
         if shardings:
@@ -190,11 +213,15 @@ class MoE(Module):
             # the compiler chooses it, as over Auto axes.
             mesh = shardings[0].mesh
             whole = NamedSharding(mesh, PartitionSpec())
-            wanted = out_sharding or explicit_sharding(x) or whole
             kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
             explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-            options = {"axes": explicit, "out_sharding": (wanted, whole)}
+            options = {"axes": explicit, "out_sharding": (wanted or whole, whole)}
             compute = jax.sharding.auto_axes(compute, **options)
+        if split is not None and is_eager():
+            # A region outside of a compiled program would be compiled operation by operation.
+            options = (self.top_k, self.dispatch, self.capacity_factor, self.normalise)
+            key = (type(self), self.activation, *options, split, wanted)
+            compute = partial(_compiled, Static(compute, key))
         parts = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
         parts = [(*part[:2], *(scale * b for b in part[2:])) for part in parts]
@@ -211,19 +238,56 @@ class MoE(Module):
         self, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the result and the loss; sees no Explicit axes."""
-        tokens, count = x.reshape(-1, x.shape[-1]), logits.shape[-1]
+        weights, experts, loss = self._route(logits, counted)
+        apply = {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}
+        tokens = x.reshape(-1, x.shape[-1])
+        y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, *kernels)
+        return y.reshape(x.shape), loss
+
+    def _exchanging(
+        self, split: Split, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
+    ) -> tuple[jax.Array, jax.Array]:
+        """Does the same with experts over a mesh axis."""
+        count = logits.shape[-1]
+
+        def region(x: Any, logits: Any, counted: Any, *kernels: Kernel) -> Any:
+            everywhere = partial(jax.lax.psum, axis_name=split.axes)
+            weights, experts, loss = self._route(logits, counted, everywhere)
+            places = None
+            if self.dispatch == "capacity":
+                places = self._places(experts.size * split.size(split.axes), count)
+                place = find_places(experts, count, x.shape[:-1], split)
+                experts = jnp.where(place < places, experts, count)
+            tokens, compute = x.reshape(-1, x.shape[-1]), partial(self._sorted, kernels)
+            weights = weights.astype(x.dtype)
+            y = by_expert(tokens, weights, experts, count, compute, split, places)
+            return y.reshape(x.shape), loss
+
+        return split.run(region, x, logits, counted, *kernels)
+
+    def _route(
+        self,
+        logits: jax.Array,
+        counted: jax.Array,
+        everywhere: Callable[[Any], Any] = lambda numbers: numbers,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns weights and experts of each token, and the loss."""
+        # ``everywhere`` sums over all devices that have some of the tokens.
+        count = logits.shape[-1]
+        counts = jnp.broadcast_to(counted.astype(np.float32), logits.shape[:-1]).reshape(-1)
         probabilities = jax.nn.softmax(logits.reshape(-1, count), axis=-1)
         weights, experts = jax.lax.top_k(probabilities, self.top_k)
         chosen = jax.nn.one_hot(experts, count, dtype=weights.dtype)  # (tokens, top_k, experts)
-        counts = jnp.broadcast_to(counted.astype(weights.dtype), x.shape[:-1]).reshape(-1)
-        size = jnp.maximum(counts.sum(), 1)  # the loss of no tokens is 0
         shares, means = jnp.einsum("t,tke->e", counts, chosen), counts @ probabilities
+        size, shares, means = everywhere((counts.sum(), shares, means))
+        size = jnp.maximum(size, 1)  # the loss of no tokens is 0
         loss = count * jnp.vdot(shares / size, means / size)
         if self.normalise:
             weights = weights / weights.sum(axis=-1, keepdims=True)
-        apply = {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}
-        y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, *kernels)
-        return y.reshape(x.shape), loss
+        return weights, experts, loss
+
+    def _places(self, choices: int, count: int) -> int:
+        return math.ceil(self.capacity_factor * choices / count)
 
     def _hidden(self, x: jax.Array, gate: Kernel, up: Kernel, **multiply: Multiply) -> jax.Array:
         activate = find_activation(self.activation, "MoE")
@@ -242,16 +306,24 @@ class MoE(Module):
         hidden = combined[..., None] * self._hidden(x, gate, up, multiply=spread, second=each)
         return _product(hidden, down, multiply=gather, first=each)
 
+    def _sorted(self, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Returns the results of rows that are sorted by expert."""
+        gate, up, down = kernels
+        given = jnp.arange(len(x))[:, None] < sizes.sum()
+
+        def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            # What is past the last group is undefined on some platforms.
+            return jnp.where(given, jax.lax.ragged_dot(x, kernel, sizes), 0)
+
+        return _product(self._hidden(x, gate, up, multiply=multiply), down, multiply)
+
     def _dropless(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
     ) -> jax.Array:
-        gate, up, down = kernels
         order = jnp.argsort(experts.reshape(-1), stable=True)
-        sizes = jnp.bincount(experts.reshape(-1), length=len(gate[0])).astype(jnp.int32)
+        sizes = jnp.bincount(experts.reshape(-1), length=len(kernels[0][0])).astype(jnp.int32)
         token = order // self.top_k
-        multiply = partial(jax.lax.ragged_dot, group_sizes=sizes)
-        y = _product(self._hidden(x[token], gate, up, multiply=multiply), down, multiply)
-        y = y * weights.reshape(-1)[order][:, None]
+        y = self._sorted(kernels, x[token], sizes) * weights.reshape(-1)[order][:, None]
         return jnp.zeros_like(x).at[token].add(y)
 
     def _capacity(
@@ -259,9 +331,8 @@ class MoE(Module):
     ) -> jax.Array:
         gate, up, down = kernels
         count, chosen = len(gate[0]), experts.T.reshape(-1)  # first choices first
-        places = math.ceil(self.capacity_factor * experts.size / count)
-        before = jnp.cumsum(jax.nn.one_hot(chosen, count, dtype=jnp.int32), axis=0)
-        place = jnp.take_along_axis(before, chosen[:, None], axis=1)[:, 0] - 1
+        places = self._places(experts.size, count)
+        place = find_places(experts, count).T.reshape(-1)
         rows = jnp.tile(x, (self.top_k, 1))
         given = jnp.zeros((count, places, x.shape[-1]), x.dtype)
         given = given.at[chosen, place].set(rows, mode="drop")
@@ -269,6 +340,11 @@ class MoE(Module):
         y = _product(self._hidden(given, gate, up, multiply=multiply), down, multiply)
         y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _compiled(compute: Static, *given: Any) -> Any:
+    return compute.value(*given)
 
 
 def _product(

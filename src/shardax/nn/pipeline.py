@@ -7,6 +7,14 @@ and hands what it computed to the next stage. At each *tick* every stage works o
 the last of M microbatches leaves the last of S stages at tick M + S - 1; the share of ticks in
 which a stage has nothing to do, (S - 1) / (M + S - 1), is the *bubble* (GPipe, arXiv:1811.06965).
 
+In a *circular* schedule stage s has the layers s, s + S, s + 2S, ..., and microbatches go round the
+stages in R = L / S rounds of one layer each (the interleaved stages of D. Narayanan and others,
+arXiv:2104.04473, section 2.2, one layer a turn). A tick is R times shorter, so that the bubble is
+about R times smaller, while R times as many microbatches are handed on. A round takes
+max(M, S) ticks: in the first stage a microbatch waits for its turn. Arrays of a model are in the
+order of layers, stage by stage; before the first tick each stage sends the layers of others to
+them, and their gradients and states come back after the last: 2 (S - 1) / S of its layers' bytes.
+
 Results do not depend on the mesh. Microbatch i of M has the rows i, i + M, i + 2M, ... The state of
 a layer goes from one microbatch to the next; each microbatch draws its random numbers from keys of
 its own, and a stream advances as in one call. Of what layers sow, rows are put together again, and
@@ -75,6 +83,47 @@ class Stages:
             return jax.sharding.reshard(x, sharding.update(spec=spec))
 
         return {path: jax.tree.map(whole, value) for path, value in values.items()}
+
+    def to_rounds(self, tree: Any, rounds: int, dim: int = 0) -> Any:
+        """Gives each stage its layer of every round, from layers in order."""
+        # Layer l is in place l % rounds of stage l // rounds; in rounds in place l // stages of
+        # stage l % stages.
+        return self._exchanged(tree, rounds, dim, rounds, self.count)
+
+    def to_layers(self, tree: Any, rounds: int, dim: int = 0) -> Any:
+        """The inverse of ``to_rounds``."""
+        return self._exchanged(tree, rounds, dim, self.count, rounds)
+
+    def _exchanged(self, tree: Any, rounds: int, dim: int, run: int, others: int) -> Any:
+        if rounds == 1 or self.axis is None:
+            return tree
+        axis, own, count = self.axis, self.index(), self.count
+        every = np.arange(count)
+        # The most layers that one stage has for another; what is less is sent all the same.
+        slots = np.arange(-(-rounds // count))
+        in_order = run == rounds  # whether the arrays are in the order of layers now
+        if in_order:
+            first = (every - own * rounds) % count  # the first place for each stage
+            send = first[:, None] + count * slots[None]
+            layer = np.arange(rounds) * count + own
+            source, slot = layer // rounds, layer % rounds // count
+        else:
+            first = (own - every * rounds) % count
+            send = (every[:, None] * rounds + first[:, None] + count * slots[None]) // count
+            layer = own * rounds + np.arange(rounds)
+            source, slot = layer % count, layer % rounds // count
+        send = jnp.minimum(send, rounds - 1).reshape(-1)
+
+        def exchanged(x: jax.Array) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                made = exchanged(jax.random.key_data(x))
+                return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
+            parts = jnp.take(jnp.moveaxis(x, dim, 0), send, axis=0)
+            parts = parts.reshape(count, len(slots), *parts.shape[1:])
+            parts = jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
+            return jnp.moveaxis(parts[source, slot], 0, dim)
+
+        return jax.tree.map(exchanged, tree)
 
     def of_last(self, tree: Any) -> Any:
         """Returns what the last stage has, in all stages."""
@@ -304,6 +353,7 @@ def run_pipeline(
     axis_name: str,
     length: int,
     microbatches: int,
+    schedule: str,
 ) -> Any:
     """Runs layers over a batch in microbatches, and writes their state."""
     # ``given`` has None for arguments that are not arrays.
@@ -319,7 +369,7 @@ def run_pipeline(
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
 
     def compute(values: dict[Path, Any], x: Any, given: list[Any]) -> Any:
-        call = _Pipeline(step, stages, length, microbatches)
+        call = _Pipeline(step, stages, length, microbatches, schedule)
         pairs = list(zip(given, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
         same = [None if of_row else g for g, of_row in pairs]
@@ -353,11 +403,22 @@ def _with_auto_axes(function: Callable[..., Any], like: Any) -> Callable[..., An
 class _Pipeline:
     """One call: what each stage does at each tick."""
 
-    def __init__(self, step: Step, stages: Stages, length: int, microbatches: int) -> None:
+    def __init__(
+        self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str
+    ) -> None:
         self.step = step
         self.stages = stages
-        self.length = length
         self.microbatches = microbatches
+        in_rounds = schedule == "circular" and stages.axis is not None
+        self.rounds = length // stages.count if in_rounds else 1
+        self.length = length // stages.count // self.rounds  # layers of a tick
+        self.period = max(microbatches, stages.count)  # ticks of a round
+        self.ticks = _ticks(stages.count, microbatches, self.rounds)
+        # What planners and profiles read.
+        self.name = (
+            f"pipeline(schedule={schedule if self.rounds > 1 else 'gpipe'},stages={stages.count},"
+            f"microbatches={microbatches},rounds={self.rounds})"
+        )
 
     def __call__(
         self, values: dict[Path, Any], x: Any, parts: list[Any], same: list[Any]
@@ -377,48 +438,108 @@ class _Pipeline:
             out_specs=(whole, (whole, by_stage), PartitionSpec(None, self.stages.axis)),
             axis_names={self.stages.axis},
         )
-        return region(own, shared, x, parts, same)
+        with jax.named_scope(self.name):
+            return region(own, shared, x, parts, same)
 
     def _region(self, own: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]) -> Any:
-        stages, step, last = self.stages, self.step, self.stages.count - 1
-        stage = stages.index()
+        stages, step = self.stages, self.step
+        stage, rounds = stages.index(), self.rounds
         counts = {path: jnp.asarray(shared[path]) for path in step.counts}
         # A stream advances as in one call.
         fresh = step.random - step.shared
-        written = {path: jax.tree.map(jnp.asarray, own[path]) for path in step.written}
+        own = stages.to_rounds(jax.tree.map(jnp.asarray, own), rounds)
+        written = {path: own[path] for path in step.written}
 
         def tick(carry: Any, time: Any) -> Any:
-            (buffer, travelled), present = carry
-            number = jnp.clip(time - stage, 0, self.microbatches - 1)
-            at_work = (time >= stage) & (time - stage < self.microbatches)
+            arriving, waiting, present, results = carry
+            begun, ended = time - stage, time - stage - (rounds - 1) * self.period
+            turn = jnp.clip(begun // self.period, 0, rounds - 1)
+            number = jnp.clip(begun % self.period, 0, self.microbatches - 1)
+            at_work = (begun >= 0) & (begun % self.period < self.microbatches)
+            at_work &= ended < self.microbatches
             # Idle stages work on what is there: numbers made up, such as zeros, could give a
             # gradient that is not finite.
-            entering = _choose(stage == 0, (_part(x, number), counts), (buffer, travelled))
+            arriving, waiting = self._wait(stage, time, arriving, waiting)
+            enters = (stage == 0) & (turn == 0)
+            entering = _choose(enters, (_part(x, number), counts), arriving)
             given = [
                 g if part is None else _part(part, number)
                 for g, part in zip(same, parts, strict=True)
             ]
-            values = {**own, **present, **shared, **entering[1]}
-            values |= {path: own[path] for path in fresh}
-            y, after, sown = step(values, entering[0], given, self.length // stages.count, number)
+            layers, state = self._of_round(own, turn), self._of_round(present, turn)
+            values = {**layers, **state, **shared, **entering[1]}
+            values |= {path: layers[path] for path in fresh}
+            y, after, sown = step(values, entering[0], given, self.length, number)
             leaving = (y, {path: after.get(path, entering[1][path]) for path in counts})
-            later = {path: after.get(path, value) for path, value in present.items()}
-            carry = (stages.hand_on(leaving), _choose(at_work, later, present))
-            return carry, (leaving, sown)
+            later = {path: after.get(path, value) for path, value in state.items()}
+            present = self._with_round(present, turn, _choose(at_work, later, state))
+            is_result = at_work & (ended >= 0)
+            kept = _choose(is_result, y, _part(results, number))
+            results = _with_part(results, number, kept)
+            carry = (stages.hand_on(leaving), waiting, present, results)
+            return carry, (leaving[1], sown)
 
         start = stages.varying((_part(x, 0), counts))
-        times = jnp.arange(self.microbatches + last)
-        (_, written), ((ys, counted), sown) = jax.lax.scan(tick, (start, written), times)
-        mine = jax.tree.map(
-            lambda s: jax.lax.dynamic_slice_in_dim(s, stage, self.microbatches), sown
-        )
+        waits = self.period - stages.count if rounds > 1 else 0
+        waiting = jax.tree.map(lambda one: jnp.stack([one] * waits), start) if waits else None
+        results = jax.tree.map(lambda one: jnp.stack([one] * self.microbatches), start[0])
+        carry = (start, waiting, written, results)
+        carry, (counted, sown) = jax.lax.scan(tick, carry, jnp.arange(self.ticks))
+        _, _, written, results = carry
         final = jax.tree.map(lambda c: c[-1], counted)
-        y, final = stages.of_last((jax.tree.map(lambda part: part[last:], ys), final))
-        return y, (final, written), mine
+        y, final = stages.of_last((results, final))
+        mine = jax.tree.map(lambda each: self._of_stage(each, stage), sown)
+        written = stages.to_layers(written, rounds)
+        return y, (final, written), stages.to_layers(mine, rounds, dim=1)
+
+    def _wait(self, stage: Any, time: Any, arriving: Any, waiting: Any) -> tuple[Any, Any]:
+        """Keeps what arrives in the first stage until its next round begins."""
+        if waiting is None:
+            return arriving, None
+        place = time % (self.period - self.stages.count)
+        oldest = _part(waiting, place)
+        return _choose(stage == 0, oldest, arriving), _with_part(waiting, place, arriving)
+
+    def _of_round(self, values: dict[Path, Any], turn: Any) -> dict[Path, Any]:
+        """The layers of a round, of those of a stage."""
+        if self.rounds == 1:
+            return values
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, turn, self.length, 0), values)
+
+    def _with_round(self, values: dict[Path, Any], turn: Any, made: dict[Path, Any]) -> Any:
+        if self.rounds == 1:
+            return made
+        return jax.tree.map(
+            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, turn, 0), values, made
+        )
+
+    def _of_stage(self, by_tick: jax.Array, stage: Any) -> jax.Array:
+        """What layers sowed in the ticks of a stage, (microbatches, layers, ...)."""
+        if self.rounds == 1:
+            return jax.lax.dynamic_slice_in_dim(by_tick, stage, self.microbatches)
+        begun = self.period * jnp.arange(self.rounds)[None]
+        ticks = stage + begun + jnp.arange(self.microbatches)[:, None]
+        return jnp.take(by_tick[:, 0], ticks, axis=0)
+
+
+def _ticks(stages: int, microbatches: int, rounds: int) -> int:
+    return (rounds - 1) * max(microbatches, stages) + microbatches + stages - 1
+
+
+def bubble_share(schedule: str, stages: int, microbatches: int, rounds: int) -> float:
+    """Returns the share of a pipeline's ticks in which a stage is idle."""
+    rounds = rounds if schedule == "circular" else 1
+    return 1 - rounds * microbatches / _ticks(stages, microbatches, rounds)
 
 
 def _part(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _with_part(tree: Any, index: Any, part: Any) -> Any:
+    return jax.tree.map(
+        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, part
+    )
 
 
 def _choose(condition: Any, one: Any, other: Any) -> Any:

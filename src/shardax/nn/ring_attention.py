@@ -5,11 +5,19 @@ Keys and values go round the devices of a mesh axis, a part at a time; each devi
 softmax of its queries with every part that comes by (H. Liu and others, "Ring Attention with
 Blockwise Transformers", arXiv:2310.01889). No device holds more than its own part and one that
 travels. The backward pass computes the weights of a part again from the softmax's maximum and sum,
-and the gradients of keys and values travel with them.
+and the gradients of keys and values travel with them. A causal window ends the round where no
+device reads the parts that would follow.
+
+In causal attention the device with the last part reads n parts where the first reads one, and all
+wait for it. In *zig-zag* order device i of n has the i-th and the (2n - 1 - i)-th of 2n *chunks*:
+from every part that comes by, each device then reads one half, by both of its chunks, or the whole,
+by its later chunk (the order in which Llama 3 was trained, arXiv:2407.21783, section 3.3.2). Rows
+are brought into this order and back here: inputs and results of a model are in order of position.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -35,11 +43,21 @@ class Ring(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    softcap: float | None
+    zigzag: bool
+
+
+class Part(NamedTuple):
+    """What travels: the keys of one device."""
+
+    key: Any
+    value: Any
+    segments: Any
 
 
 def ring_axis(query: jax.Array) -> str | None:
     """Returns the mesh axis to go round; None: gather keys."""
-    if current_context() != "ring":
+    if current_context() == "all-gather":
         return None
     mesh = resolve_mesh()
     if mesh is None:
@@ -67,137 +85,351 @@ def ring_attention(
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
+    segments: tuple[jax.Array, jax.Array] | None,
     ring_over: str,
     *,
     causal: bool,
     window: int | None,
     scale: float,
+    softcap: float | None,
 ) -> jax.Array:
     """Attends; arrays are (..., time, heads, head_dim), split by time."""
+    # ``segments`` are those of queries and of keys, (..., time).
     mesh = resolve_mesh()
     assert mesh is not None
-    count = mesh.shape[ring_over]
+    count, how = mesh.shape[ring_over], current_context()
+    # Without an order every device reads all, and in a window each reads as much: balanced as is.
+    same_length = query.shape[-3] == key.shape[-3]
+    zigzag = how == "ring-zigzag" and causal and window is None and same_length
+    parts = 2 * count if zigzag else count
     for array in (query, key):
-        if array.shape[-3] % count:
+        if array.shape[-3] % parts:
+            twice = "twice " if zigzag else ""
             refuse_input(
-                'Attention with context="ring"',
-                f"sequences of a length divisible by {count}, the devices of {ring_over!r}",
+                f'Attention with context="{how}"',
+                f"sequences of a length divisible by {parts}, {twice}the devices of {ring_over!r}",
                 array,
                 "Pad them, and mask the padding.",
             )
-    ring = Ring(ring_over, count, causal, window, scale)
-    by_time = PartitionSpec(*(None,) * (query.ndim - 3), ring_over)
-    rows = PartitionSpec()
-    if mask is not None and mask.shape[-2] > 1:
-        rows = PartitionSpec(*(None,) * (mask.ndim - 2), ring_over)
-    region: Any = jax.shard_map(
-        functools.partial(_attend, ring),
-        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-        in_specs=(by_time, by_time, by_time, rows),
-        out_specs=by_time,
-        axis_names={ring_over},
-    )
+    ring = Ring(ring_over, count, causal, window, scale, softcap, zigzag)
+    query, key, value = map(_varying, (query, key, value))
+    part = Part(key, value, None if segments is None else segments[1])
+    own = None if segments is None else segments[0]
+    attend: Any = functools.partial(_attend, ring)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
     if explicit:
         place = jax.typeof(query).sharding
-        region = jax.sharding.auto_axes(region, axes=explicit, out_sharding=place)
-    return region(query, key, value, mask)
+        attend = jax.sharding.auto_axes(attend, axes=explicit, out_sharding=place)
+    return attend(query, part, mask, own)
 
 
-def _forward(ring: Ring, query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
-    grouped = _grouped(query, key.shape[-2])
+def _varying(x: jax.Array) -> jax.Array:
+    """Marks an array as different along the manual axes around."""
+    # Gradients differ along all that any array does, and have the types of the arrays.
+    for axis in jax.sharding.get_abstract_mesh().manual_axes:
+        with contextlib.suppress(ValueError):  # marked already
+            x = jax.lax.pcast(x, (axis,), to="varying")
+    return x
 
-    def read(state: Any, key: Any, value: Any, step: Any) -> Any:
+
+def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Runs a function on what each device of the ring has."""
+    # A loop around that is differentiated takes what does not depend on its values, such as zeros
+    # and masks, out of its body and so out of the region, which it must not where that is within
+    # another one. What is to be recomputed is not taken out; nothing here is computed twice.
+    function = jax.checkpoint(functools.partial(function, ring), prevent_cse=False)
+    return jax.shard_map(
+        function,
+        mesh=resolve_mesh() if jax.sharding.get_abstract_mesh().empty else None,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={ring.axis},
+    )
+
+
+def _split(ring: Ring, x: Any, dim: int) -> Any:
+    """Returns the spec of an array of which devices have parts, or None."""
+    if x is None or x.shape[dim] == 1:
+        return PartitionSpec()
+    return PartitionSpec(*(None,) * (x.ndim + dim), ring.axis)
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs, in the order of the ring."""
+
+    query: Any
+    part: Part
+    mask: Any
+    segments: Any
+    result: Any
+    most: Any
+    total: Any
+
+
+def _specs(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
+    by_time = _split(ring, query, -3)
+    own = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
+    of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), own)
+    return by_time, of_part, _split(ring, mask, -2), own
+
+
+# The derivative is that of the whole, and no region is differentiated: within another manual region
+# (a pipeline) JAX cannot hand on what the forward pass of an inner one saves.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> jax.Array:
+    return _forward(ring, query, part, mask, segments)[0]
+
+
+def _forward(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
+    specs = _specs(ring, query, part, mask, segments)
+    numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
+    saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
+    return _region(ring, _read, specs, (specs[0], saved))(query, part, mask, segments)
+
+
+def _backward(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
+    specs = _specs(ring, saved.query, saved.part, saved.mask, saved.segments)
+    numbers = PartitionSpec(*(None,) * (saved.query.ndim - 1), ring.axis)
+    of_saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
+    out_specs = specs[0], (specs[1].key, specs[1].value)
+    region = _region(ring, _differentiate, (of_saved, specs[0]), out_specs)
+    to_query, (to_key, to_value) = region(saved, given)
+    return to_query, Part(to_key, to_value, None), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _to_order(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
+    """Brings a device's part into the order of the ring."""
+    if not ring.zigzag:
+        return query, part, mask, segments
+    there = functools.partial(_zigzag, ring)
+    query, key, value = (there(x, x.ndim - 3) for x in (query, part.key, part.value))
+    own, others = (None if x is None else there(x, x.ndim - 1) for x in (segments, part.segments))
+    if mask is not None and mask.shape[-2] > 1:
+        mask = there(mask, mask.ndim - 2)
+    return query, Part(key, value, others), mask, own
+
+
+def _back(ring: Ring, x: Any) -> Any:
+    return _zigzag(ring, x, x.ndim - 3, back=True) if ring.zigzag else x
+
+
+def _zigzag(ring: Ring, x: Any, dim: int, back: bool = False) -> Any:
+    """Brings the chunks of a dimension into zig-zag order, or back."""
+    # Device i has the chunks 2i and 2i + 1; those of even and of odd number each go to as many
+    # devices as there are, so each of both moves is a permutation.
+    n = ring.devices
+    place = [chunk if chunk < n else 2 * n - 1 - chunk for chunk in range(2 * n)]
+    moves = [[(i, place[2 * i + odd]) for i in range(n)] for odd in (0, 1)]
+    halves = jnp.split(x, 2, dim)
+    # The earlier chunk of device i is that of number i.
+    is_odd = jax.lax.axis_index(ring.axis) % 2 == 1
+    if back:
+        halves = _swapped(is_odd, halves)
+        moves = [[(there, here) for here, there in pairs] for pairs in moves]
+    halves = [
+        jax.lax.ppermute(half, ring.axis, pairs) for half, pairs in zip(halves, moves, strict=True)
+    ]
+    return jnp.concatenate(halves if back else _swapped(is_odd, halves), dim)
+
+
+def _swapped(condition: Any, pair: Any) -> list[Any]:
+    one, other = pair
+    return [jnp.where(condition, other, one), jnp.where(condition, one, other)]
+
+
+def _last_turn(ring: Ring, query: Any, key: Any) -> int:
+    """Returns how often parts are passed on until all are read."""
+    if not ring.causal or ring.window is None or query.shape[-3] != key.shape[-3]:
+        return ring.devices - 1
+    return min(ring.devices - 1, -(-(ring.window - 1) // key.shape[-3]))
+
+
+def _half(x: Any, dim: int, later: int) -> Any:
+    size = x.shape[dim] // 2
+    return jax.lax.slice_in_dim(x, later * size, (later + 1) * size, axis=dim)
+
+
+def _with_half(x: Any, dim: int, later: int, made: Any) -> Any:
+    halves = [_half(x, dim, 0), _half(x, dim, 1)]
+    halves[later] = made
+    return jnp.concatenate(halves, dim)
+
+
+def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
+    """Attends to a part of the queries."""
+    query, part, mask, segments = _to_order(ring, query, part, mask, segments)
+    grouped = _grouped(query, part.key.shape[-2])
+    places = _places(ring, query.shape[-3], 0)
+
+    def update(state: Any, grouped: Any, part: Part, rows: Any, columns: Any, own: Any) -> Any:
         most, total, result = state
-        scores = _scores(ring, grouped, key, mask, step)
+        scores = _scores(ring, grouped, part, mask, own, rows, columns)
         larger = jnp.maximum(most, scores.max(-1))
         kept, weights = jnp.exp(most - larger), jnp.exp(scores - larger[..., None])
-        found = jnp.einsum("...kgts,...skh->...kgth", weights, value.astype(np.float32))
+        found = jnp.einsum("...kgts,...skh->...kgth", weights, part.value.astype(np.float32))
         return larger, kept * total + weights.sum(-1), kept[..., None] * result + found
+
+    def read(state: Any, part: Part, step: Any) -> Any:
+        columns = _places(ring, part.key.shape[-3], step)
+        if not ring.zigzag or isinstance(step, int):
+            return update(state, grouped, part, places, columns, segments)
+
+        def earlier(state: Any) -> Any:
+            return update(state, grouped, _first_half(part), places, _half(columns, 0, 0), segments)
+
+        def later(state: Any) -> Any:
+            own = None if segments is None else _half(segments, segments.ndim - 1, 1)
+            pairs = [(x, x.ndim - less) for x, less in zip(state, (1, 1, 2), strict=True)]
+            part_of = tuple(_half(x, dim, 1) for x, dim in pairs)
+            after = (_half(grouped, grouped.ndim - 4, 1), part, _half(places, 0, 1), columns, own)
+            made = update(part_of, *after)
+            return tuple(_with_half(x, dim, 1, y) for (x, dim), y in zip(pairs, made, strict=True))
+
+        return jax.lax.cond(_from_earlier(ring, step), earlier, later, state)
 
     def turn(carry: Any, step: Any) -> Any:
         state, travelling = carry
         travelling = _pass_on(ring, travelling)
-        return (read(state, travelling[0], travelling[1], step), travelling), None
+        return (read(state, travelling, step), travelling), None
 
     shape = _moved(grouped).shape
     start = (jnp.full(shape[:-1], _NEVER), jnp.zeros(shape[:-1]), jnp.zeros(shape))
-    state = read(_own(ring, start), key, value, 0)
-    (state, _), _ = jax.lax.scan(turn, (state, (key, value)), jnp.arange(1, ring.devices))
+    state = read(_own(ring, start), part, 0)
+    turns = jnp.arange(1, 1 + _last_turn(ring, query, part.key))
+    (state, _), _ = jax.lax.scan(turn, (state, part), turns)
     most, total, result = state
     result = _joined(result / total[..., None]).astype(query.dtype)
-    return result, (query, key, value, mask, result, most, total)
+    return _back(ring, result), Saved(query, part, mask, segments, result, most, total)
 
 
-def _backward(ring: Ring, saved: Any, given: Any) -> tuple[Any, ...]:
-    query, key, value, mask, result, most, total = saved
-    grouped = _grouped(query, key.shape[-2]).astype(np.float32)
-    upwards = _moved(_grouped(given, key.shape[-2])).astype(np.float32)
-    share = (upwards * _moved(_grouped(result, key.shape[-2]))).sum(-1)
+def _differentiate(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
+    """Returns the gradients of a part of the queries, keys and values."""
+    query, part, mask, segments, result, most, total = saved
+    given = _zigzag(ring, given, given.ndim - 3) if ring.zigzag else given
+    heads = part.key.shape[-2]
+    grouped = _grouped(query, heads).astype(np.float32)
+    upwards = _moved(_grouped(given, heads)).astype(np.float32)
+    share = (upwards * _moved(_grouped(result, heads))).sum(-1)
+    places = _places(ring, query.shape[-3], 0)
+    rows = (grouped, upwards, share, most, total)  # what each query has, with its dimension
+    dims = [x.ndim - less for x, less in zip(rows, (4, 2, 1, 1, 1), strict=True)]
 
-    def read(to_query: Any, travelling: Any, step: Any) -> Any:
-        key, value, to_key, to_value = travelling
-        scores = _scores(ring, grouped, key, mask, step)
+    def update(rows: Any, part: Part, here: Any, columns: Any, own: Any) -> Any:
+        grouped, upwards, share, most, total = rows
+        scores = _scores(ring, grouped, part, mask, own, here, columns)
         weights = jnp.exp(scores - most[..., None]) / total[..., None]
-        to_value += jnp.einsum("...kgts,...kgth->...skh", weights, upwards)
-        changes = jnp.einsum("...kgth,...skh->...kgts", upwards, value.astype(np.float32))
+        to_value = jnp.einsum("...kgts,...kgth->...skh", weights, upwards)
+        changes = jnp.einsum("...kgth,...skh->...kgts", upwards, part.value.astype(np.float32))
         changes = ring.scale * weights * (changes - share[..., None])
+        if ring.softcap is not None:
+            changes = changes * (1 - (scores / ring.softcap) ** 2)
         changes = jnp.where(scores == _NEVER, 0, changes)
-        to_key += jnp.einsum("...kgts,...tkgh->...skh", changes, grouped)
-        to_query += jnp.einsum("...kgts,...skh->...tkgh", changes, key.astype(np.float32))
-        return to_query, (key, value, to_key, to_value)
+        to_key = jnp.einsum("...kgts,...tkgh->...skh", changes, grouped)
+        to_query = jnp.einsum("...kgts,...skh->...tkgh", changes, part.key.astype(np.float32))
+        return to_query, to_key, to_value
+
+    def read(found: Any, part: Part, step: Any) -> Any:
+        columns = _places(ring, part.key.shape[-3], step)
+        if not ring.zigzag or isinstance(step, int):
+            return jax.tree.map(jnp.add, found, update(rows, part, places, columns, segments))
+        time = part.key.ndim - 3
+
+        def earlier(found: Any) -> Any:
+            made = update(rows, _first_half(part), places, _half(columns, 0, 0), segments)
+            whole = [
+                _with_half(x, time, 0, _half(x, time, 0) + y)
+                for x, y in zip(found[1:], made[1:], strict=True)
+            ]
+            return (found[0] + made[0], *whole)
+
+        def later(found: Any) -> Any:
+            own = None if segments is None else _half(segments, segments.ndim - 1, 1)
+            mine = [_half(x, dim, 1) for x, dim in zip(rows, dims, strict=True)]
+            made = update(mine, part, _half(places, 0, 1), columns, own)
+            whole = _with_half(found[0], dims[0], 1, _half(found[0], dims[0], 1) + made[0])
+            return (whole, found[1] + made[1], found[2] + made[2])
+
+        return jax.lax.cond(_from_earlier(ring, step), earlier, later, found)
 
     def turn(carry: Any, step: Any) -> Any:
-        to_query, travelling = carry
-        return read(to_query, _pass_on(ring, travelling), step), None
+        to_query, *travelling = carry
+        part, to_part = _pass_on(ring, travelling)
+        to_query, *to_part = read((to_query, *to_part), part, step)
+        return (to_query, part, tuple(to_part)), None
 
-    zeros = _own(ring, [jnp.zeros(x.shape) for x in (grouped, key, value)])
-    carry = read(zeros[0], (key, value, *zeros[1:]), 0)
-    (to_query, travelling), _ = jax.lax.scan(turn, carry, jnp.arange(1, ring.devices))
-    to_key, to_value = _pass_on(ring, travelling[2:])  # home
+    zeros = _own(ring, [jnp.zeros(x.shape) for x in (grouped, part.key, part.value)])
+    to_query, *to_part = read(tuple(zeros), part, 0)
+    last = _last_turn(ring, query, part.key)
+    carry, _ = jax.lax.scan(turn, (to_query, part, tuple(to_part)), jnp.arange(1, 1 + last))
+    to_query, _, to_part = carry
+    to_key, to_value = _pass_on(ring, to_part, ring.devices - last)  # home
     to_query = to_query.reshape(query.shape).astype(query.dtype)
-    return to_query, to_key.astype(key.dtype), to_value.astype(value.dtype), None
+    to_key, to_value = to_key.astype(part.key.dtype), to_value.astype(part.value.dtype)
+    return _back(ring, to_query), (_back(ring, to_key), _back(ring, to_value))
 
 
-def _result(ring: Ring, query: Any, key: Any, value: Any, mask: Any) -> jax.Array:
-    return _forward(ring, query, key, value, mask)[0]
+def _first_half(part: Part) -> Part:
+    segments = None if part.segments is None else _half(part.segments, part.segments.ndim - 1, 0)
+    key, value = (_half(x, x.ndim - 3, 0) for x in (part.key, part.value))
+    return Part(key, value, segments)
 
 
-_attend: Any = jax.custom_vjp(_result, nondiff_argnums=(0,))
-_attend.defvjp(_forward, _backward)
+def _from_earlier(ring: Ring, step: Any) -> Any:
+    """Whether the part that is here is of a device before this one."""
+    return jax.lax.axis_index(ring.axis) >= step
 
 
-def _scores(ring: Ring, grouped: Any, key: Any, mask: Any, step: Any) -> jax.Array:
-    """Returns scores for the part of the keys that is here."""
+def _places(ring: Ring, time: int, step: Any) -> jax.Array:
+    """Returns the positions of the part that is here after some steps."""
+    device = (jax.lax.axis_index(ring.axis) - step) % ring.devices
+    if not ring.zigzag:
+        return device * time + jnp.arange(time)
+    size = time // 2
+    chunks = jnp.stack([device, 2 * ring.devices - 1 - device])
+    return (chunks[:, None] * size + jnp.arange(size)[None]).reshape(-1)
+
+
+def _scores(
+    ring: Ring, grouped: Any, part: Part, mask: Any, own: Any, rows: Any, columns: Any
+) -> jax.Array:
+    """Returns scores for the keys that are here, by their positions."""
     # Of shape (..., kv heads, group, time, other time).
-    own = jax.lax.axis_index(ring.axis)
-    other = (own - step) % ring.devices  # whose part it is
     scores = jnp.einsum(
-        "...tkgh,...skh->...kgts", grouped, key, preferred_element_type=jnp.float32
+        "...tkgh,...skh->...kgts", grouped, part.key, preferred_element_type=jnp.float32
     ).astype(np.float32)
     scores = scores * ring.scale
-    time, others = scores.shape[-2:]
-    rows = own * time + jnp.arange(time)[:, None]
-    columns = other * others + jnp.arange(others)[None]
-    allowed = jnp.ones((time, others), bool)
+    if ring.softcap is not None:
+        scores = ring.softcap * jnp.tanh(scores / ring.softcap)
+    rows, columns = rows[:, None], columns[None]
+    allowed = jnp.ones((rows.shape[0], columns.shape[1]), bool)
     if ring.causal:
         allowed &= columns <= rows
     if ring.window is not None:
         allowed &= rows - columns < ring.window
     allowed = jnp.expand_dims(allowed, tuple(range(scores.ndim - 2)))
+    if own is not None:
+        same = own[..., :, None] == part.segments[..., None, :]
+        allowed = allowed & same[..., None, None, :, :]
     if mask is not None:
         if mask.shape[-1] > 1:
-            mask = jax.lax.dynamic_slice_in_dim(mask, other * others, others, mask.ndim - 1)
+            mask = jnp.take(mask, columns[0], axis=-1)
+        if mask.shape[-2] > rows.shape[0]:  # of the later chunk alone
+            mask = _half(mask, mask.ndim - 2, 1)
         heads = mask.shape[-3]
         pair = (1, 1) if heads == 1 else scores.shape[-4:-2]
         allowed = allowed & mask.reshape(*mask.shape[:-3], *pair, *mask.shape[-2:])
     return jnp.where(allowed, scores, _NEVER)
 
 
-def _pass_on(ring: Ring, tree: Any) -> Any:
-    """Gives each device what the device before it has."""
-    pairs = [(one, (one + 1) % ring.devices) for one in range(ring.devices)]
+def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
+    """Gives each device what a device before it has."""
+    if far % ring.devices == 0:
+        return tree
+    pairs = [(one, (one + far) % ring.devices) for one in range(ring.devices)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis, pairs), tree)
 
 

@@ -51,7 +51,7 @@ from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
 from shardax.nn.parameters import as_size
 from shardax.nn.pipeline import run_pipeline
-from shardax.partition.context import current_microbatches
+from shardax.partition.context import SCHEDULES, current_microbatches, current_schedule
 
 POLICY_NAMES = (
     "dots_saveable",
@@ -154,6 +154,8 @@ class Stack(Module):
             ``sx.parallel``, else the whole. Where the rules in scope lay ``axis_name`` over a mesh
             axis, the layers are a pipeline along it. A call with a Module, such as a cache, runs
             the whole batch.
+        schedule: In which order stages of a pipeline have layers, ``"gpipe"`` or ``"circular"``, as
+            for ``sx.parallel``; None for that of the scope.
 
     Attributes:
         stacked: The layer that holds all layers' Variables, stacked.
@@ -161,11 +163,12 @@ class Stack(Module):
         length: How many layers.
         axis_name: Name of the leading dimension.
         microbatches: In how many parts the layers run a batch.
+        schedule: Of a pipeline, or None.
 
     Raises:
         StackError: If the layers are not alike; names the path that differs.
         LayerConfigError: If ``length`` is not positive, ``make`` builds no Module or the same one
-            twice, or there is no such policy.
+            twice, or there is no such policy or schedule.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -180,6 +183,7 @@ class Stack(Module):
     """
 
     microbatches: int | None = None
+    schedule: str | None = None
 
     def __init__(
         self,
@@ -190,12 +194,20 @@ class Stack(Module):
         remat: Any = None,
         unroll: int = 1,
         microbatches: int | None = None,
+        schedule: str | None = None,
     ) -> None:
+        if schedule is not None and schedule not in SCHEDULES:
+            raise LayerConfigError(
+                f'Stack was given schedule={schedule!r}, which is not known; use "gpipe" or '
+                '"circular".'
+            )
         count = as_size("Stack", "length", length)
         older = frozenset(_objects_around(make)) if count == 1 else frozenset[int]()
         self._start([make() for _ in range(count)], axis_name, remat, unroll, older)
         if microbatches is not None:
             self.microbatches = as_size("Stack", "microbatches", microbatches)
+        if schedule is not None:
+            self.schedule = schedule
 
     def _start(
         self, layers: Sequence[Any], axis_name: str, remat: Any, unroll: int, older: frozenset[int]
@@ -309,6 +321,7 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         axis_name=stack.axis_name,
         length=stack.length,
         microbatches=microbatches,
+        schedule=stack.schedule or current_schedule(),
     )
 
 

@@ -35,11 +35,16 @@ OnNoMesh = Literal["error", "ignore"]
 """The effect of a constraint without a mesh or rules: raise, or leave the array as it is."""
 
 
+SCHEDULES = ("gpipe", "circular")
+"""The orders in which stages of a pipeline have layers."""
+
+
 class _Settings(NamedTuple):
     rules: Rules = Rules()
     on_no_mesh: OnNoMesh = "error"
     marking: bool = False
     microbatches: int | None = None
+    schedule: str = "gpipe"
     context: str = "all-gather"
 
 
@@ -178,7 +183,9 @@ def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> Setti
     return SettingsScope("axis_rules", **changes)
 
 
-def parallel(*, microbatches: int | None = None, context: str | None = None) -> SettingsScope:
+def parallel(
+    *, microbatches: int | None = None, schedule: str | None = None, context: str | None = None
+) -> SettingsScope:
     """Says how parallel forms run in a ``with`` block or decorated function.
 
     Scopes nest: what an inner one leaves out is as around it.
@@ -186,9 +193,14 @@ def parallel(*, microbatches: int | None = None, context: str | None = None) -> 
     Args:
         microbatches: In how many parts ``nn.Stack`` runs a batch. Where the rules lay its layers
             over a mesh axis, it is a pipeline of as many stages as that axis has parts.
+        schedule: In which order stages of a pipeline have layers. ``"gpipe"``, the default: a run
+            of layers each. ``"circular"``: one layer a turn, in as many rounds as a stage has
+            layers, so that stages are idle for less time, and send more.
         context: How attention reads a sequence that is split by position. ``"all-gather"``, the
             default: every device holds all keys and values of a layer. ``"ring"``: they go round
-            the devices, and none holds more than two parts.
+            the devices, and none holds more than two parts. ``"ring-zigzag"``: so that in causal
+            attention all devices also do the same work, about half of what they wait for in a
+            ring; results are the same.
 
     Returns:
         The context manager, which is also a decorator.
@@ -212,11 +224,22 @@ def parallel(*, microbatches: int | None = None, context: str | None = None) -> 
                 "at least 1."
             )
         changes["microbatches"] = microbatches
+    if schedule is not None:
+        if schedule not in SCHEDULES:
+            raise ParallelError(f'schedule={schedule!r} is not known; use "gpipe" or "circular".')
+        changes["schedule"] = schedule
     if context is not None:
-        if context not in ("all-gather", "ring"):
-            raise ParallelError(f'context={context!r} is not known; use "all-gather" or "ring".')
+        if context not in ("all-gather", "ring", "ring-zigzag"):
+            raise ParallelError(
+                f'context={context!r} is not known; use "all-gather", "ring" or "ring-zigzag".'
+            )
         changes["context"] = context
     return SettingsScope("parallel", **changes)
+
+
+def current_schedule() -> str:
+    """Returns the schedule of pipelines of the scope."""
+    return _settings_by_text[_current.value].schedule
 
 
 def current_microbatches() -> int | None:

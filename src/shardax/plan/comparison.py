@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from shardax.partition.context import parallel as parallel_scope
+from shardax.partition.errors import ParallelError
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import UNCONSTRAINED, Rules, RulesLike
 from shardax.plan.compile.pool import make_evaluator
@@ -45,6 +48,7 @@ def compare(
     meshes: Sequence[Mapping[str, int]] | Mapping[str, int],
     target: str | Target,
     *,
+    parallel: Mapping[str, Any] | None = None,
     effort: str = "full",
     compiler: str = "auto",
     processes: int | None = None,
@@ -61,6 +65,8 @@ def compare(
         rules: Rules by name.
         meshes: Sizes of the mesh axes by name; one mesh or several.
         target: The hardware, such as ``"tpu:v5e:4x4"``.
+        parallel: Settings of ``sx.parallel`` under which the step runs, such as
+            ``{"microbatches": 8}``.
         effort: ``"full"``: as the target's compiler would for a run. ``"screen"``: faster, with the
             same operations and wire bytes, and a peak of memory that is up to a fifth too low.
         compiler: ``"auto"``: the target's own if it is installed, else the CPU's as an estimate;
@@ -93,6 +99,7 @@ def compare(
     target = Target.parse(target)
     inputs = Inputs(step, args)
     layouts = _layouts(rules, [meshes] if isinstance(meshes, Mapping) else list(meshes))
+    layouts = [_under(layout, parallel) for layout in layouts]
     for layout in layouts:
         target.check_mesh(layout.sizes)
     reports = reports_of(
@@ -142,6 +149,16 @@ def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
         )
     policies = (made.on_conflict, made.on_unmapped)
     return Layout(name, tuple(made.pairs), tuple(mesh.items()), policies)
+
+
+def _under(layout: Layout, parallel: Mapping[str, Any] | None) -> Layout:
+    """Returns a layout with settings of ``sx.parallel``."""
+    settings = dict(parallel or {})
+    try:
+        parallel_scope(**settings)
+    except (ParallelError, TypeError) as error:
+        raise PlanInputError(f"parallel={settings!r}: {error}") from error
+    return dataclasses.replace(layout, parallel=tuple(settings.items()))
 
 
 def layouts_over(name: str, rules: RulesLike, meshes: Sequence[Mapping[str, int]]) -> list[Layout]:
@@ -215,6 +232,7 @@ def assert_layout(
     mesh: Mapping[str, int],
     *,
     target: str | Target | None = None,
+    parallel: Mapping[str, Any] | None = None,
     wire_bytes: Bound | Mapping[str | tuple[str, ...], Bound] | None = None,
     peak_bytes: Bound | None = None,
     replicated_params: int | Collection[str] | None = None,
@@ -232,6 +250,7 @@ def assert_layout(
         rules: Rules, pairs or a mapping.
         mesh: Sizes of the mesh axes by name.
         target: The hardware; None for CPU devices, as many as the mesh has.
+        parallel: As for ``compare``.
         wire_bytes: A bound on the bytes that one device sends in a step; or
             bounds by mesh axis (several for collectives over all of them together), in which an
             axis that is not named is not looked at.
@@ -270,7 +289,7 @@ def assert_layout(
     inputs = Inputs(step, args)
     hardware = Target.parse(target or f"cpu:{math.prod(mesh.values())}")
     hardware.check_mesh(mesh)
-    layout = layout_of("asserted", rules, mesh)
+    layout = _under(layout_of("asserted", rules, mesh), parallel)
     # On CPU both efforts give the same program and memory.
     effort = "screen" if hardware.kind == "cpu" else "full"
     (report,) = reports_of(inputs, [layout], hardware, effort, compiler=compiler, cache=None)

@@ -188,12 +188,14 @@ class Inputs:
         """Returns the arguments as shapes without a layout, for tracing."""
         return self._positional(self.abstract())
 
-    def abstract(self, mesh: AnyMesh | None = None, rules: Rules | None = None) -> dict[str, Any]:
+    def abstract(
+        self, mesh: AnyMesh | None = None, rules: Rules | None = None, **options: Any
+    ) -> dict[str, Any]:
         """Returns the arguments by name, with shapes in place of arrays."""
         return jax.tree.map(
             lambda given, shape: given if shape is None else shape,
             self.tree,
-            abstract(self.tree, mesh, rules),
+            abstract(self.tree, mesh, rules, **options),
             is_leaf=_is_part,
         )
 
@@ -210,40 +212,59 @@ class Inputs:
         where = mesh if mesh is not None else auto_mesh(sizes)
         # No rules at all would be taken for rules that were forgotten.
         rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
-        found = TreeLayout(self._inventory, where, rules, function="plan", rules_for="boxes")
+        own: dict[str, Any] = {
+            "overrides": self._for_optimizer(layout.optimizer_rules),
+            "memory_kind": self._for_optimizer(layout.optimizer_memory),
+        }
+        found = TreeLayout(self._inventory, where, rules, **own, function="plan", rules_for="boxes")
         errors = tuple(str(each) for each in found.diagnostics if each.severity == "error")
         if errors:
             return Placed(errors=errors)
         sizes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         whole: dict[str, int] = {}
         arrays: list[ArrayLayout] = []
-        batch: set[Path] = set()
+        given_way: set[Path] = set()  # arrays in which one name is meant to give way to another
         placed = found.shardings()
         for leaf, kind, shardings in zip(self._inventory.leaves, self.kinds, placed, strict=True):
             for info, sharding in zip(leaf.arrays, shardings, strict=False):
                 size = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-                sizes_by_kind[kind] += size
+                if kind != "optimizer" or not layout.optimizer_memory:  # else on the host
+                    sizes_by_kind[kind] += size
                 if kind in ("parameters", "batch"):
                     arrays.append(_array_layout(leaf, info, kind, sharding.spec))
                 if kind == "parameters" and sharding.is_fully_replicated:
                     whole[label(info.path)] = size
-                if kind == "batch":
-                    batch.add(info.path)
+                if kind == "batch" or (kind == "optimizer" and layout.optimizer_rules):
+                    given_way.add(info.path)
         warnings = tuple(
             str(each)
             for each in found.diagnostics
             if each.severity == "warning"
             # A batch's later dimensions are meant to give way to its first.
-            and not (each.code == "mesh-axis-conflict" and each.path in batch)
+            and not (each.code == "mesh-axis-conflict" and each.path in given_way)
         )
         return Placed(
-            self._positional(self.abstract(where, rules)),
+            self._positional(self.abstract(where, rules, **own)),
             self._positional(found.entries(placed)),
             sizes_by_kind,
             tuple(sorted(whole, key=lambda path: (-whole[path], path))),
             tuple(arrays),
             warnings=warnings,
         )
+
+    def _for_optimizer(self, value: Any) -> list[tuple[Any, Any]] | None:
+        """A value for the optimizer's state alone, by filter."""
+        if not value:
+            return None
+        pairs = zip(self._inventory.leaves, self.kinds, strict=True)
+        paths = {leaf.path for leaf, kind in pairs if kind == "optimizer"}
+        if not paths:
+            raise PlanInputError(
+                "The layout says where the optimizer's state is, but the step has none among its "
+                "arguments: give it the sx.train.Optimizer, as in (model, optimizer, batch)."
+            )
+        value = list(value) if isinstance(value, tuple) else value
+        return [(lambda path, _: path in paths, value)]
 
 
 def label(path: Path) -> str:

@@ -26,7 +26,7 @@ from shardax._files import write_whole
 from shardax.hlo.collectives import Collective
 from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import mesh_text
-from shardax.partition.rules import Rules
+from shardax.partition.rules import Rules, mesh_axes_of
 from shardax.plan.errors import PlanFileError, PlanInputError
 
 
@@ -39,6 +39,11 @@ class Layout:
         rules: Pairs of a logical name and mesh axes (a name, several, or None), in order.
         mesh: Sizes of the mesh axes, in order.
         policies: The rules' ``on_conflict`` and ``on_unmapped``.
+        parallel: Settings of ``sx.parallel``, pairs of name and value, under which it runs.
+        optimizer_rules: Rules of the optimizer's state alone, before the others (ZeRO): those of
+            ``overrides={sx.OptState: ...}``.
+        optimizer_memory: Kind of memory of the optimizer's state, such as ``"pinned_host"``; "" for
+            that of the devices.
 
     Example:
         >>> layout = Layout("tp", (("mlp", "model"),), (("data", 2), ("model", 4)))
@@ -50,12 +55,28 @@ class Layout:
     rules: tuple[tuple[str, Any], ...]
     mesh: tuple[tuple[str, int], ...]
     policies: tuple[Any, Any] = ("first", "replicate")
+    parallel: tuple[tuple[str, Any], ...] = ()
+    optimizer_rules: tuple[tuple[str, Any], ...] = ()
+    optimizer_memory: str = ""
 
     @property
     def as_rules(self) -> Rules:
         """The rules as ``sx.Rules``."""
         on_conflict, on_unmapped = self.policies
         return Rules(list(self.rules), on_conflict=on_conflict, on_unmapped=on_unmapped)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the layout has beside rules and mesh, in words by name."""
+        words = {name: str(value) for name, value in self.parallel}
+        if self.optimizer_rules:
+            pairs = [
+                f"{name}={'+'.join(mesh_axes_of(axes))}" for name, axes in self.optimizer_rules
+            ]
+            words["optimizer"] = " ".join(pairs)
+        if self.optimizer_memory:
+            words["optimizer_memory"] = self.optimizer_memory
+        return words
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -186,6 +207,9 @@ class LayoutReport:
             time of one is what counts.
         arrays: The parameters and the batch, as the layout splits them; an optimizer's state and
             other arguments may be left out.
+        bubble_share: Share of a pipeline's ticks in which a stage has nothing to do, 0 to 1; the
+            largest of several pipelines, 0 without one. Part of ``flops``, and so of the time: idle
+            stages compute what is thrown away.
 
     Example:
         >>> sums = Collective("all-reduce", "ar.1", "bf16", 800, 1400.0, 8, ("data",))
@@ -212,6 +236,7 @@ class LayoutReport:
     replicated: tuple[str, ...] = ()
     examples: float = 1.0
     arrays: tuple[ArrayLayout, ...] = ()
+    bubble_share: float = 0.0
 
     @property
     def compiled(self) -> bool:

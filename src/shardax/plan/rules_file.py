@@ -14,7 +14,9 @@ A rules file holds one layout or several, each a table in ``layouts``, best firs
 A rule is a pair of a logical name and a mesh axis, or a list of mesh axes, the first varying
 slowest; ``[]`` stands for None (replicate), which TOML does not have, and
 ``{ unconstrained = true }`` leaves a dimension to the compiler. ``mesh`` may be left out, and the
-policies ``on_conflict`` and ``on_unmapped`` are those of ``Rules``. With a single layout its keys
+policies ``on_conflict`` and ``on_unmapped`` are those of ``Rules``; ``parallel``, a table, has the
+settings of ``sx.parallel``, and ``optimizer_rules`` and ``optimizer_memory`` are of the optimizer's
+state alone. With a single layout its keys
 may stand at the top of the file, and rules of distinct names may be a table (``[rules]``,
 ``batch = "data"``). The order of everything is kept.
 """
@@ -30,12 +32,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardax._core.variable import OptState
 from shardax._files import write_whole
-from shardax.partition.errors import RulesError, did_you_mean
+from shardax.partition.context import parallel
+from shardax.partition.errors import ParallelError, RulesError, did_you_mean
 from shardax.partition.rules import UNCONSTRAINED, Rules
 from shardax.plan.records import Layout
 
-_KEYS = ("rules", "mesh", "on_conflict", "on_unmapped")
+_OPTIMIZER = ("optimizer_rules", "optimizer_memory")
+_KEYS = ("rules", "mesh", "on_conflict", "on_unmapped", "parallel", *_OPTIMIZER)
 _EXAMPLE = 'rules = [["batch", "data"], ["mlp", ["data", "model"]], ["layers", []]]'
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _NOT_IN_COMMENTS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
@@ -50,6 +55,9 @@ class NamedRules:
         rules: The rules.
         mesh: Pairs of a mesh axis and its size, in order; None: any mesh.
         notes: Lines written as comments above it; reading does not bring them back.
+        parallel: Settings of ``sx.parallel``, pairs of name and value.
+        optimizer_rules: Rules of the optimizer's state alone, before the others.
+        optimizer_memory: Kind of memory of the optimizer's state; "" for that of the devices.
 
     Example:
         >>> entry = NamedRules("tp", Rules({"mlp": "model"}), (("model", 4),), ("9.1 GiB",))
@@ -66,6 +74,19 @@ class NamedRules:
     rules: Rules
     mesh: tuple[tuple[str, int], ...] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
+    parallel: tuple[tuple[str, Any], ...] = ()
+    optimizer_rules: tuple[tuple[str, Any], ...] = ()
+    optimizer_memory: str = ""
+
+    @property
+    def overrides(self) -> dict[Any, Any] | None:
+        """What ``sx.shard`` takes as ``overrides``, or None."""
+        return {OptState: list(self.optimizer_rules)} if self.optimizer_rules else None
+
+    @property
+    def memory_kind(self) -> dict[Any, Any] | None:
+        """What ``sx.shard`` takes as ``memory_kind``, or None."""
+        return {OptState: self.optimizer_memory} if self.optimizer_memory else None
 
 
 def named_rules(layout: Layout, notes: Sequence[str] = ()) -> NamedRules:
@@ -76,10 +97,19 @@ def named_rules(layout: Layout, notes: Sequence[str] = ()) -> NamedRules:
         notes: Lines for the comment above it.
 
     Example:
-        >>> named_rules(Layout("dp", (("batch", "data"),), (("data", 8),)))
-        NamedRules(name='dp', rules=Rules([('batch', 'data')]), mesh=(('data', 8),), notes=())
+        >>> entry = named_rules(Layout("dp", (("batch", "data"),), (("data", 8),)))
+        >>> entry.name, entry.rules, entry.mesh
+        ('dp', Rules([('batch', 'data')]), (('data', 8),))
     """
-    return NamedRules(layout.name, layout.as_rules, layout.mesh, tuple(notes))
+    return NamedRules(
+        layout.name,
+        layout.as_rules,
+        layout.mesh,
+        tuple(notes),
+        layout.parallel,
+        layout.optimizer_rules,
+        layout.optimizer_memory,
+    )
 
 
 def write_rules(
@@ -193,6 +223,13 @@ def entry_to_data(entry: NamedRules) -> dict[str, Any]:
         data["on_conflict"] = rules.on_conflict
     if rules.on_unmapped != "replicate":
         data["on_unmapped"] = rules.on_unmapped
+    if entry.parallel:
+        data["parallel"] = dict(entry.parallel)
+    if entry.optimizer_rules:
+        pairs = Rules(list(entry.optimizer_rules))
+        data["optimizer_rules"] = [[name, _target(to)] for name, to in pairs]
+    if entry.optimizer_memory:
+        data["optimizer_memory"] = entry.optimizer_memory
     return data
 
 
@@ -213,8 +250,9 @@ def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRu
         rules = Rules(_pairs(table["rules"]), table.get("on_conflict"), table.get("on_unmapped"))
     except RulesError as error:
         raise RulesError(f"{where}: {at}rules: {error} In a file: {_EXAMPLE}.") from error
+    own = _beside_rules(table, where, at)
     if "mesh" not in table:
-        return NamedRules(name, rules)
+        return NamedRules(name, rules, **own)
     mesh = table["mesh"]
     if not isinstance(mesh, dict):
         raise RulesError(
@@ -227,7 +265,34 @@ def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRu
                 f"{where}: {at}mesh.{axis} is {size!r}; the size of a mesh axis is an integer from "
                 f"1, as in mesh = {{ {axis} = 4 }}."
             )
-    return NamedRules(name, rules, tuple(mesh.items()))
+    return NamedRules(name, rules, tuple(mesh.items()), **own)
+
+
+def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, Any]:
+    """Returns what a layout has beside rules and mesh."""
+    settings = table.get("parallel", {})
+    try:
+        parallel(**settings)
+    except (ParallelError, TypeError) as error:
+        raise RulesError(
+            f"{where}: {at}parallel is {settings!r}: {error} In a file: parallel = {{ microbatches "
+            "= 8 }."
+        ) from error
+    memory = table.get("optimizer_memory", "")
+    if not isinstance(memory, str):
+        raise RulesError(
+            f"{where}: {at}optimizer_memory is {memory!r}, not a kind of memory such as "
+            '"pinned_host".'
+        )
+    try:
+        pairs = Rules(_pairs(table.get("optimizer_rules", [])))
+    except RulesError as error:
+        raise RulesError(f"{where}: {at}optimizer_rules: {error} In a file: {_EXAMPLE}.") from error
+    return {
+        "parallel": tuple(settings.items()),
+        "optimizer_rules": tuple(pairs),
+        "optimizer_memory": memory,
+    }
 
 
 def _pairs(value: Any) -> Any:

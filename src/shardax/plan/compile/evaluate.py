@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +32,9 @@ from shardax._transforms.jit.jit import Jit, jit
 from shardax.hlo import Program, parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.program import CompilerFailedError
-from shardax.partition.context import axis_rules
-from shardax.partition.rules import Rules, assign
+from shardax.nn.pipeline import bubble_share
+from shardax.partition.context import axis_rules, parallel
+from shardax.partition.rules import Rules, assign, mesh_axes_of
 from shardax.plan.compile.cache import ProgramCache
 from shardax.plan.compile.compilers import compiler_for, rematerialization_warnings
 from shardax.plan.errors import PlanInputError
@@ -44,6 +46,9 @@ from shardax.plan.searching.dimensions import DimensionModel, needs_no_values, t
 
 # What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types.
 _CONSTRAINT_ERRORS = (ShardaxError, ValueError, TypeError, NotImplementedError)
+_PIPELINE = re.compile(
+    r"pipeline\(schedule=([\w-]+),stages=(\d+),microbatches=(\d+),rounds=(\d+)\)"
+)
 _DONATES_NOTHING = (
     "A plain function donates nothing; with jax.jit(step, donate_argnums=...), or sx.jit for "
     "Modules, results take the memory of the arguments that they replace."
@@ -126,8 +131,32 @@ def evaluate(
         collectives=facts.collectives,
         time=time_band(facts, target, layout.sizes, _dimensions(inputs, mesh_axes).dtype),
         compile_seconds=compiled.seconds,
-        warnings=(*placed.warnings, *own, *copies, *facts.warnings),
+        warnings=(*placed.warnings, *own, *copies, *_assumptions(layout), *facts.warnings),
+        bubble_share=_bubble_share(compiled.text),
     )
+
+
+def _bubble_share(text: str) -> float:
+    """Returns the largest share of idle ticks of a program's pipelines."""
+    # A pipeline says what it is in the names of its operations.
+    shapes = {(how, *map(int, numbers)) for how, *numbers in _PIPELINE.findall(text)}
+    return max((bubble_share(*shape) for shape in shapes), default=0.0)
+
+
+def _assumptions(layout: Layout) -> list[str]:
+    """Warnings of what times take for granted or leave out."""
+    found, sizes = [], layout.sizes
+    if any(sizes.get(axis, 1) > 1 for axis in mesh_axes_of(dict(layout.rules).get("expert"))):
+        found.append(
+            "Times assume that all experts get equally many tokens; the device of an expert that "
+            "gets more takes longer, and the others wait for it."
+        )
+    if layout.optimizer_memory:
+        found.append(
+            "Times leave out how the optimizer's state moves between the devices and "
+            f"{layout.optimizer_memory}."
+        )
+    return found
 
 
 def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float, list[str]]:
@@ -147,7 +176,8 @@ def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float,
 
 def _flops_warnings(flops: float, whole: float, layout: Layout) -> list[str]:
     counted = flops * layout.devices
-    if counted >= 0.98 * whole:
+    # In zig-zag order half of what a causal mask hides is not computed.
+    if counted >= 0.98 * whole or dict(layout.parallel).get("context") == "ring-zigzag":
         return []
     warning = (
         f"The counted operations of {layout.devices} devices, {counted:.4g}, are fewer than the "
@@ -206,7 +236,8 @@ LoweredStep = tuple[Any, dict[str, str]]
 
 def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> LoweredStep:
     """Lowers a step in a layout."""
-    with axis_rules(layout.as_rules), jax.set_mesh(mesh), needs_no_values():
+    scope = parallel(**dict(layout.parallel))
+    with axis_rules(layout.as_rules), scope, jax.set_mesh(mesh), needs_no_values():
         traced = _traceable(inputs, placed).trace(*placed.args)
         return traced.lower(), _paths(traced, inputs)
 

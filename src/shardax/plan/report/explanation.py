@@ -106,6 +106,8 @@ def headline(report: LayoutReport) -> str:
         unit, size = scale([report.time.upper], TIMES)
         band = band_text(report.time, size)
         parts.append(f"{band} {unit} (estimate), bound by {report.time.binding}")
+    if report.bubble_share:
+        parts.append(f"pipeline idle for {report.bubble_share:.0%}")
     return "; ".join(parts)
 
 
@@ -318,7 +320,7 @@ def _targets(report: LayoutReport) -> dict[str, str]:
     words = {name: ", then ".join(texts) for name, texts in found.items()}
     for policy, value in zip(("on_conflict", "on_unmapped"), report.layout.policies, strict=True):
         words[f"({policy})"] = str(value)
-    return words
+    return words | report.layout.settings
 
 
 Figures = tuple[str, float | None, float | None, Units]  # what, of a, of b

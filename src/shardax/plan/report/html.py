@@ -309,6 +309,8 @@ def _rules(report: LayoutReport) -> str:
     for name, axes in report.layout.rules:
         target = axes if isinstance(axes, str) else " + ".join(axes or ()) or "not split"
         rows += f"<tr><td>{escape(name)}</td><td>{escape(target)}</td></tr>"
+    for name, value in report.layout.settings.items():
+        rows += f"<tr><td>({escape(name)})</td><td>{escape(value)}</td></tr>"
     mesh = escape(report.layout.mesh_text)
     table = f'<table class="pairs">{rows}</table>' if rows else "<p>There are none.</p>"
     return f'<h3>Rules</h3><p class="quiet">over {mesh}</p>{table}'

@@ -40,6 +40,7 @@ TIMES = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _OUTCOMES = {"fits": "yes", "does not fit": "no"}
 _MEANINGS = {
     "layout": "The rules' name; the mesh's sizes are beside it.",
+    "settings": "How it runs beside the rules: of sx.parallel, and where the optimizer's state is.",
     "mesh": "Sizes of the mesh axes.",
     "fits": "Whether the step fits into a device's memory, with what it donates.",
     "peak": "Most memory that a device needs at a time.",
@@ -59,6 +60,7 @@ _MEANINGS = {
     "example": "The middle of the band, of one example; layouts are ranked by it.",
     "bound": "What takes longest.",
     "compile": "How long the compiler took.",
+    "bubble": "Share of a pipeline's ticks in which a stage has nothing to do.",
 }
 
 
@@ -142,9 +144,15 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     repeat = _compiled(lambda r: r.replicated_compute if r.program_flops else None)
     collectives = _compiled(lambda r: len(r.collectives))
     share = _compiled(lambda r: 100 * r.asynchronous_share if r.collectives else None)
+    idle = _compiled(lambda r: 100 * r.bubble_share)
     return (
         _words("layout", lambda r: r.layout.name),
         _mesh(reports),
+        *(
+            [_words("settings", _settings_text)]
+            if any(report.layout.settings for report in reports)
+            else []
+        ),
         _words("fits", lambda r: _OUTCOMES.get(r.outcome, r.outcome)),
         number("peak", measured, lambda r: r.peak_bytes, BINARY),
         number("free", measured, lambda r: r.headroom_bytes, BINARY),
@@ -163,6 +171,11 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         number("async", "counted", share, [("%", 1.0)]),
         number("flops", "counted", work, OPERATIONS, "work"),
         number("replicated", "counted", repeat, [("x", 1.0)], "repeat", "{:.2f}".format),
+        *(
+            [number("bubble", "exact", idle, [("%", 1.0)])]
+            if any(report.bubble_share for report in reports)
+            else []
+        ),
         number("hbm", "estimate", _compiled(lambda r: r.hbm_bytes), DECIMAL, "traffic"),
         part("compute"),
         part("memory"),
@@ -199,6 +212,11 @@ def _number(
 def _compiled(value: Callable[[LayoutReport], float | None]) -> Callable[..., float | None]:
     """A figure of the program; None for a layout without one."""
     return lambda report: value(report) if report.time else None
+
+
+def _settings_text(report: LayoutReport) -> str:
+    pairs = (f"{name} {value}" for name, value in report.layout.settings.items())
+    return ", ".join(pairs) or "-"
 
 
 def _argument_bytes(report: LayoutReport) -> float | None:

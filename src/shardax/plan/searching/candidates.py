@@ -20,10 +20,17 @@ Of all assignments of mesh axes to groups, over all meshes, a candidate
   split by it too is gathered before use, and of which dimension it was hardly matters;
 - repeats little work: at most 1.05 times what devices do in the best candidate;
 - has arguments that fit into the memory. Those that fail the last two are kept, with the reason.
+
+Mesh axes of three names are for a *form* of parallelism. ``"stage"`` splits the dimension that the
+loop over layers takes apart, which makes it a pipeline, and beside that only names that no array of
+that loop has (the vocabulary), as they are used outside of it; ``"context"`` splits ``"seq"``; and
+``"expert"`` splits ``"expert"`` and the batch. A candidate then has variants by *settings*: of
+``sx.parallel``, and of where the optimizer's state is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -43,6 +50,10 @@ _SMALL_SHARE = 0.01  # of all elements: smaller arguments do not decide whether 
 _SLICE_AXIS = "slice"  # the mesh axis whose positions are slices, where a search makes the meshes
 _MOST_REPEATED = 1.05  # how much more work than in the best candidate devices may do
 
+_FORMS = {"stage": None, "context": "seq", "expert": "expert"}  # and the names that they split
+SETTINGS = ("microbatches", "schedule", "context", "zero", "optimizer_memory")
+_PER_STAGE = (1, 2, 4)  # microbatches of a stage, where none are given
+
 Meshes = tuple[tuple[tuple[str, int], ...], ...]
 
 
@@ -54,6 +65,7 @@ class SearchSpace:
     fixed: tuple[tuple[str, Any], ...]  # names whose axes are not searched, with these
     meshes: Meshes
     activations: tuple[str, ...]  # names on constraints and on the batch
+    staged: tuple[str, ...]  # names of the dimensions that stages split
     notes: tuple[str, ...]  # why names are fixed or tied that nobody fixed or tied
 
 
@@ -70,6 +82,8 @@ def search_space(
     _check_names(dimensions, ties, fix, meshes)
     fixed = dict(Rules(fix).pairs)
     notes = []
+    forms = _names_of_forms(dimensions, meshes)
+    fixed = {name: axis for axis, names in forms.items() for name in names} | fixed
     tied = [name for group in ties for name in group]
     on_constraints = (name for _, names in dimensions.constraints for name in strings(names))
     named = list(dict.fromkeys((*activations, *on_constraints)))
@@ -85,7 +99,39 @@ def search_space(
     groups = [*((name,) for name in alone), *ties, *made]
     order = {name: at for at, name in enumerate(dict.fromkeys((*named, *dimensions.names)))}
     groups.sort(key=lambda group: (group[0] not in alone, min(order[name] for name in group)))
-    return SearchSpace(tuple(groups), tuple(fixed.items()), meshes, tuple(named), tuple(notes))
+    return SearchSpace(
+        tuple(groups),
+        tuple(fixed.items()),
+        meshes,
+        tuple(named),
+        tuple(forms.get("stage", ())),
+        tuple(notes),
+    )
+
+
+def _names_of_forms(dimensions: DimensionModel, meshes: Meshes) -> dict[str, list[str]]:
+    """Returns the names that mesh axes for a form of parallelism split."""
+    found: dict[str, list[str]] = {}
+    stored = {name for _, names in dimensions.arguments for name in strings(names)}
+    for axis in dict.fromkeys(axis for mesh in meshes for axis, _ in mesh):
+        if axis not in _FORMS:
+            continue
+        wanted = _FORMS[axis]
+        names = [wanted] if wanted else sorted(dimensions.looped & stored)
+        if not names or not set(names) <= set(dimensions.names):
+            what = (
+                f"a dimension called {wanted!r}"
+                if wanted
+                else "a loop over layers, whose parameters have a named first dimension (nn.Stack; "
+                "a decoder with scan_layers=True)"
+            )
+            raise PlanInputError(
+                f"The mesh axis {axis!r} needs {what}, and the step has none. Its names are "
+                f"{', '.join(map(repr, dimensions.names))}. Give it, or leave the axis out of "
+                "mesh_axes or meshes."
+            )
+        found[axis] = names
+    return found
 
 
 def _check_names(
@@ -331,6 +377,8 @@ def _enumerate(
         for name in {name for dim in product.dims for name in dim.names}:
             work[name] += int(product.flops)
     leads = [max(group, key=lambda n: (work[n], -group.index(n))) for group in space.groups]
+    has_stages = any(axis == "stage" for mesh in space.meshes for axis, _ in mesh)
+    outside = _outside(dimensions, space) if has_stages else []
     for mesh in space.meshes:
         sizes = dict(mesh)
         places = {axis: position for position, axis in enumerate(sizes)}
@@ -344,6 +392,11 @@ def _enumerate(
                 split = [n for n in group if all(size % ways == 0 for size in sizes_of[n])]
                 whole |= not split
                 rules.update({name: target if name in split else None for name in group})
+            for name in outside if sizes.get("stage", 1) > 1 else ():
+                rules[name] = _with_axis(rules[name], "stage", sizes, sizes_of[name])
+            if sizes.get("expert", 1) > 1:
+                for name in free:
+                    rules[name] = _with_axis(rules[name], "expert", sizes, sizes_of[name])
             pairs = tuple((name, rules[name]) for name in names)
             entries = tuple(assign(each, pairs).entries for _, each in arrays)
             if whole or not all(
@@ -363,10 +416,35 @@ def _enumerate(
 
 def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEntry]:
     """None, each mesh axis, and all combinations in order."""
-    axes = [axis for axis, size in mesh if size > 1 and not (inner_only and axis == _SLICE_AXIS)]
+    axes = [
+        axis
+        for axis, size in mesh
+        if size > 1 and axis not in _FORMS and not (inner_only and axis == _SLICE_AXIS)
+    ]
     counts = range(2, len(axes) + 1)
     several = [found for count in counts for found in itertools.combinations(axes, count)]
     return [None, *axes, *several]
+
+
+def _with_axis(
+    target: SpecEntry, axis: str, sizes: Mapping[str, int], lengths: Sequence[int]
+) -> SpecEntry:
+    """The mesh axes of a name with one more, if its sizes divide."""
+    axes = (*mesh_axes_of(target), axis)
+    ways = math.prod(sizes[each] for each in axes)
+    if sizes[axis] == 1 or any(length % ways for length in lengths):
+        return target
+    return axes if len(axes) > 1 else axis
+
+
+def _outside(dimensions: DimensionModel, space: SearchSpace) -> list[str]:
+    """Names of parameters that stages do not have, such as the vocabulary."""
+    arrays = [set(strings(names)) for _, names in dimensions.arguments]
+    staged = [names for names in arrays if names & set(space.staged)]
+    inside = {name for names in staged for name in names}
+    searched = {name for group in space.groups for name in group}
+    stored = {name for names in arrays for name in names if names - set(space.activations)}
+    return sorted((stored & searched) - inside - set(space.activations))
 
 
 def _without_repeated_work(
@@ -411,3 +489,84 @@ def _within_memory(
             )
             rejected.append(report)
     return kept, rejected
+
+
+def with_settings(
+    layout: Layout,
+    dimensions: DimensionModel,
+    space: SearchSpace,
+    inputs: Inputs,
+    given: Mapping[str, Sequence[Any]],
+) -> list[Layout]:
+    """Returns the variants of a layout by settings, the layout itself if none."""
+    sizes, axes_of = layout.sizes, {name: mesh_axes_of(axes) for name, axes in layout.rules}
+    choices: dict[str, Sequence[Any]] = {}
+    stages = sizes.get("stage", 1) if space.staged else 1
+    if stages > 1:
+        rows = _batch_rows(inputs, axes_of, sizes)
+        counts = given.get("microbatches", [stages * times for times in _PER_STAGE])
+        choices["microbatches"] = [n for n in counts if rows % n == 0]
+        rounds = min(dimensions.sizes_of(space.staged[0]), default=stages) // stages
+        choices["schedule"] = given.get("schedule", ["gpipe", "circular"] if rounds > 1 else [])
+    if sizes.get("context", 1) > 1:
+        choices["context"] = given.get("context", ["all-gather", "ring-zigzag"])
+    zero_rules = _zero_rules(layout, dimensions, inputs, space)
+    zero = (zero_rules if level else () for level in given.get("zero", []))
+    choices["zero"] = list(dict.fromkeys(zero))
+    choices["optimizer_memory"] = [kind or "" for kind in given.get("optimizer_memory", [])]
+    if stages > 1 and not choices["microbatches"]:
+        return []  # a pipeline needs rows to cut
+    choices = {name: values for name, values in choices.items() if values}
+    found = []
+    for values in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        zero_rules = chosen.pop("zero", ())
+        memory = chosen.pop("optimizer_memory", "")
+        parts = [f"{name}:{value}" for name, value in chosen.items()]
+        parts += ["zero:1"] * bool(zero_rules) + [f"optimizer:{memory}"] * bool(memory)
+        found.append(
+            dataclasses.replace(
+                layout,
+                name=" ".join([layout.name, *parts]),
+                parallel=tuple(chosen.items()),
+                optimizer_rules=zero_rules,
+                optimizer_memory=memory,
+            )
+        )
+    return found
+
+
+def _batch_rows(
+    inputs: Inputs, axes_of: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
+) -> int:
+    """Returns how many rows of the batch a device has."""
+    rows = 0
+    for leaf, kind in zip(TreeInventory(inputs.tree).leaves, inputs.kinds, strict=True):
+        names = leaf.axes if kind == "batch" else None
+        if names and names[0] in inputs.batch_names:
+            ways = math.prod(sizes.get(axis, 1) for axis in axes_of.get(names[0], ()))
+            rows = math.gcd(rows, leaf.arrays[0].shape[0] // ways)
+    return rows
+
+
+def _zero_rules(
+    layout: Layout, dimensions: DimensionModel, inputs: Inputs, space: SearchSpace
+) -> tuple[tuple[str, Any], ...]:
+    """Rules that split the optimizer's state along axes that only split the batch."""
+    axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
+    stored = dict.fromkeys(_names_of(inputs, "parameters"))
+    used = {axis for name in stored for axis in axes_of.get(name, ())}
+    batch = [name for name in axes_of if name in inputs.batch_names]
+    free = tuple(axis for name in batch for axis in axes_of[name] if axis not in used)
+    searched = [name for group in space.groups for name in group if name in stored]
+    order = dict.fromkeys((*searched, *(name for name in stored if name not in dimensions.looped)))
+    ways = math.prod(layout.sizes[axis] for axis in free)
+    whole = [
+        name
+        for name in order
+        if not axes_of.get(name) and all(size % ways == 0 for size in dimensions.sizes_of(name))
+    ]
+    if not free:
+        return ()
+    (first, *more) = free
+    return tuple((name, free if more else first) for name in whole)

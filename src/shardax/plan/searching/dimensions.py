@@ -316,6 +316,7 @@ class RawProduct(NamedTuple):
     dims: tuple[tuple[str, int], ...]  # with their roles
     computed: bool  # whether both operands are computed
     dtype: str  # of its first operand
+    loops: tuple[int, ...]  # the dimensions that loops around it run over
 
 
 class JaxprWalk:
@@ -324,6 +325,7 @@ class JaxprWalk:
     def __init__(self) -> None:
         self.classes = DimensionClasses()
         self.products: list[RawProduct] = []
+        self.loops: tuple[int, ...] = ()
         self.constraints: dict[tuple[tuple[int, ...], tuple[Any, ...]], None] = {}
         self.notes: dict[str, None] = {}
 
@@ -385,7 +387,7 @@ class JaxprWalk:
     ) -> None:
         computed = not (operands[0].given or operands[1].given)
         dtype = str(eqn.invars[0].aval.dtype)
-        self.products.append(RawProduct(flops, runs, tuple(dims), computed, dtype))
+        self.products.append(RawProduct(flops, runs, tuple(dims), computed, dtype, self.loops))
 
     def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
         (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
@@ -442,7 +444,9 @@ class JaxprWalk:
         flags = [True] * carried + wanted[carried:]
         times = runs * int(eqn.params["length"])
         inputs = [*operands[:consts], *(TracedArray(v.dims, False) for v in operands[consts:first])]
+        around, self.loops = self.loops, (*self.loops, *(v.dims[0] for v in operands[first:]))
         made = self.program(body, [*inputs, *inner], flags, times)
+        self.loops = around
         for before, after in zip(operands[consts:first], made, strict=False):
             self.classes.join_same_sizes(before.dims, after.dims)
         stacked = []
@@ -546,6 +550,7 @@ class Product:
     runs: int
     dims: tuple[ProductDimension, ...]  # without those of size 1
     computed: bool  # whether neither operand is an argument of the step
+    loops: frozenset[str] = frozenset()  # names of the dimensions that loops around it run over
 
 
 @dataclass(frozen=True)
@@ -589,7 +594,8 @@ class DimensionModel:
             axes.setdefault(name, set()).update(mesh_axes_of(target))
         total = 0.0
         for product in self.products:
-            used = {a for dim in product.dims for name in dim.names for a in axes.get(name, ())}
+            names = [*product.loops, *(name for dim in product.dims for name in dim.names)]
+            used = {axis for name in names for axis in axes.get(name, ())}
             ways = math.prod(mesh_sizes.get(axis, 1) for axis in used)
             ways *= math.prod(dim.size for dim in product.dims if not dim.names)
             total += product.flops * devices / min(devices, ways)
@@ -635,18 +641,19 @@ def trace_dimensions(
 def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
     """Merges the products whose dimensions are the same."""
     sizes, classes = walk.classes.size, walk.classes
-    groups: dict[tuple[tuple[ProductDimension, ...], bool], list[RawProduct]] = {}
+    groups: dict[tuple[Any, bool, frozenset[str]], list[RawProduct]] = {}
     for product in walk.products:
         dims = tuple(
             ProductDimension(sizes(d), reached.get(classes.find(d), frozenset()), role)
             for role, d in product.dims
             if sizes(d) != 1
         )
-        groups.setdefault((dims, product.computed), []).append(product)
+        loops = frozenset(name for loop in product.loops for name in classes.own_names(loop))
+        groups.setdefault((dims, product.computed, loops), []).append(product)
     found: list[Product] = []
-    for (dims, computed), group in groups.items():
+    for (dims, computed, loops), group in groups.items():
         flops = sum(each.flops * each.runs for each in group)
-        found.append(Product(flops, sum(each.runs for each in group), dims, computed))
+        found.append(Product(flops, sum(each.runs for each in group), dims, computed, loops))
     return tuple(sorted(found, key=lambda product: -product.flops))
 
 

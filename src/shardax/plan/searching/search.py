@@ -8,7 +8,8 @@ the others only if too few of these fit. The best are compiled again with full e
 
 The rough estimate is made from the dimension model. A product is split along the mesh axes of its
 dimensions, each axis once; what is summed over split dimensions is sent (twice its bytes), and an
-operand that is split by an axis which another dimension has is gathered (its bytes). It is no
+operand that is split by an axis which another dimension has is gathered (its bytes); in a pipeline
+the former of weights' gradients and the latter of weights happen for each microbatch. It is no
 verdict among good candidates: these are compiled.
 """
 
@@ -23,7 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardax.partition.rules import mesh_axes_of
+from shardax.nn.pipeline import bubble_share
+from shardax.partition.context import parallel as parallel_scope
+from shardax.partition.errors import ParallelError, did_you_mean
+from shardax.partition.rules import mesh_axes_of, strings
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
@@ -54,6 +58,7 @@ def search(
     fix: Mapping[str, Any] | None = None,
     batch: Sequence[int] | None = None,
     remat: Sequence[Any] | None = None,
+    parallel: Mapping[str, Sequence[Any]] | None = None,
     top: int | None = 5,
     finalists: int = 3,
     effort: str = "full",
@@ -71,13 +76,20 @@ def search(
         args: Its positional arguments, as for ``compare``; ``()`` with ``batch`` or ``remat``.
         target: The hardware, such as ``"tpu:v5e:4x4"``.
         mesh_axes: Names of mesh axes; all sizes that multiply to the target's devices are tried.
-            Several slices have an axis ``"slice"`` before them, which only splits the batch.
+            Several slices have an axis ``"slice"`` before them, which only splits the batch. Three
+            names are for a form of parallelism: ``"stage"`` splits layers into a pipeline,
+            ``"context"`` the sequence, ``"expert"`` experts and the batch.
         meshes: Sizes of mesh axes by name, one mapping per mesh, instead of all.
         tie: Names that get the same mesh axes, such as ``[("heads", "kv_heads", "mlp")]``; None
             ties those that play the same part, such as inner dimensions of layers, ``[]`` none.
         fix: Mesh axes of names that are not searched, such as ``{"vocab": "model"}``.
         batch: Batch sizes to compare, by the time that one example takes.
         remat: Ways to rematerialise to compare, whatever these are for the step.
+        parallel: Values to compare by setting: ``"microbatches"``, ``"schedule"`` and ``"context"``
+            of ``sx.parallel``, where the mesh has stages or splits the sequence (None: one, two and
+            four microbatches a stage and both schedules; all-gather and ring-zigzag); ``"zero"``, 0
+            or 1: whether the optimizer's state is split along axes that only split the batch;
+            ``"optimizer_memory"``: None or a kind of memory for it, such as ``"pinned_host"``.
         top: How many layouts the plan has; None for all, those too that were not compiled.
         finalists: How many of the best are compiled with full effort.
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
@@ -121,8 +133,9 @@ def search(
     if within is not None and not within >= 1:
         raise PlanInputError(f"within={within!r}: give a number of at least 1, or None for all.")
     shapes = _meshes(target, mesh_axes, meshes)
+    settings = _settings(parallel)
     variants = [
-        _variant(label, examples, inputs, shapes, target, tie, fix)
+        _variant(label, examples, inputs, shapes, target, tie, fix, settings)
         for label, examples, inputs in _steps(step, args, batch, remat)
     ]
     inputs = variants[0].inputs
@@ -149,6 +162,7 @@ def explore(
     meshes: Sequence[Mapping[str, int]] | None = None,
     tie: Sequence[Sequence[str]] | None = None,
     fix: Mapping[str, Any] | None = None,
+    parallel: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[DimensionModel, Candidates]:
     """Returns what ``search`` would compile, without compiling.
 
@@ -160,6 +174,7 @@ def explore(
         meshes: As for ``search``.
         tie: As for ``search``.
         fix: As for ``search``.
+        parallel: As for ``search``.
 
     Returns:
         The dimension model, and the candidates in the order of trying, with those rejected.
@@ -176,7 +191,7 @@ def explore(
     """
     target = Target.parse(target)
     shapes = _meshes(target, mesh_axes, meshes)
-    variant = _variant("", 1.0, Inputs(step, args), shapes, target, tie, fix)
+    variant = _variant("", 1.0, Inputs(step, args), shapes, target, tie, fix, _settings(parallel))
     return variant.dimensions, dataclasses.replace(variant.candidates, layouts=variant.layouts)
 
 
@@ -252,6 +267,7 @@ def _variant(
     target: Target,
     tie: Sequence[Sequence[str]] | None,
     fix: Mapping[str, Any] | None,
+    settings: Mapping[str, Sequence[Any]],
 ) -> _Variant:
     axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
     model = trace_dimensions(inputs, axes)
@@ -261,7 +277,12 @@ def _variant(
     found = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
     chip = target.hardware
     flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
-    costs = {each: rough_cost(each, model, flops_per_byte) for each in found.layouts}
+    possible = [
+        each
+        for layout in found.layouts
+        for each in candidate_search.with_settings(layout, model, space, inputs, settings)
+    ]
+    costs = {each: rough_cost(each, model, flops_per_byte) for each in possible}
     layouts = sorted(costs, key=lambda layout: costs[layout])  # the most promising first
     least = min(costs.values(), default=0.0) or 1.0
     rough = tuple(costs[each] / least for each in layouts)
@@ -275,14 +296,16 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
     axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
     place = {name: position for position, name in enumerate(axes_of)}
     sizes = layout.sizes
+    pipeline = _pipeline_of(layout, dimensions)
 
     def priority(dim: ProductDimension) -> int:
         return min((place.get(name, 99) for name in dim.names), default=99)
 
-    total = 0.0
+    total = _BYTES * pipeline.moved * flops_per_byte
     for product in dimensions.products:
         taken: set[str] = set()
         whole, parts, gathered, summed = [1, 1, 1], [1, 1, 1], [1, 1, 1], 1
+        names: list[set[str]] = [set(), set(), set()]
         for dim in sorted(product.dims, key=priority):
             wanted = {axis for name in dim.names for axis in axes_of.get(name, ())}
             ways = math.prod(sizes[axis] for axis in wanted - taken)
@@ -292,14 +315,94 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
                 whole[array] *= dim.size
                 parts[array] *= ways
                 gathered[array] *= lost
+                names[array] |= dim.names
             if dim.role == "sum":
                 summed *= ways
-        sent = sum(
-            whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)
-        ) + 2 * whole[2] / parts[2] * (1 - 1 / summed)
+        sent = [whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)]
+        sent[2] += 2 * whole[2] / parts[2] * (1 - 1 / summed)
         flops = product.flops / math.prod(sizes[axis] for axis in taken)
-        total += flops + product.runs * _BYTES * sent * flops_per_byte
+        times = [1.0, 1.0, 1.0]
+        if product.loops & pipeline.names:
+            flops /= pipeline.stages * (1 - pipeline.bubble)
+            # Weights are gathered, and their gradients summed, for each microbatch.
+            times = [
+                (pipeline.microbatches if found and found <= pipeline.weights else 1)
+                / (pipeline.stages * (1 - pipeline.bubble))
+                for found in names
+            ]
+        moved = sum(each * factor for each, factor in zip(sent, times, strict=True))
+        total += flops + product.runs * _BYTES * moved * flops_per_byte
     return total
+
+
+@dataclass(frozen=True)
+class _PipelineCost:
+    """What a rough estimate needs to know of a layout's pipeline."""
+
+    names: frozenset[str] = frozenset()  # of the dimensions that its stages split
+    weights: frozenset[str] = frozenset()  # names on the parameters of its layers
+    stages: int = 1
+    microbatches: int = 1
+    bubble: float = 0.0
+    moved: float = 0.0  # elements of weights that one device sends to bring them into rounds
+
+
+def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _PipelineCost:
+    sizes, chosen = layout.sizes, dict(layout.parallel)
+    stages = sizes.get("stage", 1)
+    names = {name for name, axes in layout.rules if "stage" in mesh_axes_of(axes)}
+    names &= dimensions.looped
+    if stages == 1 or not names or "microbatches" not in chosen:
+        return _PipelineCost()
+    count, how = chosen["microbatches"], chosen.get("schedule", "gpipe")
+    inside = [(s, set(strings(n))) for s, n in dimensions.arguments if names & set(strings(n))]
+    rounds = 1
+    if how == "circular":
+        rounds = min(size for name in names for size in dimensions.sizes_of(name)) // stages
+    axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
+    moved = 0.0
+    for shape, found in inside if rounds > 1 else ():  # there, and its gradient back
+        axes = {axis for name in found for axis in axes_of.get(name, ())}
+        ways = math.prod(sizes[axis] for axis in axes)
+        moved += 2 * math.prod(shape) / ways * (1 - 1 / stages)
+    return _PipelineCost(
+        frozenset(names),
+        frozenset(name for _, found in inside for name in found) - names,
+        stages,
+        count,
+        bubble_share(how, stages, count, rounds),
+        moved,
+    )
+
+
+def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequence[Any]]:
+    """Checks the settings to compare."""
+    given = dict(parallel or {})
+    for name, values in given.items():
+        if name not in candidate_search.SETTINGS:
+            raise PlanInputError(
+                f"parallel={{{name!r}: ...}} is no setting; there are "
+                f"{', '.join(map(repr, candidate_search.SETTINGS))}."
+                f"{did_you_mean(str(name), candidate_search.SETTINGS)}"
+            )
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise PlanInputError(
+                f"parallel={{{name!r}: {values!r}}}: give a list of values to compare, such as "
+                'parallel={"microbatches": [8, 16]}.'
+            )
+        for value in values:
+            if name in ("microbatches", "schedule", "context"):
+                try:
+                    parallel_scope(**{name: value})
+                except ParallelError as error:
+                    raise PlanInputError(f"parallel={{{name!r}: {values!r}}}: {error}") from error
+            elif name == "zero" and value not in (0, 1):
+                raise PlanInputError(
+                    f'parallel={{"zero": {values!r}}}: levels to compare are 0 and 1. Level 2 is '
+                    "level 1 with split gradients, which the step decides; level 3, split "
+                    "parameters, is what rules of parameters do, and always among the candidates."
+                )
+    return given
 
 
 class _Search:

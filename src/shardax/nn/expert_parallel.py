@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts over a mesh axis: tokens are sent to them by all-to-all.
+
+Each device holds some of the experts and routes some of the tokens. A *row* is a token for one of
+its experts. Devices tell each other how many rows they have for each expert, send the rows to the
+devices of their experts by all-to-all, and send the results back (D. Lepikhin and others, "GShard",
+arXiv:2006.16668; without a limit per expert: T. Gale and others, "MegaBlocks", arXiv:2211.15841).
+
+On TPU and GPU the exchange is ``jax.lax.ragged_all_to_all``, which sends the rows that there are.
+Its buffer has room for the most rows that can come: of n devices with t tokens each, top-k routing
+and e experts a device, ``n * t * min(k, e)`` rows; under a capacity no more than the places of
+those e experts. XLA for CPU has no ragged exchange: there each device sends every other
+``t * min(k, e)`` rows, or as many as places, and pads with zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardax._core._jax import varying_axes
+from shardax.nn.linear import explicit_entries
+from shardax.partition.context import current_rules
+from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.rules import mesh_axes_of
+
+Axes = tuple[str, ...]
+
+
+class Split(NamedTuple):
+    """The mesh axes that hold experts, tokens and hidden layers."""
+
+    mesh: AnyMesh
+    experts: Axes
+    hidden: Axes
+    tokens: tuple[Axes, ...]  # of each dimension of the tokens, inside of the region
+    outside: tuple[Axes, ...]  # likewise, around it
+
+    @property
+    def axes(self) -> Axes:
+        """All axes that split the tokens inside of the region."""
+        return tuple(axis for axes in self.tokens for axis in axes)
+
+    def size(self, axes: Axes) -> int:
+        """Returns how many devices there are along axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """Cuts the input as the region has it, which moves nothing."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        added = [a for a in self.axes if all(a not in axes for axes in self.outside)]
+        if not added:
+            return x
+        if all(kinds[axis] is AxisType.Explicit for axis in added):
+            features = (explicit_entries(x) or (None,))[-1]
+            return jax.sharding.reshard(x, _spec(*self.tokens, features))
+        return x if explicit_entries(x) else self._constrained(x, self.tokens)
+
+    def run(
+        self, compute: Callable[..., Any], x: Any, logits: Any, counted: Any, *kernels: Any
+    ) -> Any:
+        """Runs the region; returns the result and the loss."""
+        tokens, experts, hidden = _spec(*self.tokens), self.experts, self.hidden
+        # Of a kernel and its low-rank term.
+        wide = (_spec(experts, (), hidden), _spec(experts), _spec(experts, (), hidden))
+        narrow = (_spec(experts, hidden), _spec(experts, hidden), _spec(experts))
+        by_kernel = zip(kernels, (wide, wide, narrow), strict=True)
+        given = (
+            *(tokens, tokens, tokens if counted.ndim else _spec()),
+            *(specs[: len(kernel)] for kernel, specs in by_kernel),
+        )
+        make: Any = _nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
+        region: Any = make(
+            compute,
+            mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
+            in_specs=given,
+            out_specs=(tokens, _spec()),
+            axis_names={*self.axes, *hidden},
+        )
+        y, loss = region(x, logits, counted, *kernels)
+        return (y if self.tokens == self.outside else self._constrained(y, self.outside)), loss
+
+    def _constrained(self, x: jax.Array, wanted: tuple[Axes, ...]) -> jax.Array:
+        """Lays out the dimension of tokens that the region cuts."""
+        pairs = zip(self.tokens, self.outside, wanted, strict=True)
+        free = PartitionSpec.UNCONSTRAINED
+        spec: Any = _spec(*(free if a == b else axes for a, b, axes in pairs), free)
+        if jax.sharding.get_abstract_mesh().empty:
+            assert isinstance(self.mesh, Mesh)  # of ``with mesh:``
+            spec = NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _spec(*entries: Any) -> PartitionSpec:
+    return PartitionSpec(*(None if entry == () else entry for entry in entries))
+
+
+def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> Split | None:
+    """Returns where tokens and experts are; None: leave it to the compiler."""
+    mesh = resolve_mesh()
+    if mesh is None or x.ndim < 2 or not x.size:
+        return None
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def found(array: jax.Array, names: Sequence[Any]) -> tuple[Axes, ...]:
+        entries: Sequence[Any] | None = explicit_entries(array)
+        kind = AxisType.Explicit
+        if entries is None:
+            entries, kind = current_rules().assign(names).entries, AxisType.Auto
+        return tuple(
+            tuple(a for a in mesh_axes_of(e) if kinds.get(a) is kind and mesh.shape[a] > 1)
+            for e in entries
+        )
+
+    if names is None or len(names) != kernel.ndim:
+        names = (None,) * kernel.ndim
+    experts, _, hidden = found(kernel, names)
+    named = ("batch", "seq")[: x.ndim - 1]
+    outside = found(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
+    split = Split(mesh, experts, (), outside, outside)
+    rows = [size / split.size(axes) for size, axes in zip(x.shape[:-1], outside, strict=True)]
+    if not experts or len(kernel) % split.size(experts) or not all(r.is_integer() for r in rows):
+        return None
+    rest = tuple(axis for axis in experts if axis not in split.axes)
+    if rest:
+        # Tokens that all devices of the experts have alike are cut over them.
+        place = next((i for i, size in enumerate(rows) if size % split.size(rest) == 0), None)
+        if place is None:
+            return None
+        cut = (*outside[:place], (*outside[place], *rest), *outside[place + 1 :])
+        split = split._replace(tokens=cut)
+    # Along axes of the hidden layer sums stay partial until they are those of tokens again.
+    hidden = tuple(axis for axis in hidden if axis not in split.axes)
+    whole = kernel.shape[2] % split.size(hidden) == 0
+    return split._replace(hidden=hidden) if whole else split
+
+
+def find_places(
+    experts: jax.Array, count: int, shape: Sequence[int] = (), split: Split | None = None
+) -> jax.Array:
+    """Returns the place of each choice with its expert, (tokens, top_k)."""
+    # First choices come first, then tokens in order, also if a device has only some of them.
+    # ``shape`` is that of the tokens here. From the last dimension on that is split, the tokens of
+    # a device follow each other.
+    axes = () if split is None else split.tokens
+    last = max((place for place, each in enumerate(axes) if each), default=0)
+    lead = tuple(shape[:last])
+    choices = experts.shape[1]
+    chosen = jax.nn.one_hot(experts.T, count, dtype=jnp.int32).reshape(choices, *lead, -1, count)
+    within = jnp.cumsum(chosen, axis=-2)
+    whole = within[..., -1:, :]
+    dimensions = [(place + 1, each) for place, each in enumerate(axes[: last + 1]) if each]
+    for dimension, each in dimensions:
+        whole = jax.lax.all_gather(whole, each, axis=dimension, tiled=True)
+    flat = whole.reshape(-1, count)
+    before = (jnp.cumsum(flat, axis=0) - flat).reshape(whole.shape)
+    for dimension, each in dimensions:
+        size = within[..., -1:, :].shape[dimension]
+        start = jax.lax.axis_index(each) * size
+        before = jax.lax.dynamic_slice_in_dim(before, start, size, dimension)
+    place = ((within + before - 1) * chosen).sum(axis=-1)
+    return place.reshape(choices, -1).T
+
+
+def by_expert(
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    count: int,
+    compute: Callable[[jax.Array, jax.Array], jax.Array],
+    split: Split,
+    places: int | None = None,
+) -> jax.Array:
+    """Sums the weighted results of each token's experts, wherever these are."""
+    # A choice of the expert ``count`` goes nowhere. ``compute`` has rows sorted by its experts, and
+    # how many each has.
+    (tokens, choices), devices = experts.shape, split.size(split.experts)
+    local = count // devices
+    chunk, received = tokens * min(choices, local), tokens * devices * min(choices, local)
+    if places is not None:
+        chunk = min(chunk, local * places)
+        received = min(chunk * devices, received, local * places)
+    exchange = _Exchange(split.experts, devices, local, experts.size, chunk, received)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    numbers = jax.lax.iota(jnp.int32, flat.size)
+    inverse = jnp.zeros_like(order, jnp.int32).at[order].set(numbers, unique_indices=True)
+    sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
+    table = jax.lax.all_gather(sizes, split.experts).reshape(devices, count)
+    # Gradients are summed over the hidden layer's axes where they are those of tokens.
+    x = _varying(x, frozenset(split.hidden))
+    rows = _to_experts(exchange, table, _spread(choices, x, order, inverse))
+    y = compute(rows, exchange.parts(table)[0].sum(axis=0))
+    y = _sorted_back(_from_experts(exchange, table, y), order, inverse)
+    y = (y.reshape(tokens, choices, -1) * weights[..., None]).sum(axis=1)
+    return jax.lax.psum(y, split.hidden) if split.hidden else y
+
+
+# The cotangents of a permutation are gathered too: a sum by index is slower on all platforms.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(choices: int, x: Any, order: Any, inverse: Any) -> Any:
+    """Returns a row for each choice of a token, in order."""
+    return x[order // choices]
+
+
+def _spread_forward(choices: int, x: Any, order: Any, inverse: Any) -> Any:
+    return x[order // choices], inverse
+
+
+def _spread_backward(choices: int, inverse: Any, given: Any) -> Any:
+    rows = given[inverse]
+    return rows.reshape(-1, choices, *rows.shape[1:]).sum(axis=1), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+@jax.custom_vjp
+def _sorted_back(rows: Any, order: Any, inverse: Any) -> Any:
+    """Undoes the order of rows."""
+    return rows[inverse]
+
+
+_sorted_back.defvjp(
+    lambda rows, order, inverse: (rows[inverse], order),
+    lambda order, given: (given[order], None, None),
+)
+
+
+# --- Regions inside of regions ---
+
+# JAX 0.10 lays what such a region keeps for its gradient over the axes of the outer one too, and
+# cannot lower that. So what is kept is handed over here, as results. Inside, values do not say
+# along which axes they differ, or JAX would keep constants that it marks by all axes.
+
+
+def _nested(
+    compute: Callable[..., Any],
+    *,
+    mesh: Mesh | None,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    axis_names: set[str],
+) -> Any:
+    """Makes a region in another, of ``x, logits, counted, *kernels``."""
+    options: dict[str, Any] = {"mesh": mesh, "axis_names": axis_names, "check_vma": False}
+    make: Any = functools.partial(jax.shard_map, **options)
+    kept = PartitionSpec(tuple(sorted(axis_names)))  # in all processes alike
+    entering = (*in_specs[:2], *in_specs[3:])
+
+    def keeping(*given: Any) -> Any:
+        x, logits, counted, *kernels = jax.tree.map(_untyped, given)
+
+        def differentiable(x: Any, logits: Any, *kernels: Any) -> Any:
+            return compute(x, logits, counted, *kernels)
+
+        result, back = jax.vjp(differentiable, x, logits, *kernels)
+        leaves, structure = jax.tree.flatten(back)
+        structures.append(structure)
+        return result, [jnp.asarray(leaf)[None] for leaf in leaves]
+
+    structures: list[Any] = []
+
+    def run(*given: Any) -> Any:
+        result = make(compute, in_specs=in_specs, out_specs=out_specs)(*given)
+        return _varying(result, _outer(given))
+
+    def forward(*given: Any) -> Any:
+        region = make(keeping, in_specs=in_specs, out_specs=(out_specs, kept))
+        result, leaves = region(*given)
+        like = tuple(varying_axes(leaf) for leaf in jax.tree.leaves((*given[:2], *given[3:])))
+        back = functools.partial(backward, structures[-1], like, _outer(given))
+        return _varying(result, _outer(given)), jax.tree_util.Partial(back, leaves)
+
+    def backward(structure: Any, like: Any, outer: Any, leaves: Any, given: Any) -> Any:
+        def pull(leaves: Any, given: Any) -> Any:
+            # All devices do this, so those that have a result alike share its gradient.
+            given = jax.tree.map(lambda ct, spec: _shared(ct, _absent(spec)), given, out_specs)
+            back = structure.unflatten([_untyped(leaf[0]) for leaf in leaves])
+            return jax.tree.map(
+                lambda spec, ct: _summed(ct, _absent(spec)),
+                *(entering, back(given)),
+                is_leaf=lambda each: isinstance(each, PartitionSpec),
+            )
+
+        def _absent(spec: PartitionSpec) -> Axes:
+            held = {axis for entry in spec for axis in mesh_axes_of(entry)}
+            return tuple(sorted(axis_names - held))
+
+        found = make(pull, in_specs=(kept, out_specs), out_specs=entering)(leaves, given)
+        numbers, tree = jax.tree.flatten(_varying(found, outer))
+        pairs = zip(numbers, like, strict=True)
+        numbers = [_summed(ct, tuple(sorted(outer - varied))) for ct, varied in pairs]
+        x, logits, *kernels = tree.unflatten(numbers)
+        return x, logits, None, *kernels
+
+    made: Any = jax.custom_vjp(run)
+    made.defvjp(forward, lambda back, given: back(given))
+    return made
+
+
+def _outer(given: Any) -> frozenset[str]:
+    """Returns the manual axes along which any value differs."""
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(given)))
+
+
+def _varying(tree: Any, axes: frozenset[str]) -> Any:
+    """Marks values as such that may differ along axes."""
+
+    def marked(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(marked, tree)
+
+
+def _untyped(x: jax.Array) -> jax.Array:
+    """Returns a value that does not say along which axes it differs."""
+    return x[None].reshape(x.shape)
+
+
+def _shared(ct: jax.Array, axes: Axes) -> jax.Array:
+    return _untyped(ct) / jax.lax.axis_size(axes) if axes else _untyped(ct)
+
+
+def _summed(ct: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.psum(ct, axes) if axes else ct
+
+
+# --- The exchange ---
+
+
+class _Exchange(NamedTuple):
+    """Sizes that are known when the program is traced."""
+
+    axes: Axes
+    devices: int
+    local: int  # experts of a device
+    sent: int  # rows of a device
+    chunk: int  # the most rows that a device has for another
+    received: int  # the most rows that come to a device
+
+    def parts(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the rows that come here and that go from here."""
+        # By other device and expert. ``table`` says how many each device has for each expert.
+        me = jax.lax.axis_index(self.axes)
+        by_device = table.reshape(self.devices, self.devices, self.local)
+        return by_device[:, me], by_device[me]
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    """Returns where parts start, that follow each other in the last dimension."""
+    return jnp.cumsum(sizes, axis=-1) - sizes
+
+
+def _taken(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
+    """Returns the rows at an index, zeros where not valid."""
+    index = jnp.where(valid, index, len(rows))
+    return rows.at[index].get(mode="fill", fill_value=0)
+
+
+def _moved(rows: jax.Array, sizes: jax.Array, shifts: jax.Array, length: int) -> jax.Array:
+    """Returns rows part after part, each from its place plus a shift."""
+    number = jnp.arange(length)
+    index = jnp.repeat(shifts, sizes, total_repeat_length=length) + number
+    return _taken(rows, index, number < sizes.sum())
+
+
+def _sorted_starts(coming: jax.Array) -> jax.Array:
+    """Returns where rows lie that are sorted by expert, then by device."""
+    return _starts(coming.T.reshape(-1)).reshape(coming.T.shape).T
+
+
+def _padded_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
+    coming, going = exchange.parts(table)
+    total, places = going.sum(axis=1), jnp.arange(exchange.chunk)[None]
+    sent = _taken(rows, _starts(total)[:, None] + places, places < total[:, None])
+    came = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True)
+    chunks = exchange.chunk * jnp.arange(exchange.devices)[:, None]
+    shifts = chunks + _starts(coming) - _sorted_starts(coming)
+    came = came.reshape(-1, *rows.shape[1:])
+    return _moved(came, coming.T.reshape(-1), shifts.T.reshape(-1), exchange.received)
+
+
+def _padded_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
+    coming, going = exchange.parts(table)
+    ends, places = jnp.cumsum(coming, axis=1), jnp.arange(exchange.chunk)[None]
+    expert = (places[..., None] >= ends[:, None, :-1]).sum(axis=-1)
+    shifts = jnp.take_along_axis(_sorted_starts(coming) - _starts(coming), expert, axis=1)
+    sent = _taken(rows, shifts + places, places < ends[:, -1:])
+    came = jax.lax.all_to_all(sent, exchange.axes, 0, 0, tiled=True)
+    total = going.sum(axis=1)
+    shifts = exchange.chunk * jnp.arange(exchange.devices) - _starts(total)
+    return _moved(came.reshape(-1, *rows.shape[1:]), total, shifts, exchange.sent)
+
+
+def _ragged_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
+    """Sends a slice for each expert to where its rows are expected."""
+    mine = table[jax.lax.axis_index(exchange.axes)]
+    # Of each device what comes to it, sorted by expert, then by device.
+    shape = (exchange.devices, exchange.devices, exchange.local)
+    coming = jnp.moveaxis(table.reshape(shape), 0, 2)
+    places = _starts(coming.reshape(exchange.devices, -1)).reshape(coming.shape)
+    there = places[..., jax.lax.axis_index(exchange.axes)].reshape(-1)
+    here = exchange.parts(table)[0].reshape(-1)
+    return _ragged(exchange, rows, exchange.received, _starts(mine), mine, there, here)
+
+
+def _ragged_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
+    """Sends the slices back to where they come from."""
+    me = jax.lax.axis_index(exchange.axes)
+    coming = exchange.parts(table)[0]
+    shape = (exchange.devices, exchange.devices, exchange.local)
+    there = _starts(table).reshape(shape)[:, me].reshape(-1)
+    here = _sorted_starts(coming).reshape(-1)
+    sizes = coming.reshape(-1)
+    return _ragged(exchange, rows, exchange.sent, here, sizes, there, table[me])
+
+
+def _ragged(exchange: _Exchange, rows: Any, length: int, *numbers: Any) -> Any:
+    output = jnp.zeros_like(rows, shape=(length, *rows.shape[1:]))
+    return jax.lax.ragged_all_to_all(rows, output, *numbers, axis_name=exchange.axes)
+
+
+def _there(exchange: _Exchange, table: Any, rows: Any) -> Any:
+    """Returns the rows for the experts here, sorted by expert."""
+    return jax.lax.platform_dependent(
+        table,
+        rows,
+        cpu=functools.partial(_padded_to, exchange),
+        default=functools.partial(_ragged_to, exchange),
+    )
+
+
+def _back(exchange: _Exchange, table: Any, rows: Any) -> Any:
+    """Returns the results of the rows that were sent, in their order."""
+    return jax.lax.platform_dependent(
+        table,
+        rows,
+        cpu=functools.partial(_padded_from, exchange),
+        default=functools.partial(_ragged_from, exchange),
+    )
+
+
+# Each is the transpose of the other.
+_to_experts: Any = jax.custom_vjp(_there, nondiff_argnums=(0,))
+_to_experts.defvjp(
+    lambda exchange, table, rows: (_there(exchange, table, rows), table),
+    lambda exchange, table, given: (None, _from_experts(exchange, table, given)),
+)
+_from_experts: Any = jax.custom_vjp(_back, nondiff_argnums=(0,))
+_from_experts.defvjp(
+    lambda exchange, table, rows: (_back(exchange, table, rows), table),
+    lambda exchange, table, given: (None, _to_experts(exchange, table, given)),
+)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts over a mesh axis against the layer of one device: numbers, drops, wire bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.hlo import read_program
+
+X = np.random.default_rng(0).normal(size=(8, 8, 8)).astype(np.float32)
+MASK = np.arange(8) < np.array([[3], [8], [0], [5], [1], [2], [7], [8]])
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHARED = {"batch": "data", "expert": "data"}
+APART = {"batch": "data", "expert": "expert"}
+
+
+def make(dispatch: Any = "dropless", **options: Any) -> sx.nn.MoE:
+    options = {"num_experts": 8, "top_k": 2, "capacity_factor": 0.6} | options
+    return sx.nn.MoE(8, 16, dispatch=dispatch, **options, rngs=sx.Rngs(0))
+
+
+def mesh_of(sizes: dict[str, int], kind: AxisType = AUTO) -> Mesh:
+    """Returns a mesh over as many devices as it needs."""
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
+
+
+@sx.jit
+def step(model: Any, x: jax.Array, mask: Any = None) -> Any:
+    """Returns the result, the load-balance loss, and gradients of the model and the input."""
+
+    def loss(model: Any, x: jax.Array) -> Any:
+        y = model(x) if mask is None else model(x, mask=mask)
+        balance = sx.nn.load_balance_loss(model)
+        return (y.astype(np.float32) ** 2).sum() + 3 * balance, (y, balance)
+
+    return sx.grad(loss, argnums=(0, 1), has_aux=True)(model, x)
+
+
+def on_mesh(
+    build: Callable[[], Any],
+    sizes: dict[str, int],
+    rules: dict[str, Any],
+    spec: P,
+    kind: AxisType = AUTO,
+    microbatches: int | None = None,
+    function: Any = step,
+    more: tuple[Any, ...] = (),
+) -> tuple[Any, str]:
+    """Returns what a function gives for a model laid out over a mesh, and its program."""
+    mesh = mesh_of(sizes, kind)
+    pipeline = sx.parallel(microbatches=microbatches)
+    with jax.set_mesh(mesh), sx.axis_rules(rules), pipeline:
+        model = sx.shard(build(), mesh, rules)
+        x = jax.device_put(X, NamedSharding(mesh, spec))
+        program = function.lower(model, x, *more).compile()
+        return program(model, x, *more), program.as_text()
+
+
+def exchanges(text: str) -> int:
+    return text.count(" all-to-all(")
+
+
+def assert_alike(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Asserts that arrays are equal up to rounding of their largest numbers."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        scale = max(1.0, float(np.abs(np.asarray(other, np.float32)).max()))
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=tolerance * scale
+        )
+
+
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any], P]] = [
+    ({"data": 8}, SHARED, P("data")),
+    ({"expert": 2}, {"expert": "expert"}, P()),
+    ({"expert": 4}, {"expert": "expert", "seq": "expert"}, P(None, "expert")),
+    ({"data": 2, "expert": 4}, APART | {"embed": "data"}, P("data")),
+    ({"data": 2, "expert": 4}, APART | {"batch": ("data", "expert")}, P(("data", "expert"))),
+    ({"data": 2, "expert": 4}, {"batch": "expert", "seq": "data", "expert": "expert"}, P("expert")),
+    ({"data": 2, "expert": 2, "model": 2}, APART | {"mlp": "model"}, P("data")),
+    ({"x": 2, "y": 2, "model": 2}, {"batch": "y", "expert": ("x", "y"), "mlp": "model"}, P("y")),
+]
+
+
+@pytest.mark.parametrize("place", range(len(LAYOUTS)), ids=lambda place: str(LAYOUTS[place][:2]))
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_results_losses_and_gradients_are_those_of_one_device(dispatch: str, place: int):
+    sizes, rules, spec = LAYOUTS[place]
+    kind = (AUTO, EXPLICIT)[(place + (dispatch == "capacity")) % 2]
+    wanted = step(make(dispatch), X)
+    found, text = on_mesh(lambda: make(dispatch), sizes, rules, spec, kind)
+    assert_alike(found, wanted)
+    assert exchanges(text) == 4  # there and back, in both directions
+    result, dropped = np.asarray(found[1][0]), np.asarray(wanted[1][0] == 0).all(-1)
+    np.testing.assert_array_equal((result == 0).all(-1), dropped)
+    assert dropped.any() == (dispatch == "capacity")
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 8}, {"data": 2, "expert": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_wire_bytes_are_those_counted_by_hand(dispatch: str, sizes: dict[str, int]):
+    """No kernel is gathered, and tokens only where they were alike before."""
+    alone = "data" not in sizes
+    rules = {"expert": "expert", "batch": "expert"} if alone else APART | {"mlp": "model"}
+    spec = P("expert") if alone else P("data")
+    _, text = on_mesh(lambda: make(dispatch), sizes, rules, spec)
+    facts = read_program(text, sizes)
+    devices, tokens = sizes["expert"], 64 // sizes.get("data", 1) // sizes["expert"]
+    local = 8 // devices
+    # The most rows for another device: each token as often as it can choose experts of one.
+    rows, places = tokens * min(2, local), 10  # of an expert: 0.6 * 2 * 64 tokens / 8 experts
+    chunk = min(rows, local * places) if dispatch == "capacity" else rows
+    row, others = 8 * 4, (devices - 1) / devices
+    exchanged = [each for each in facts.collectives if each.kind == "all-to-all"]
+    assert {each.axes for each in exchanged} == {("expert",)}
+    assert [each.wire_bytes for each in exchanged] == [others * devices * chunk * row] * 4
+    gathered = {each.payload for each in facts.collectives if each.kind == "all-gather"}
+    whole = devices * tokens * row  # tokens that were cut over the experts
+    kernel = 8 * 8 * 4  # the router's, along the experts or what they share an axis with
+    counts = {devices * 8 * 4, sizes.get("data", 1) * devices * 2 * 8 * 4}
+    assert gathered <= {kernel, *counts, *(() if alone else (whole,))}
+    reduced = [each for each in facts.collectives if each.axes == ("model",)]
+    sums = [each.payload for each in reduced if each.kind == "all-reduce"]
+    assert sum(sums) == (0 if alone else 2 * tokens * row + tokens * 2 * 4)  # y, x, weights
+
+
+def test_programs_for_tpu_and_gpu_send_no_padding():
+    graph, state = sx.split(make())
+
+    def loss(state: Any, x: jax.Array) -> Any:
+        return (sx.merge(graph, state)(x) ** 2).sum()
+
+    with jax.set_mesh(mesh_of({"data": 4})), sx.axis_rules(SHARED):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True)).trace(state, X)
+    for platform, ragged, padded in (("tpu", 4, 0), ("cuda", 4, 0), ("cpu", 0, 4)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("@ragged_all_to_all") == ragged
+        assert text.count("stablehlo.all_to_all") == padded
+
+
+def ragged(x: Any, y: Any, starts: Any, sizes: Any, places: Any, expected: Any, *, axis_name: Any):
+    """What JAX documents of ``ragged_all_to_all``, which XLA for CPU does not have."""
+    me = jax.lax.axis_index(axis_name)
+    every = [jax.lax.all_gather(each, axis_name) for each in (x, starts, sizes, places)]
+    count = len(sizes) // len(every[0])
+    number = jnp.arange(len(y))[:, None]
+    agree = True
+    for device, (rows, *numbers) in enumerate(zip(*every, strict=True)):
+        for slice_ in range(count):
+            start, size, place = (each[me * count + slice_] for each in numbers)
+            agree &= expected[device * count + slice_] == size
+            inside = (number >= place) & (number < place + size)
+            y = jnp.where(inside, rows[jnp.clip(number[:, 0] - place + start, 0, len(x) - 1)], y)
+    return jnp.where(agree, y, jnp.nan)
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_the_ragged_exchange_gives_the_same(dispatch: str, monkeypatch: pytest.MonkeyPatch):
+    chosen = lambda *args, default, **_: default(*args)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
+    function = sx.jit(step.__wrapped__)
+    found, text = on_mesh(lambda: make(dispatch), {"data": 4}, SHARED, P("data"), function=function)
+    assert_alike(found, step(make(dispatch), X))
+    assert exchanges(text) == 0
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_stacks_with_remat_give_the_same(kind: AxisType):
+    def build() -> Any:
+        return sx.nn.Stack(lambda: make("capacity"), 3, remat="full")
+
+    found, text = on_mesh(build, {"data": 2, "expert": 4}, APART, P("data"), kind)
+    assert_alike(found, step(build(), X))
+    assert exchanges(text) >= 4
+
+
+def test_layers_mapped_over_one_input_give_the_same():
+    @sx.jit
+    def mapped(stack: Any, x: jax.Array) -> Any:
+        def loss(stack: Any) -> Any:
+            y = sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(stack.stacked, x)
+            return (y**2).sum() + sx.nn.load_balance_loss(stack)
+
+        return sx.grad(loss)(stack)
+
+    def build() -> Any:
+        return sx.nn.Stack(make, 3)
+
+    found, text = on_mesh(build, {"data": 2, "expert": 4}, APART, P("data"), function=mapped)
+    assert_alike(found, mapped(build(), X))
+    assert exchanges(text) == 3
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "kind", "axes"),
+    [
+        ("dropless", AUTO, ("stage", "data", "expert")),
+        ("capacity", EXPLICIT, ("data", "expert", "stage")),
+    ],
+    ids=str,
+)
+def test_experts_in_a_pipeline_give_the_same(dispatch: str, kind: AxisType, axes: tuple[str, ...]):
+    def build() -> Any:
+        return sx.nn.Stack(lambda: make(dispatch), 2, microbatches=2)
+
+    rules, sizes = APART | {"layers": "stage"}, dict.fromkeys(axes, 2)
+    found, text = on_mesh(build, sizes, rules, P("data"), kind)
+    assert_alike(found, step(build(), X))
+    assert exchanges(text) == 4
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_low_rank_terms_and_masks_give_the_same(kind: AxisType):
+    def build() -> Any:
+        layer = sx.surgery.LoRA(make(), 3, 2.0, rngs=sx.Rngs(1))
+        for number, name in enumerate(("gate", "up", "down")):
+            values = jax.random.normal(jax.random.key(number), layer.b[name].shape)
+            layer.b[name].value = values / 4
+        return layer
+
+    sizes = {"data": 2, "expert": 2, "model": 2}
+    rules = APART | {"mlp": "model"}
+    found, _ = on_mesh(build, sizes, rules, P("data"), kind, more=(MASK,))
+    assert_alike(found, step(build(), X, MASK), 3e-5)
+
+
+def test_bfloat16_gives_the_same_up_to_its_rounding():
+    def build() -> Any:
+        return make("capacity", dtype="bfloat16")
+
+    found, _ = on_mesh(build, {"data": 4}, SHARED, P("data"))
+    assert found[1][0].dtype == jnp.bfloat16
+    assert_alike(found, step(build(), X), 2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
+def test_a_call_outside_of_jit_and_a_mesh_of_a_with_statement_give_the_same():
+    mesh, wanted = mesh_of({"data": 4}), make()(X)
+    for scope in (jax.set_mesh(mesh), mesh):
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(scope)
+            scopes.enter_context(sx.axis_rules(SHARED))
+            layer = sx.shard(make(), mesh, SHARED)
+            call = sx.jit(lambda layer, x: layer(x))
+            assert exchanges(call.lower(layer, X).compile().as_text()) == 2
+            assert_alike((layer(X), call(layer, X)), (wanted, wanted))
+
+
+def test_what_cannot_be_divided_and_dense_dispatch_are_left_to_the_compiler():
+    call = sx.jit(lambda layer, x: layer(x))
+    mesh = mesh_of({"data": 2, "expert": 4})
+    for dispatch, x in (("dropless", X[:3, :3]), ("capacity", X[:2, :3]), ("dense", X[:2])):
+        with jax.set_mesh(mesh), sx.axis_rules(APART):
+            layer = sx.shard(make(dispatch), mesh, APART)
+            program = call.lower(layer, x).compile()
+            assert exchanges(program.as_text()) == 0
+            assert_alike(program(layer, x), call(make(dispatch), x))
+
+
+def test_a_transformer_with_experts_trains_as_on_one_device():
+    config = sx.models.TransformerConfig(
+        embed_dim=16,
+        num_heads=2,
+        head_dim=8,
+        expert_dim=8,
+        num_experts=4,
+        expert_dispatch="dropless",
+        scan_layers=True,
+    )
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 9))
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    @sx.jit
+    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+        def loss(model: Any) -> Any:
+            balance = sx.nn.load_balance_loss(model)
+            return sx.models.next_token_loss(model, batch) + 0.1 * balance
+
+        value, gradients = sx.value_and_grad(loss)(model)
+        optimizer.update(gradients)
+        return value
+
+    def train(prepare: Callable[[Any], Any]) -> list[float]:
+        model = prepare(sx.models.Transformer(config, rngs=sx.Rngs(0)))
+        optimizer = sx.train.Optimizer(model, optax.adam(1e-2))
+        return [float(train_step(model, optimizer, batch)) for _ in range(3)]
+
+    wanted = train(lambda model: model)
+    mesh = mesh_of({"data": 2, "expert": 4})
+    with jax.set_mesh(mesh), sx.axis_rules(APART):
+        found = train(lambda model: sx.shard(model, mesh, APART))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert wanted[2] < wanted[0]

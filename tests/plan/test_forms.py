@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines, split sequences, experts and ZeRO are candidates, with exact figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+import pytest
+from tests.plan.steps import decoder, param
+
+import shardax as sx
+from shardax import plan
+from shardax.plan import NamedShape
+from shardax.plan.searching.search import explore
+
+FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}
+BATCH, EMBED, LAYERS = 16, 8, 4
+
+
+class Block(sx.Module):
+    def __init__(self) -> None:
+        self.kernel = param((EMBED, EMBED), "in", "out")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jax.numpy.tanh(x @ self.kernel.value)
+
+
+def apply(stack: Any, x: jax.Array) -> jax.Array:
+    return stack(x)
+
+
+def stacked() -> tuple[Any, tuple[Any, ...]]:
+    x = NamedShape((BATCH, EMBED), "float32", ("batch", "embed"))
+    return apply, (sx.nn.Stack(Block, LAYERS), x)
+
+
+def trained(**changes: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A decoder's step with Adam."""
+    _, (model, batch) = decoder(**changes)
+    optimizer = sx.train.Optimizer(model, optax.adam(1e-3))
+
+    @sx.jit(donate_argnums=(0, 1))
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        loss, gradients = sx.value_and_grad(sx.models.next_token_loss)(model, batch)
+        optimizer.update(gradients)
+        return loss
+
+    return step, (model, optimizer, batch)
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_a_pipeline_is_planned_with_its_bubble_sends_and_idle_work(microbatches: int) -> None:
+    (report,) = plan.compare(
+        *stacked(),
+        {"pipeline": {"layers": "stage"}},
+        {"stage": 4},
+        "cpu:4",
+        parallel={"microbatches": microbatches},
+        compiler="estimate",
+        cache=None,
+    )
+    ticks = microbatches + 4 - 1
+    assert report.bubble_share == pytest.approx(3 / ticks)
+    assert report.replicated_compute == pytest.approx(ticks / microbatches)
+    rows = BATCH // microbatches * EMBED * 4
+    assert report.wire_bytes("kind")["collective-permute"] == ticks * rows
+    text = str(plan.Plan("cpu:4", (report,)))
+    assert "bubble" in text and f"microbatches {microbatches}" in text
+    assert f"pipeline idle for {3 / ticks:.0%}" in plan.explain(report)
+
+
+def test_a_search_over_stages_varies_microbatches_and_keeps_what_divides_rows() -> None:
+    _, found = explore(*stacked(), "cpu:8", mesh_axes=("data", "stage"))
+    by_mesh: dict[Any, set[Any]] = {}
+    for layout in found.layouts:
+        rules, settings = dict(layout.rules), dict(layout.parallel)
+        assert rules["layers"] == "stage"
+        assert bool(settings) == (layout.sizes["stage"] > 1)
+        if rules["batch"] == "data" and rules["in"] is rules["out"] is None:
+            by_mesh.setdefault(layout.mesh, set()).add(settings.get("microbatches"))
+    assert by_mesh == {
+        (("data", 8), ("stage", 1)): {None},
+        (("data", 4), ("stage", 2)): {2, 4},  # of 4 rows of a device
+        (("data", 2), ("stage", 4)): {4, 8},
+    }
+
+
+def test_the_vocabulary_is_split_over_stages_as_it_is_used_outside_of_them() -> None:
+    step, args = trained(num_layers=4)
+    _, found = explore(
+        step,
+        args,
+        "cpu:8",
+        meshes=[{"data": 2, "stage": 4}],
+        parallel={"microbatches": [4], "schedule": ["gpipe"]},
+    )
+    assert {dict(each.rules)["vocab"] for each in found.layouts} <= {"stage", ("data", "stage")}
+    best = found.layouts[0]
+    assert dict(best.rules)["mlp"] is None
+    assert best.parallel == (("microbatches", 4), ("schedule", "gpipe"))
+
+
+def test_a_layout_of_the_plan_runs_under_its_settings_as_one_device_does() -> None:
+    step, (model, batch) = decoder(num_layers=4)
+    found = plan.search(
+        step,
+        (model, batch),
+        "cpu:8",
+        meshes=[{"data": 2, "stage": 2, "context": 2}],
+        parallel={"microbatches": [2], "schedule": ["gpipe"], "context": ["ring"]},
+        compiler="estimate",
+        top=1,
+        **FAST,
+    )
+    layout = found.best().layout
+    assert dict(layout.parallel) == {"microbatches": 2, "schedule": "gpipe", "context": "ring"}
+    assert {"layers": "stage", "seq": "context"}.items() <= dict(layout.rules).items()
+    random = jax.random.key(0)
+    tokens = {
+        name: jax.random.randint(jax.random.fold_in(random, at), each.shape, 0, 64)
+        for at, (name, each) in enumerate(batch.items())
+    }
+    expected, _ = sx.jit(step)(model, tokens)
+    kinds = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), tuple(layout.sizes), axis_types=kinds)
+    sx.shard(model, mesh, layout.as_rules)
+    with jax.set_mesh(mesh), sx.axis_rules(layout.as_rules), sx.parallel(**dict(layout.parallel)):
+        loss, _ = sx.jit(step)(model, tokens)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_zero_splits_the_optimizers_state_alone_along_axes_that_only_split_the_batch() -> None:
+    step, args = trained()
+    found = plan.search(
+        step,
+        args,
+        "cpu:8",
+        meshes=[{"data": 8}],
+        fix={"embed": None, "seq": None, "heads": None, "kv_heads": None, "head_dim": None},
+        tie=[],
+        parallel={"zero": [0, 1]},
+        compiler="estimate",
+        within=None,
+        top=None,
+        **FAST,
+    )
+    plain, split = found["batch=data (8)"], found["batch=data (8) zero:1"]
+    assert {n: each for n, each in split.argument_bytes.items() if n != "optimizer"} == {
+        n: each for n, each in plain.argument_bytes.items() if n != "optimizer"
+    }
+    # Norms and biases have no dimension that eight divides; all else is split by eight.
+    assert split.argument_bytes["optimizer"] < plain.argument_bytes["optimizer"] / 7
+    assert split.layout.optimizer_rules and not plain.layout.optimizer_rules
+    # Where parameters are split over the same axis, there is nothing left to split by it.
+    assert not any("mlp=data" in each.layout.name and "zero" in each.layout.name for each in found)
+
+
+def test_experts_take_the_batch_along_and_the_plan_says_what_it_assumes() -> None:
+    x = NamedShape((64, 8), "float32", ("batch", "embed"))
+    moe = sx.nn.MoE(8, 16, num_experts=4, rngs=sx.Rngs(0))
+
+    def step(moe: Any, x: Any) -> Any:
+        return moe(x)
+
+    found = plan.search(
+        step, (moe, x), "cpu:4", meshes=[{"data": 1, "expert": 4}], compiler="estimate", **FAST
+    )
+    best = found.best()
+    assert {"expert": "expert", "batch": "expert"}.items() <= dict(best.layout.rules).items()
+    assert best.argument_bytes["batch"] == 64 * 8 * 4 // 4
+    assert any("all experts get equally many tokens" in each for each in best.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": {"microbatch": [4]}}, r"no setting.*Did you mean 'microbatches'"),
+        ({"parallel": {"microbatches": 4}}, "give a list of values"),
+        ({"parallel": {"microbatches": [0]}}, "not a number of microbatches"),
+        ({"parallel": {"context": ["zigzag"]}}, "ring-zigzag"),
+        ({"parallel": {"zero": [3]}}, "levels to compare are 0 and 1"),
+        ({"mesh_axes": ("data", "stage")}, "'stage' needs a loop over layers"),
+        ({"mesh_axes": ("data", "context")}, "'context' needs a dimension called 'seq'"),
+        ({"mesh_axes": ("data", "expert")}, "'expert' needs a dimension called 'expert'"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_is_compiled(
+    options: dict[str, Any], message: str
+) -> None:
+    kernel = param((EMBED, EMBED), "in", "out")
+    x = NamedShape((BATCH, EMBED), "float32", ("batch", "in"))
+    with pytest.raises(sx.errors.PlanInputError, match=message):
+        plan.search(lambda kernel, x: x @ kernel.value, (kernel, x), "cpu:8", **options, **FAST)
+
+
+def test_a_state_of_an_optimizer_that_is_not_there_is_refused() -> None:
+    with pytest.raises(sx.errors.PlanInputError, match=r"has none.*sx.train.Optimizer"):
+        plan.search(*stacked(), "cpu:8", parallel={"optimizer_memory": ["pinned_host"]}, **FAST)
+
+
+def test_settings_are_kept_by_files_of_plans_and_of_rules(tmp_path: Any) -> None:
+    layout = plan.Layout(
+        "all",
+        (("layers", "stage"),),
+        (("stage", 4), ("data", 2)),
+        parallel=(("microbatches", 8), ("schedule", "gpipe")),
+        optimizer_rules=(("embed", "data"), ("mlp", ("data", "stage"))),
+        optimizer_memory="pinned_host",
+    )
+    written = plan.Plan("cpu:8", (plan.LayoutReport(layout, "fits", bubble_share=0.25),))
+    written.to_json(tmp_path / "plan.json")
+    assert plan.Plan.from_json(tmp_path / "plan.json") == written
+    entry = plan.named_rules(layout)
+    assert plan.read_rules(plan.write_rules(tmp_path / "best.toml", [entry])) == (entry,)
+    assert entry.overrides == {sx.OptState: list(layout.optimizer_rules)}
+    assert entry.memory_kind == {sx.OptState: "pinned_host"}
+    wrong = tmp_path / "wrong.toml"
+    for line, message in (
+        ("parallel = { microbatches = 0 }", "not a number of microbatches"),
+        ("parallel = { stages = 2 }", "stages"),
+        ("optimizer_rules = 3", "optimizer_rules"),
+        ("optimizer_memory = 3", "not a kind of memory"),
+    ):
+        wrong.write_text(f'rules = [["batch", "data"]]\n{line}\n')
+        with pytest.raises(sx.errors.RulesError, match=message):
+            plan.read_rules(wrong)
