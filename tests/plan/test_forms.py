@@ -173,6 +173,35 @@ def test_experts_take_the_batch_along_and_the_plan_says_what_it_assumes() -> Non
     assert any("all experts get equally many tokens" in each for each in best.warnings)
 
 
+def test_the_optimizers_state_can_be_on_the_host_or_have_rules_of_its_own() -> None:
+    step, args = trained()
+    rules = {"plain": [("batch", "data")]}
+
+    def report(**parallel: Any) -> Any:
+        options: dict[str, Any] = {"compiler": "estimate", "cache": None, "parallel": parallel}
+        return plan.compare(step, args, rules, {"data": 8}, "cpu:8", **options)["plain"]
+
+    plain, host = report(), report(optimizer_memory="pinned_host")
+    assert host.argument_bytes == plain.argument_bytes | {"optimizer": 0}
+    assert any("Times leave out" in each for each in host.warnings)
+    zero = report(optimizer_rules=[("embed", "data")])
+    assert zero.argument_bytes["parameters"] == plain.argument_bytes["parameters"]
+    assert zero.argument_bytes["optimizer"] < plain.argument_bytes["optimizer"] / 4
+    for wrong in ({"optimizer_memory": 3}, {"optimizer_rules": 3}):
+        with pytest.raises(sx.errors.PlanInputError, match="optimizer_"):
+            report(**wrong)
+    found = plan.search(
+        step,
+        args,
+        "cpu:8",
+        meshes=[{"data": 8}],
+        parallel={"optimizer_memory": [None, "pinned_host"]},
+        compiler="estimate",
+        **FAST,
+    )
+    assert {each.layout.optimizer_memory for each in found} == {"", "pinned_host"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardax.partition.context import parallel as parallel_scope
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import ParallelError, RulesError
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import UNCONSTRAINED, Rules, RulesLike
 from shardax.plan.compile.pool import make_evaluator
@@ -66,7 +66,8 @@ def compare(
         meshes: Sizes of the mesh axes by name; one mesh or several.
         target: The hardware, such as ``"tpu:v5e:4x4"``.
         parallel: Settings of ``sx.parallel`` under which the step runs, such as
-            ``{"microbatches": 8}``.
+            ``{"microbatches": 8}``; and ``"optimizer_rules"``, rules of the optimizer's state alone
+            (ZeRO), and ``"optimizer_memory"``, such as ``"pinned_host"``.
         effort: ``"full"``: as the target's compiler would for a run. ``"screen"``: faster, with the
             same operations and wire bytes, and a peak of memory that is up to a fifth too low.
         compiler: ``"auto"``: the target's own if it is installed, else the CPU's as an estimate;
@@ -152,13 +153,24 @@ def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
 
 
 def _under(layout: Layout, parallel: Mapping[str, Any] | None) -> Layout:
-    """Returns a layout with settings of ``sx.parallel``."""
+    """Returns a layout with settings of ``sx.parallel`` and of the optimizer's state."""
     settings = dict(parallel or {})
+    memory = settings.pop("optimizer_memory", None) or ""
     try:
+        optimizer_rules = tuple(Rules(settings.pop("optimizer_rules", ())).pairs)
         parallel_scope(**settings)
-    except (ParallelError, TypeError) as error:
-        raise PlanInputError(f"parallel={settings!r}: {error}") from error
-    return dataclasses.replace(layout, parallel=tuple(settings.items()))
+    except (ParallelError, RulesError, TypeError) as error:
+        raise PlanInputError(f"parallel={parallel!r}: {error}") from error
+    if not isinstance(memory, str):
+        raise PlanInputError(
+            f"parallel={parallel!r}: optimizer_memory is a kind of memory, such as 'pinned_host'."
+        )
+    return dataclasses.replace(
+        layout,
+        parallel=tuple(settings.items()),
+        optimizer_rules=optimizer_rules,
+        optimizer_memory=memory,
+    )
 
 
 def layouts_over(name: str, rules: RulesLike, meshes: Sequence[Mapping[str, int]]) -> list[Layout]:
