@@ -75,6 +75,27 @@ def test_a_product_in_a_loop_counts_as_often_as_it_runs_and_the_loop_takes_layer
     assert found.looped == {"layers"}
 
 
+def test_what_a_loop_does_not_change_is_sent_once_and_what_it_adds_up_once_after_it() -> None:
+    def step(weight: Any, blocks: jax.Array) -> jax.Array:
+        def block(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            y = x @ weight.value.astype(jnp.float32)
+            return total + (x.T @ y).astype(jnp.float32), None
+
+        return jax.lax.scan(block, jnp.zeros((8, 8)), blocks)[0]
+
+    blocks = named((5, "block"), (4, "batch"), (8, "in"))
+    found = model_of(step, param((8, 8), "in", "out"), blocks)
+    assert {(p.runs, p.changes) for p in found.products} == {(5, (5, 1, 5)), (5, (5, 5, 1))}
+
+    def residual(weights: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (x + x @ w, None), x, weights.value)[0]
+
+    (product,) = model_of(
+        residual, param((5, 8, 8), "layers", "in", "out"), named((4, "batch"), (8, "in"))
+    ).products
+    assert product.changes == (5, 5, 5)  # the sum is what the next layer reads
+
+
 def test_a_merged_dimension_has_the_names_of_its_parts_and_they_have_its() -> None:
     def step(weight: Any, x: jax.Array) -> jax.Array:
         return x.reshape(-1, 8) @ weight.value.reshape(8, 12)

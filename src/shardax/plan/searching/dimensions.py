@@ -301,11 +301,16 @@ _KEEPS_ARGUMENT = frozenset(
 )  # fmt: skip
 
 
+_ADDITIONS = ("add", "add_any")
+
+
 class TracedArray(NamedTuple):
     """An array of the program, and whether it is an argument."""
 
     dims: Dims
     given: bool
+    changes: int = 1  # in how many of the runs of the loops around it has it another value
+    product: int = -1  # the number of the product that it is the result of, or a sum with it
 
 
 class RawProduct(NamedTuple):
@@ -317,6 +322,7 @@ class RawProduct(NamedTuple):
     computed: bool  # whether both operands are computed
     dtype: str  # of its first operand
     loops: tuple[int, ...]  # the dimensions that loops around it run over
+    changes: tuple[int, int, int]  # of its operands and its result, as in TracedArray
 
 
 class JaxprWalk:
@@ -355,9 +361,11 @@ class JaxprWalk:
     ) -> list[TracedArray]:
         match eqn.primitive.name:
             case "dot_general":
-                return [TracedArray(self._dot(eqn, operands, runs), False)]
+                made = self._dot(eqn, operands, runs)
+                return [TracedArray(made, False, _changes(operands), len(self.products) - 1)]
             case "conv_general_dilated":
-                return [TracedArray(self._convolution(eqn, operands, runs), False)]
+                made = self._convolution(eqn, operands, runs)
+                return [TracedArray(made, False, _changes(operands), len(self.products) - 1)]
             case "scan":
                 return self._scan(eqn, operands, wanted, runs)
             case "while":
@@ -375,7 +383,9 @@ class JaxprWalk:
                             self.classes.name(dim, each)
         made = _RULES[name](self.classes, eqn, [value.dims for value in operands])
         given = name in _KEEPS_ARGUMENT and operands[0].given
-        return [TracedArray(dims, given) for dims in made]
+        keeps = name in _KEEPS_ARGUMENT or name in _ADDITIONS
+        product = max((each.product for each in operands), default=-1) if keeps else -1
+        return [TracedArray(dims, given, _changes(operands), product) for dims in made]
 
     def _add_product(
         self,
@@ -387,7 +397,9 @@ class JaxprWalk:
     ) -> None:
         computed = not (operands[0].given or operands[1].given)
         dtype = str(eqn.invars[0].aval.dtype)
-        self.products.append(RawProduct(flops, runs, tuple(dims), computed, dtype, self.loops))
+        changes = (operands[0].changes, operands[1].changes, runs)
+        product = RawProduct(flops, runs, tuple(dims), computed, dtype, self.loops, changes)
+        self.products.append(product)
 
     def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
         (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
@@ -440,26 +452,31 @@ class JaxprWalk:
         consts = first - carried
         for value in operands[first:]:
             self.classes.loop_over(value.dims[0])
-        inner = [TracedArray(v.dims[1:], v.given) for v in operands[first:]]
         flags = [True] * carried + wanted[carried:]
         times = runs * int(eqn.params["length"])
-        inputs = [*operands[:consts], *(TracedArray(v.dims, False) for v in operands[consts:first])]
+        inner = [TracedArray(v.dims[1:], v.given, times) for v in operands[first:]]
+        state = [TracedArray(v.dims, False, times) for v in operands[consts:first]]
+        inputs = [*operands[:consts], *state]
         around, self.loops = self.loops, (*self.loops, *(v.dims[0] for v in operands[first:]))
         made = self.program(body, [*inputs, *inner], flags, times)
         self.loops = around
         for before, after in zip(operands[consts:first], made, strict=False):
             self.classes.join_same_sizes(before.dims, after.dims)
+        for place in _sums(body, consts, carried):  # what only adds up is summed after the loop
+            if (number := made[place].product) >= 0:
+                product = self.products[number]
+                self.products[number] = product._replace(changes=(*product.changes[:2], runs))
         stacked = []
         for out, value in zip(eqn.outvars[carried:], made[carried:], strict=True):
             (loop,) = self.classes.new(out.aval.shape[:1])
             self.classes.loop_over(loop)
-            stacked.append(TracedArray((loop, *value.dims), False))
-        return [*made[:carried], *stacked]
+            stacked.append(TracedArray((loop, *value.dims), False, runs))
+        return [*(TracedArray(v.dims, v.given, runs) for v in made[:carried]), *stacked]
 
     def _while(self, eqn: Any, operands: list[TracedArray], runs: int) -> list[TracedArray]:
         params = eqn.params
         before, consts = params["cond_nconsts"], params["body_nconsts"]
-        state = [TracedArray(v.dims, False) for v in operands[before + consts :]]
+        state = [TracedArray(v.dims, False, runs) for v in operands[before + consts :]]
         made = self.program(
             open_jaxpr(params["body_jaxpr"]),
             [*operands[before : before + consts], *state],
@@ -489,7 +506,7 @@ class JaxprWalk:
     ) -> list[TracedArray]:
         """A jaxpr inside of an equation, or an unknown operation."""
         unrelated = _fresh(self.classes, eqn, [value.dims for value in operands])
-        results = [TracedArray(dims, False) for dims in unrelated]
+        results = [TracedArray(dims, False, _changes(operands)) for dims in unrelated]
         if eqn.primitive.name.startswith("pallas"):
             self.notes["operations of custom kernels are not counted"] = None
             return results
@@ -503,6 +520,23 @@ class JaxprWalk:
                 inner, [self._new(v) for v in inner.invars], [True] * len(inner.outvars), runs
             )
         return results
+
+
+def _changes(operands: Sequence[TracedArray]) -> int:
+    """Returns how often a result of these arrays changes."""
+    return max((value.changes for value in operands), default=1)
+
+
+def _sums(body: Any, consts: int, carried: int) -> list[int]:
+    """Returns which carried values of a loop's body are only added to."""
+    found = []
+    for place in range(carried):
+        before, after = body.invars[consts + place], body.outvars[place]
+        uses = [eqn for eqn in body.eqns for item in eqn.invars if item is before]
+        added = len(uses) == 1 and uses[0].primitive.name in _ADDITIONS
+        if added and uses[0].outvars[0] is after:
+            found.append(place)
+    return found
 
 
 def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
@@ -551,6 +585,8 @@ class Product:
     dims: tuple[ProductDimension, ...]  # without those of size 1
     computed: bool  # whether neither operand is an argument of the step
     loops: frozenset[str] = frozenset()  # names of the dimensions that loops around it run over
+    # Of all runs, how often the operands have other values, and the result is not only added up.
+    changes: tuple[int, int, int] = (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -653,7 +689,9 @@ def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> 
     found: list[Product] = []
     for (dims, computed, loops), group in groups.items():
         flops = sum(each.flops * each.runs for each in group)
-        found.append(Product(flops, sum(each.runs for each in group), dims, computed, loops))
+        left, right, result = (sum(each.changes[i] for each in group) for i in range(3))
+        runs = sum(each.runs for each in group)
+        found.append(Product(flops, runs, dims, computed, loops, (left, right, result)))
     return tuple(sorted(found, key=lambda product: -product.flops))
 
 

@@ -330,8 +330,9 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
                 / (pipeline.stages * (1 - pipeline.bubble))
                 for found in names
             ]
-        moved = sum(each * factor for each, factor in zip(sent, times, strict=True))
-        total += flops + product.runs * _BYTES * moved * flops_per_byte
+        # What a loop does not change is sent once, before it; what it adds up, after it.
+        moved = sum(math.prod(each) for each in zip(sent, times, product.changes, strict=True))
+        total += flops + _BYTES * moved * flops_per_byte
     return total
 
 
