@@ -80,7 +80,7 @@ _NAMES = {
         "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
         "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataParallelError "
         "DataPositionError GradientMismatchError LogError MetricError OptimizerStateError "
-        "PrefetchError TextNotFoundError TextSourceError TrainerError WindowError"
+        "PipelineError PrefetchError TextNotFoundError TextSourceError TrainerError WindowError"
     ),
     "shardax.view.operations": "OperationsError",
     "shardax.view.shardings": "ShardingViewError",

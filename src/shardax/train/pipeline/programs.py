@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A traced function cut into programs that run one after another.
+
+The forward pass of a chunk, the gradient of its input and that of its parameters are results of one
+function. Cut by what each result needs, they are programs of their own: the first computes some
+results, and the next the others, from what the first leaves. What depends on parameters alone, as a
+cast of them, is computed in each program that needs it, so that it is not kept for every
+microbatch.
+
+A loop, or a function that is rematerialised, is one operation: where it computes the gradients of
+inputs and of parameters together, they stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from shardax._core._jax import jaxpr_as_fun, open_jaxpr
+
+Value = Any  # a variable of a jaxpr, or a literal
+
+
+class Program:
+    """One part of a function, from values to values."""
+
+    def __init__(
+        self, closed: Any, part: Sequence[int], takes: list[Value], gives: list[Value]
+    ) -> None:
+        self.takes = takes
+        self.gives = gives
+        jaxpr = open_jaxpr(closed)
+        used = {v for n in part for v in _variables(jaxpr.eqns[n].invars)} | set(gives)
+        known = zip(jaxpr.constvars, closed.consts, strict=True)
+        self._known = {v: value for v, value in known if v in used}
+        parts = {"invars": [*self._known, *takes], "outvars": gives, "constvars": []}
+        body = jaxpr.replace(eqns=[jaxpr.eqns[n] for n in part], **parts)
+        # Before JAX 0.11 a program is in an object with its constants.
+        self._call = jaxpr_as_fun(
+            body if closed is jaxpr else closed.replace(jaxpr=body, consts=[])
+        )
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """Computes what it gives, while a transform traces."""
+        return self._call(*self._known.values(), *values)
+
+
+class Cut(NamedTuple):
+    """Programs in their order, and what their values are."""
+
+    programs: list[Program]
+    arguments: list[Value]  # by leaf
+    results: tuple[Any, ...]  # of each program a tree of values
+
+
+def cut(function: Callable[..., Any], args: Sequence[Any], kept: int) -> Cut:
+    """Cuts a function of a tuple of results into a program for each.
+
+    The first ``kept`` leaves of the arguments do not change, and every program may take them.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = open_jaxpr(closed)
+    results = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.outvars)
+    wanted = [_variables(jax.tree.leaves(group)) for group in results]
+    stable = {*jaxpr.invars[:kept], *jaxpr.constvars}  # what is the same for every microbatch
+    repeated: set[int] = set()
+    for number, equation in enumerate(jaxpr.eqns):
+        if not equation.effects and stable.issuperset(_variables(equation.invars)):
+            repeated.add(number)
+            stable.update(equation.outvars)
+    parts: list[list[int]] = []
+    done: set[int] = set()
+    for group in wanted:
+        part = [n for n in _needed(jaxpr.eqns, group) if n not in done]
+        done.update(n for n in part if n not in repeated)
+        parts.append(part)
+    # What only has effects, such as a print, runs with the first part that has what it takes.
+    place_of = {v: place for place, part in enumerate(parts) for v in _made(jaxpr, part)}
+    for number, equation in enumerate(jaxpr.eqns):
+        if equation.effects and number not in done:
+            takes = _variables(equation.invars)
+            place = max((place_of.get(v, 0) for v in takes), default=0)
+            before = {n for n in _needed(jaxpr.eqns, takes) if n not in done or n in repeated}
+            parts[place] = sorted({*parts[place], *before, number})
+            done.update(before - repeated)
+    return Cut(_programs(closed, parts, wanted), list(jaxpr.invars), results)
+
+
+def _programs(closed: Any, parts: list[list[int]], wanted: list[list[Value]]) -> list[Program]:
+    jaxpr = open_jaxpr(closed)
+    known = set(jaxpr.constvars)
+    made = [set(_made(jaxpr, part)) for part in parts]
+    takes: list[list[Value]] = []
+    for place, part in enumerate(parts):
+        used = (v for n in part for v in _variables(jaxpr.eqns[n].invars))
+        outside = (v for v in (*used, *wanted[place]) if v not in made[place] and v not in known)
+        takes.append(list(dict.fromkeys(outside)))
+    found: list[Program] = []
+    for place, part in enumerate(parts):
+        later = (v for other in takes[place + 1 :] for v in other if v in made[place])
+        gives = list(dict.fromkeys((*wanted[place], *later)))
+        found.append(Program(closed, part, takes[place], gives))
+    return found
+
+
+def _made(jaxpr: Any, part: Iterable[int]) -> list[Value]:
+    """Returns the values that equations make."""
+    return [v for n in part for v in jaxpr.eqns[n].outvars]
+
+
+def _needed(equations: Sequence[Any], wanted: Iterable[Value]) -> list[int]:
+    """Returns the numbers of the equations that values need."""
+    live, found = set(wanted), list[int]()
+    for number in reversed(range(len(equations))):
+        if live.intersection(equations[number].outvars):
+            found.append(number)
+            live.update(_variables(equations[number].invars))
+    return found[::-1]
+
+
+def _variables(items: Iterable[Value]) -> list[Value]:
+    return [item for item in items if not _is_literal(item)]
+
+
+def _is_literal(item: Value) -> bool:
+    return hasattr(item, "val")

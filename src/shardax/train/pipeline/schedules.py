@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of pipelines: tables of what each stage does, one operation after another.
+
+A model is cut into *chunks*, chunk i on stage i % S of S stages. A microbatch goes forward through
+the chunks in order, and backward through them in reverse. A stage does one operation at a time, in
+the order of its row; an operation waits until what it needs has been computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+from shardax.train.errors import PipelineError
+
+KINDS = ("forward", "backward", "input", "weight")
+_LETTERS: Mapping[str, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
+_TIMES: Mapping[str, float] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
+_COLORS = {"forward": "#8fb8de", "backward": "#8fcf9f", "input": "#8fcf9f", "weight": "#e3c27d"}
+
+
+class Operation(NamedTuple):
+    """One microbatch in one chunk.
+
+    Attributes:
+        kind: ``"forward"``; ``"backward"``; or a backward pass in two parts: ``"input"``, the
+            gradient of the chunk's input, and ``"weight"``, that of its parameters.
+        microbatch: Number of the microbatch.
+        chunk: Number of the chunk.
+
+    Example:
+        >>> str(Operation("forward", 3, 0))
+        'F3'
+    """
+
+    kind: str
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{_LETTERS.get(self.kind, '?')}{self.microbatch}"
+
+
+class Timed(NamedTuple):
+    """An operation, and when it runs.
+
+    Attributes:
+        operation: The operation.
+        stage: The stage that does it.
+        start: When it begins, in the unit of the times given.
+        end: When it ends.
+
+    Example:
+        >>> Schedule.gpipe(1, 1).simulate()[0].end
+        1.0
+    """
+
+    operation: Operation
+    stage: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each stage of a pipeline does, in order.
+
+    Args:
+        name: For tables and pictures.
+        table: Of each stage its operations, in order.
+
+    Attributes:
+        stages: Number of stages.
+        chunks: Number of chunks, a multiple of ``stages``.
+        microbatches: Number of microbatches.
+
+    Raises:
+        PipelineError: If an operation is missing, there twice, on another stage than its chunk's,
+            or waits for one that never comes.
+
+    Example:
+        >>> print(Schedule.one_f_one_b(2, 4).draw())
+        1f1b: 2 stages, 4 microbatches, idle 20%
+        stage 0  F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
+        stage 1  .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. ..
+    """
+
+    name: str
+    table: tuple[tuple[Operation, ...], ...]
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(Operation(*each) for each in row) for row in self.table)
+        object.__setattr__(self, "table", rows)
+        self._check()
+        self.simulate()
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.table)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return 1 + max(each.chunk for row in self.table for each in row)
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return 1 + max(each.microbatch for row in self.table for each in row)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of parameters are operations of their own."""
+        return any(each.kind == "weight" for row in self.table for each in row)
+
+    # --- The schedules of the literature ---
+
+    @classmethod
+    def named(cls, name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
+        """Makes a schedule by name.
+
+        Args:
+            name: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``.
+            stages: Number of stages.
+            microbatches: Number of microbatches.
+            chunks: Number of chunks; of all but ``"interleaved"`` and ``"gpipe"``, as many as
+                stages.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            PipelineError: If there is no such schedule, or none of these numbers.
+
+        Example:
+            >>> Schedule.named("zero-bubble", 4, 8, 4).stages
+            4
+        """
+        made: dict[str, Callable[..., Schedule]] = {
+            "gpipe": cls.gpipe,
+            "1f1b": cls.one_f_one_b,
+            "interleaved": cls.interleaved,
+            "zero-bubble": cls.zero_bubble,
+        }
+        if name not in made:
+            raise PipelineError(
+                f"schedule={name!r} is not known; use {', '.join(map(repr, made))}, or a Schedule "
+                "of your own."
+            )
+        _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+        if chunks % stages:
+            raise PipelineError(
+                f"{chunks} parts of a model cannot be divided over {stages} stages. Make a "
+                f"multiple of {stages} parts, or a mesh with as many stages as parts."
+            )
+        if name in ("gpipe", "interleaved"):
+            return made[name](stages, microbatches, chunks)
+        if chunks != stages:
+            raise PipelineError(
+                f"The schedule {name!r} has one part of the model a stage, but there are {chunks} "
+                f'for {stages} stages. Use schedule="interleaved", or join parts to {stages}.'
+            )
+        return made[name](stages, microbatches)
+
+    @classmethod
+    def gpipe(cls, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
+        """All forward passes, then all backward passes.
+
+        After Y. Huang and others, "GPipe" (arXiv:1811.06965). A stage holds all microbatches.
+
+        Args:
+            stages: Number of stages.
+            microbatches: Number of microbatches.
+            chunks: Number of chunks; None for one a stage.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            PipelineError: If a number is not positive.
+
+        Example:
+            >>> schedule = Schedule.gpipe(4, 8)
+            >>> round(schedule.bubble_share(), 3), schedule.peak_microbatches()
+            (0.273, (8, 8, 8, 8))
+        """
+        chunks = stages if chunks is None else chunks
+        _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+        rows = [list[Operation]() for _ in range(stages)]
+        for chunk in range(chunks):
+            rows[chunk % stages] += [Operation("forward", m, chunk) for m in range(microbatches)]
+        for chunk in reversed(range(chunks)):
+            rows[chunk % stages] += [Operation("backward", m, chunk) for m in range(microbatches)]
+        return cls("gpipe", tuple(map(tuple, rows)))
+
+    @classmethod
+    def one_f_one_b(cls, stages: int, microbatches: int) -> Schedule:
+        """Forward and backward passes in turn.
+
+        After D. Narayanan and others (arXiv:2104.04473, section 2.2). Idle for as long as GPipe,
+        while stage s of S holds at most S - s microbatches.
+
+        Args:
+            stages: Number of stages.
+            microbatches: Number of microbatches.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            PipelineError: If a number is not positive.
+
+        Example:
+            >>> schedule = Schedule.one_f_one_b(4, 8)
+            >>> round(schedule.bubble_share(), 3), schedule.peak_microbatches()
+            (0.273, (4, 3, 2, 1))
+        """
+        _check_numbers(stages=stages, microbatches=microbatches)
+        rows: list[tuple[Operation, ...]] = []
+        for stage in range(stages):
+            forward = [Operation("forward", m, stage) for m in range(microbatches)]
+            backward = [Operation("backward", m, stage) for m in range(microbatches)]
+            rows.append(_in_turn(forward, backward, min(stages - 1 - stage, microbatches)))
+        return cls("1f1b", tuple(rows))
+
+    @classmethod
+    def interleaved(cls, stages: int, microbatches: int, chunks: int) -> Schedule:
+        """Forward and backward passes in turn, several chunks a stage.
+
+        After D. Narayanan and others (arXiv:2104.04473, section 2.2). With v chunks a stage, passes
+        are v times as short, and so is the time that a stage is idle.
+
+        Args:
+            stages: Number of stages.
+            microbatches: Number of microbatches, a multiple of ``stages``.
+            chunks: Number of chunks, a multiple of ``stages``.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            PipelineError: If the numbers are no such multiples.
+
+        Example:
+            >>> round(Schedule.interleaved(4, 8, 8).bubble_share(), 3)
+            0.158
+        """
+        _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+        if chunks % stages or microbatches % stages:
+            raise PipelineError(
+                f"An interleaved schedule sends microbatches in groups of as many as stages, but "
+                f"{microbatches} microbatches and {chunks} parts of the model are not both "
+                f"multiples of {stages} stages. Use microbatches={-(-microbatches // stages)} * "
+                f'{stages}, or schedule="gpipe".'
+            )
+        rounds = chunks // stages
+        count = microbatches * rounds
+        rows: list[tuple[Operation, ...]] = []
+        for stage in range(stages):
+
+            def at(number: int, kind: str, stage: int = stage) -> Operation:
+                group, inside = divmod(number, chunks)
+                turn, place = divmod(inside, stages)
+                turn = turn if kind == "forward" else rounds - 1 - turn
+                return Operation(kind, group * stages + place, turn * stages + stage)
+
+            forward = [at(number, "forward") for number in range(count)]
+            backward = [at(number, "backward") for number in range(count)]
+            ahead = 2 * (stages - 1 - stage) + (rounds - 1) * stages
+            if rounds == 1:
+                ahead = stages - 1 - stage
+            rows.append(_in_turn(forward, backward, min(ahead, count)))
+        return cls("interleaved", tuple(rows))
+
+    @classmethod
+    def zero_bubble(cls, stages: int, microbatches: int) -> Schedule:
+        """The backward pass in two parts; gradients of parameters fill gaps.
+
+        After P. Qi and others, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), the schedule
+        that holds as many microbatches as 1F1B's first stage. Only the gradient of the input is
+        waited for; that of the parameters is computed where a stage would be idle.
+
+        Args:
+            stages: Number of stages.
+            microbatches: Number of microbatches.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            PipelineError: If a number is not positive.
+
+        Example:
+            >>> schedule = Schedule.zero_bubble(4, 8)
+            >>> round(schedule.bubble_share(), 3), max(schedule.peak_microbatches())
+            (0.111, 4)
+        """
+        _check_numbers(stages=stages, microbatches=microbatches)
+        rows: list[tuple[Operation, ...]] = []
+        for stage in range(stages):
+            forward, inputs, weights = (
+                [Operation(kind, m, stage) for m in range(microbatches)]
+                for kind in ("forward", "input", "weight")
+            )
+            row = list(_in_turn(forward, inputs, min(stages - 1 - stage, microbatches)))
+            # Weights follow once so many inputs are done that all stages hold equally many.
+            waiting, placed = iter(weights), list[Operation]()
+            for each in row:
+                placed.append(each)
+                if each.kind == "input" and each.microbatch >= stage:
+                    placed.append(next(waiting))
+            rows.append((*placed, *waiting))
+        return cls("zero-bubble", tuple(rows))
+
+    # --- What a schedule costs ---
+
+    def simulate(self, times: Mapping[str, float] | None = None) -> list[Timed]:
+        """Runs the table, each operation as soon as it can.
+
+        Args:
+            times: Duration of a chunk's operation by kind; None for 1 of ``"forward"``,
+                ``"input"`` and ``"weight"``, and 2 of ``"backward"``. Divided by the number of
+                chunks a stage. Sends take no time.
+
+        Returns:
+            The operations in the order in which they begin.
+
+        Example:
+            >>> [str(each.operation) for each in Schedule.gpipe(2, 1).simulate()]
+            ['F0', 'F0', 'B0', 'B0']
+        """
+        given = {**_TIMES, **(times or {})}
+        rounds = self.chunks // self.stages
+        ends: dict[Operation, float] = {}
+        free, places = [0.0] * self.stages, [0] * self.stages
+        found: list[Timed] = []
+        while moved := [
+            stage
+            for stage, place in enumerate(places)
+            if place < len(self.table[stage])
+            and all(n in ends for n in _needs(self.table[stage][place], self.chunks - 1))
+        ]:
+            for stage in moved:
+                operation = self.table[stage][places[stage]]
+                needed = (ends[each] for each in _needs(operation, self.chunks - 1))
+                start = max((free[stage], *needed))
+                end = start + given[operation.kind] / rounds
+                ends[operation] = free[stage] = end
+                places[stage] += 1
+                found.append(Timed(operation, stage, start, end))
+        if len(found) < sum(map(len, self.table)):
+            raise PipelineError(self._deadlock(places, ends))
+        return sorted(found, key=lambda each: (each.start, each.end, each.stage))
+
+    def bubble_share(self, times: Mapping[str, float] | None = None) -> float:
+        """Computes the share of the time in which a stage does nothing.
+
+        Args:
+            times: As for ``simulate``.
+
+        Returns:
+            The share, the mean over stages.
+
+        Example:
+            >>> round(Schedule.gpipe(2, 2).bubble_share(), 3)  # (S - 1) / (M + S - 1)
+            0.333
+        """
+        timed = self.simulate(times)
+        last = max(each.end for each in timed)
+        return 1 - sum(each.end - each.start for each in timed) / (last * self.stages)
+
+    def peak_microbatches(self) -> tuple[int, ...]:
+        """Counts the most microbatches that stages hold.
+
+        Returns:
+            Of each stage, the most forward passes whose backward pass is not over. A microbatch
+            counts in each chunk of the stage.
+
+        Example:
+            >>> Schedule.one_f_one_b(3, 6).peak_microbatches()
+            (3, 2, 1)
+        """
+        last = "weight" if self.splits_backward else "backward"
+        peaks: list[int] = []
+        for row in self.table:
+            held = peak = 0
+            for each in row:
+                held += (each.kind == "forward") - (each.kind == last)
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    # --- Pictures ---
+
+    def draw(self, times: Mapping[str, float] | None = None) -> str:
+        """Draws the schedule as text, one row a stage.
+
+        Args:
+            times: As for ``simulate``; whole numbers.
+
+        Returns:
+            Lines in which ``F``, ``B``, ``I`` and ``W`` (forward, backward, input, weight) stand
+            before the number of a microbatch, ``--`` where an operation goes on, and ``..`` where
+            the stage is idle. Of several chunks a stage, a letter after the number says which.
+
+        Example:
+            >>> print(Schedule.interleaved(2, 2, 4).draw())
+            interleaved: 2 stages, 2 microbatches, idle 20%
+            stage 0  F0a F1a F0b F1b ... ... B0b --- ... B1b --- B0a --- B1a ---
+            stage 1  ... F0a F1a F0b B0b --- F1b B1b --- B0a --- B1a --- ... ...
+        """
+        rounds = self.chunks // self.stages
+        scaled = {kind: time * rounds for kind, time in {**_TIMES, **(times or {})}.items()}
+        timed = self.simulate(scaled)
+        last = round(max(each.end for each in timed))
+        marks = [list[str]() for _ in range(self.stages)]
+        for each in timed:
+            row = marks[each.stage]
+            row += [".."] * (round(each.start) - len(row))
+            row += [self._label(each.operation)] + ["--"] * (round(each.end - each.start) - 1)
+        width = max(len(mark) for row in marks for mark in row)
+        wide = {"--": "-" * width, "..": "." * width}
+        numbers = f"{self.stages} stages, {self.microbatches} microbatches"
+        lines = [f"{self.name}: {numbers}, idle {self.bubble_share(times):.0%}"]
+        for stage, row in enumerate(marks):
+            row += [".."] * (last - len(row))
+            cells = " ".join(wide.get(mark, mark.ljust(width)) for mark in row)
+            lines.append(f"stage {stage}  {cells}".rstrip())
+        return "\n".join(lines)
+
+    def svg(self, times: Mapping[str, float] | None = None) -> str:
+        """Draws the schedule as a picture.
+
+        Args:
+            times: As for ``simulate``.
+
+        Returns:
+            The text of an SVG: a row a stage, time from left to right.
+
+        Example:
+            >>> Schedule.gpipe(2, 2).svg()[:4]
+            '<svg'
+        """
+        timed = self.simulate(times)
+        rounds = self.chunks // self.stages
+        unit, height, left = 26 * rounds, 24, 64
+        width = left + unit * max(each.end for each in timed) + 8
+        title = f"{self.name}, idle {self.bubble_share(times):.0%}"
+        size = f'width="{width:g}" height="{height * self.stages + 30}"'
+        font = 'font-family="sans-serif" font-size="11"'
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
+            f'<text x="4" y="14">{escape(title)}</text>',
+        ]
+        parts += [
+            f'<text x="4" y="{height * stage + 38}">stage {stage}</text>'
+            for stage in range(self.stages)
+        ]
+        for each in timed:
+            x, y = left + unit * each.start, height * each.stage + 22
+            long = unit * (each.end - each.start)
+            parts.append(
+                f'<rect x="{x:g}" y="{y}" width="{long - 1:g}" height="{height - 2}" '
+                f'fill="{_COLORS[each.operation.kind]}"/>'
+                f'<text x="{x + long / 2:g}" y="{y + 15}" text-anchor="middle">'
+                f"{self._label(each.operation)}</text>"
+            )
+        return "\n".join([*parts, "</svg>"])
+
+    def _label(self, operation: Operation) -> str:
+        turn = operation.chunk // self.stages
+        several = self.chunks > self.stages
+        return (
+            f"{operation}{chr(ord('a') + turn) if turn < 26 else turn}"
+            if several
+            else f"{operation}"
+        )
+
+    # --- Checks ---
+
+    def _check(self) -> None:
+        if not self.table or not all(self.table):
+            raise PipelineError(f"The schedule {self.name!r} has no stages, or one without work.")
+        for stage, row in enumerate(self.table):
+            for each in row:
+                wrong = None
+                if each.kind not in KINDS:
+                    wrong = f"is of kind {each.kind!r}; there are {', '.join(map(repr, KINDS))}"
+                elif each.microbatch < 0 or each.chunk < 0:
+                    wrong = "has a negative number"
+                elif each.chunk % self.stages != stage:
+                    wrong = f"belongs to stage {each.chunk % self.stages} of {self.stages}"
+                if wrong:
+                    raise PipelineError(f"In the schedule {self.name!r}, {tuple(each)} {wrong}.")
+        backward = ("input", "weight") if self.splits_backward else ("backward",)
+        wanted = {
+            Operation(kind, m, chunk)
+            for kind in ("forward", *backward)
+            for m in range(self.microbatches)
+            for chunk in range(self.chunks)
+        }
+        given = Counter(each for row in self.table for each in row)
+        lacking, added = wanted - given.keys(), given.keys() - wanted
+        twice = {each for each, times in given.items() if times > 1}
+        for what, found in (("lacks", lacking), ("has besides", added), ("has twice", twice)):
+            if found:
+                shown = ", ".join(map(str, sorted(map(tuple, found))[:6]))
+                raise PipelineError(
+                    f"The schedule {self.name!r} {what} {shown}. Each microbatch goes once forward "
+                    "and once backward (or: input, weight) through each chunk."
+                )
+
+    def _deadlock(self, places: Sequence[int], ends: Mapping[Operation, float]) -> str:
+        lines: list[str] = []
+        for stage, place in enumerate(places):
+            if place < len(self.table[stage]):
+                operation = self.table[stage][place]
+                waits = [n for n in _needs(operation, self.chunks - 1) if n not in ends]
+                shown = ", ".join(str(tuple(each)) for each in waits)
+                lines.append(f"  stage {stage}: {tuple(operation)} waits for {shown}")
+        return (
+            f"The schedule {self.name!r} cannot go on: each stage waits for another.\n"
+            + "\n".join(lines)
+            + "\nPut an operation after those that it needs: forward passes in the order of "
+            "chunks, backward passes in reverse."
+        )
+
+
+def _needs(operation: Operation, last: int) -> Iterator[Operation]:
+    """Yields the operations before an operation."""
+    kind, microbatch, chunk = operation
+    if kind == "forward":
+        if chunk:
+            yield Operation("forward", microbatch, chunk - 1)
+    elif kind == "weight":
+        yield Operation("input", microbatch, chunk)
+    else:
+        yield Operation("forward", microbatch, chunk)
+        if chunk < last:
+            yield Operation(kind, microbatch, chunk + 1)
+
+
+def _in_turn(
+    forward: Sequence[Operation], backward: Sequence[Operation], ahead: int
+) -> tuple[Operation, ...]:
+    """Some forward passes, then one of each in turn, then the rest."""
+    pairs = zip(forward[ahead:], backward, strict=False)
+    middle = [each for pair in pairs for each in pair]
+    return (*forward[:ahead], *middle, *backward[len(forward) - ahead :])
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PipelineError(f"{name}={value!r} is no number of {name}; use 1 or more.")
