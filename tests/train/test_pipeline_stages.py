@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 import shardax as sx
 from shardax.errors import PipelineError
 from shardax.train import PipelineStep, Schedule, accumulated_value_and_grad
+from shardax.train.pipeline.programs import cut
 
 ROWS, WIDTH, VOCAB = 16, 8, 32
 SCHEDULES = ["gpipe", "1f1b", "zero-bubble"]
@@ -127,3 +127,250 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
                 parameter = sx.state(step.stages[number]).flat()[path]
                 assert each.sharding == parameter.sharding
                 assert each.sharding.device_set == set(step.meshes[number].devices.flat)
+
+
+class Normalized(sx.Module):
+    """A layer with running statistics, a stream and something that it sows."""
+
+    def __init__(self, seed: int, rngs: Any = None) -> None:
+        self.norm = sx.nn.BatchNorm(WIDTH, rngs=sx.Rngs(seed))
+        self.linear = sx.nn.Linear(WIDTH, WIDTH, rngs=sx.Rngs(seed))
+        self.dropout = sx.nn.Dropout(0.5, rngs=sx.Rngs(seed) if rngs is None else rngs)
+
+    def __call__(self, x: Any) -> Any:
+        y = self.dropout(self.norm(self.linear(x)))
+        self.sow("size", jnp.mean(y**2))
+        return jnp.tanh(y)
+
+
+def squares(y: Any, target: Any) -> Any:
+    return jnp.mean((y - target) ** 2)
+
+
+def states(stages: Any) -> list[Any]:
+    return [sx.state(stage) for stage in stages]
+
+
+def test_streams_state_and_what_is_sown_do_not_depend_on_the_mesh() -> None:
+    x, target = jax.random.normal(jax.random.key(0), (2, ROWS, WIDTH))
+
+    def run(schedule: str, **sizes: int) -> Any:
+        shared = sx.Rngs(7)  # all stages draw from one stream
+        stages = [Normalized(i, shared) for i in range(2)] + [Normalized(i) for i in range(2, 4)]
+        rules = {"batch": "data"} if "data" in sizes else {}
+        options: dict[str, Any] = {"rules": rules, "schedule": schedule}
+        step = PipelineStep(stages, squares, mesh=make_mesh(**sizes), microbatches=4, **options)
+        found = [step(x, target) for _ in range(2)]
+        assert float(found[0][0]) != float(found[1][0])  # other numbers are drawn
+        return found[1], states(stages)
+
+    (value, gradients), after = run("gpipe", stage=1)
+    means = [float(np.abs(np.asarray(after[number].norm.mean)).max()) for number in range(4)]
+    assert min(means) > 0
+    counts = [path for path in after[0].flat() if path[-1] == "count"]
+    assert counts and all(int(after[0].flat()[path]) == 4 for path in counts)  # 2 stages, 2 steps
+    for schedule, sizes in (
+        ("1f1b", {"stage": 4}),
+        ("zero-bubble", {"stage": 4, "data": 2}),
+        ("interleaved", {"stage": 2, "data": 2}),
+        ("gpipe", {"stage": 2}),
+    ):
+        (other, others), here = run(schedule, **sizes)
+        assert float(other) == pytest.approx(float(value), rel=1e-5)
+        for number in range(4):
+            assert_close(others[number], gradients[number], 1e-5)
+            one, two = here[number].flat(), after[number].flat()
+            assert one.keys() == two.keys()
+            for path in one:
+                for each, wanted in zip(*map(jax.tree.leaves, (one[path], two[path])), strict=True):
+                    if not jnp.issubdtype(each.dtype, jax.dtypes.prng_key):
+                        np.testing.assert_allclose(np.asarray(each), np.asarray(wanted), rtol=1e-4)
+
+
+def test_training_with_a_clipped_global_norm_is_that_of_one_device() -> None:
+    def train(**sizes: int) -> Any:
+        stages = make()
+        step = PipelineStep(
+            stages, cross_entropy, mesh=make_mesh(**sizes), rules=RULES, microbatches=4,
+            schedule="gpipe" if sizes["stage"] == 1 else "1f1b",
+        )  # fmt: skip
+        optimizers = step.optimizers(optax.adamw(1e-2))
+        losses = []
+        for _ in range(5):
+            loss, gradients = step(*make_batch())
+            norm = step.global_norm(gradients)
+            step.update(optimizers, gradients, clip_norm=0.1)
+            losses.append(float(loss))
+        assert float(norm) > 0.1
+        for optimizer, where in zip(optimizers, step.meshes, strict=True):
+            assert optimizer is not None and int(optimizer.step) == 5
+            for each in sx.state(optimizer.model, sx.Param).flat().values():
+                assert each.sharding.device_set == set(where.devices.flat)
+        logits = step.predict(make_batch()[0])
+        return losses, states(stages), np.asarray(logits)
+
+    alone, wanted, logits = train(stage=1, data=1, model=1)
+    losses, found, others = train(stage=4, data=2, model=1)
+    assert losses == pytest.approx(alone, rel=1e-4) and losses[-1] < losses[0]
+    np.testing.assert_allclose(others, logits, atol=1e-3)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, 1e-3)
+
+
+def test_a_loss_of_each_stage_is_added_and_differentiated() -> None:
+    def penalty(stage: Any) -> Any:
+        return 0.1 * sum((jnp.sum(v.value**2) for _, v in sx.iter_variables(stage, sx.Param)), 0.0)
+
+    def total(logits: Any, targets: Any, stages: Any) -> Any:
+        return cross_entropy(logits, targets) + sum(map(penalty, stages))
+
+    stages = make()
+    value, plain = whole(make(), 4)
+    step = PipelineStep(
+        stages, cross_entropy, mesh=make_mesh(stage=4), microbatches=4, stage_loss=penalty
+    )
+    loss, gradients = step(*make_batch())
+    assert float(loss) == pytest.approx(float(value) + float(sum(map(penalty, make()))), rel=1e-5)
+    for number, grads in enumerate(gradients):
+        added = jax.tree.map(lambda x: 0.2 * x, sx.state(make()[number], sx.Param))
+        for path, each in grads.flat().items():
+            wanted = np.asarray(plain[number].flat()[path]) + np.asarray(added.flat()[path])
+            np.testing.assert_allclose(np.asarray(each), wanted, atol=1e-5)
+
+
+def test_activations_and_their_gradients_are_all_that_stages_send() -> None:
+    step = PipelineStep(make(), cross_entropy, mesh=make_mesh(stage=4), microbatches=4)
+    assert step.sent_bytes is None
+    step(*make_batch())
+    vectors, mask = (
+        ROWS * 4 * WIDTH * 4,
+        ROWS * 4 * np.dtype(make_batch()[0]["mask"].dtype).itemsize,
+    )
+    forward, backward = 3 * (vectors + mask // (1 if jax.config.jax_enable_x64 else 2)), 3 * vectors
+    assert step.sent_bytes == forward + backward
+
+
+def test_programs_are_compiled_once_and_weights_are_no_results_of_theirs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Wide(sx.Module):
+        def __init__(self, seed: int) -> None:
+            self.layer = sx.nn.Linear(256, 256, dtype="bfloat16", rngs=sx.Rngs(seed))
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(self.layer(x)).astype(jnp.float32)
+
+    mesh = make_mesh(stage=2)
+    step = PipelineStep([Wide(0), Wide(1)], squares, mesh=mesh, microbatches=2)
+    x = np.ones((4, 256), np.float32)
+    step(x, x)
+    with jax.log_compiles(True):
+        step(x, x)
+        step(x + 1, x)
+    assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+    live = {id(a): a.nbytes for a in jax.live_arrays() if a.shape == (256, 256)}
+    assert len([n for n in live.values() if n == 256 * 256 * 2]) == 0  # no bfloat16 copies are left
+
+
+def test_a_backward_pass_is_cut_into_inputs_and_weights_without_repeating_products() -> None:
+    weights = {name: jnp.ones((4, 4), jnp.bfloat16) for name in "ab"}
+
+    def layers(weights: Any, x: Any) -> Any:
+        for name in "ab":
+            x = jnp.tanh(x @ weights[name].astype(jnp.float32))
+        return x
+
+    def whole(weights: Any, x: Any, dy: Any) -> Any:
+        y, pull = jax.vjp(layers, weights, x)
+        dw, dx = pull(dy)
+        return {"y": y}, {"dx": dx}, {"dw": dw}
+
+    x = dy = jnp.ones((2, 4))
+    programs, arguments, results = cut(whole, (weights, x, dy), kept=2)
+    values = dict(zip(arguments, jax.tree.leaves((weights, x, dy)), strict=True))
+    counts = []
+    for program in programs:
+        given = [values[item] for item in program.takes]
+        counts.append(str(jax.make_jaxpr(program)(*given)).count("dot_general"))
+        values.update(zip(program.gives, program(*given), strict=True))
+        # Parameters are taken again, and casts of them computed again, rather than handed on.
+        assert not [item for item in program.gives[1:] if item.aval.shape == (4, 4)] or (
+            program is programs[2]
+        )
+    assert counts == [2, 2, 2]
+    found = jax.tree.map(values.get, results)
+    assert_close(found[0] | found[1] | found[2], sx.State(_merged(whole(weights, x, dy))))
+
+
+def _merged(groups: Any) -> dict[str, Any]:
+    return {name: value for group in groups for name, value in group.items()}
+
+
+@pytest.mark.parametrize("rows", [6, 10])
+def test_another_batch_size_compiles_again_and_rows_that_cannot_be_cut_are_refused(
+    rows: int,
+) -> None:
+    step = PipelineStep(
+        [sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), jnp.tanh],
+        squares,
+        mesh=make_mesh(stage=2),
+        microbatches=2,
+    )
+    for count in (4, rows):
+        x = np.ones((count, 2), np.float32)
+        value, (_, empty) = step(x, x)
+        assert np.isfinite(float(value)) and not empty.flat()
+    with pytest.raises(PipelineError, match=r"inputs\['x'\] of shape \(3, 2\)"):
+        step({"x": np.ones((3, 2))}, np.ones((4, 2)))
+
+
+def test_what_cannot_be_a_pipeline_is_refused_before_anything_is_moved() -> None:
+    mesh = make_mesh(stage=2, data=2)
+    layers = [sx.nn.Linear(2, 2, rngs=sx.Rngs(i)) for i in range(2)]
+    before = [layer.kernel for layer in layers]
+    tied = [sx.nn.Linear(2, 2, rngs=sx.Rngs(0)) for _ in range(2)]
+    tied[1].kernel = tied[0].kernel
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (tied, {}, r"stages\[0\]\.kernel and stages\[1\]\.kernel\n.*sx\.clone"),
+        ([*layers, 3], {}, r"stages\[2\] of int"),
+        ([], {}, "found none"),
+        (layers, {"axis": "model"}, "'model', but the mesh has the axes 'stage', 'data'"),
+        (layers, {"mesh": 3}, "the mesh has none"),
+        ([*layers, jnp.sin, jnp.cos], {}, "one part of the model a stage"),
+        ([*layers, jnp.tanh], {"schedule": "interleaved"}, "3 parts of a model"),
+        (layers, {"schedule": "2f2b"}, "'2f2b' is not known"),
+        (layers, {"schedule": Schedule.gpipe(2, 8)}, "is for 2 parts of the mesh, 8 microbatches"),
+        (layers, {"microbatches": 0}, "microbatches=0"),
+        ([*layers, jnp.sin, jnp.cos], {"schedule": "interleaved", "microbatches": 3},
+         "3 microbatches and 4 parts"),
+    ]  # fmt: skip
+    for stages, options, message in cases:
+        given = {"mesh": mesh, "microbatches": 4, "rules": {"batch": "data"}} | options
+        with pytest.raises(PipelineError, match=message):
+            PipelineStep(stages, squares, **given)
+    last = [layers[0], sx.nn.Linear(2, 3, rngs=sx.Rngs(2))]
+    with pytest.raises(sx.errors.PartitionCheckError, match="3"):  # of the second stage alone
+        PipelineStep(last, squares, mesh=mesh, microbatches=4, rules={"out": "data"})
+    assert [layer.kernel for layer in layers] == before
+    assert all(layer.kernel.sharding is None for layer in layers)  # still lazy
+
+    class Writes(sx.Module):
+        def __init__(self) -> None:
+            self.weight = sx.Param(jnp.ones(()))
+            self.count = sx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x: Any) -> Any:
+            self.count.value = self.count.value + 0.5
+            return x * self.weight
+
+    step = PipelineStep([Writes(), jnp.tanh], squares, mesh=make_mesh(stage=2), microbatches=2)
+    x = np.ones((4, 2), np.float32)
+    with pytest.raises(PipelineError, match=r"stages\[0\]\.count was int32\[\], and became ~float"):
+        step(x, x)
+    assert int(step.stages[0].count) == 0
+    with pytest.raises(PipelineError, match="inside of jit"):
+        jax.jit(lambda x: step(x, x)[0])(x)
+    step = PipelineStep(layers, squares, mesh=make_mesh(stage=2), microbatches=2)
+    layers[1].kernel.value = jax.device_put(layers[1].kernel.value, jax.devices()[5])
+    with pytest.raises(PipelineError, match=r"stages\[1\]\.kernel.*sx\.shard\(step\.stages\[1\]"):
+        step(x, x)

@@ -95,8 +95,8 @@ def search(
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
             to a fifth too low.
         within: Of more than 32 candidates those are compiled first whose rough estimate is at most
-            so many times the least; twice as many times, if fewer than ``top`` of these fit, and so
-            on. None compiles all.
+            so many times the least; the next 32, if fewer than ``top`` of these fit, and so on.
+            None compiles all.
         compiler: ``"auto"``, ``"target"`` or ``"estimate"``, as for ``compare``.
         processes: How many processes compile; None for one per core.
         cache: Folder for compiled programs, ``"default"`` for that of this user, None for none.
@@ -438,7 +438,8 @@ class _Search:
             self._compile(stages, "screen", "screening")
             if sum(each.outcome == "fits" for each in self._reports.values()) >= enough:
                 break
-            limit *= 2
+            following = sorted(rough for each in waiting for rough, _ in each)[:FEW]
+            limit = following[-1] if following else limit
         self._left_out = [
             LayoutReport(
                 layout,

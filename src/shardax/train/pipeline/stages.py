@@ -36,6 +36,7 @@ from shardax.nn.mlp import Sequential
 from shardax.partition.context import axis_rules, resolve_rules
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
+from shardax.partition.specs import shardings
 from shardax.train.errors import PipelineError
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.programs import Cut, cut
@@ -124,9 +125,15 @@ class PipelineStep:
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = resolve_rules(rules)
         self.sent_bytes: int | None = None
-        for stage, where in zip(self.stages, self.meshes, strict=True):
-            if isinstance(stage, Module):
-                shard(stage, where, self.rules)
+        placed = [
+            (stage, where)
+            for stage, where in zip(self.stages, self.meshes, strict=True)
+            if isinstance(stage, Module)
+        ]
+        for stage, where in placed:
+            shardings(stage, where, self.rules)  # raises before any is moved
+        for stage, where in placed:
+            shard(stage, where, self.rules)
         last = len(self.stages) - 1
         self._chunks = [
             _Chunk(
@@ -540,12 +547,12 @@ class _Chunk:
                 before = entering[path]
                 if path in taken.trained:
                     problems.append(f"{self.shown(path)} is differentiated, and was written")
-                elif jax.tree.map(jax.typeof, before) != jax.tree.map(jax.typeof, value):
+                elif _shapes(before) != _shapes(value):
                     problems.append(
                         f"{self.shown(path)} was {_types(before)}, and became {_types(value)}"
                     )
-                elif not _is_key(value):
-                    written[path] = value
+                elif not _is_key(value):  # as strongly typed as before
+                    written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
         if problems:
             raise PipelineError(
                 "A stage may write state of a lasting type, but here\n  "
@@ -607,7 +614,8 @@ class _Compiled:
         found = cut(whole, args, kept)
         places = jax.tree.unflatten(jax.tree.structure(args), found.arguments)
         self.of_step = jax.tree.leaves(places[:2])  # trained, fixed
-        self.of_microbatch = jax.tree.leaves(places[2:7])
+        self.of_state = jax.tree.leaves(places[2])  # carried
+        self.of_microbatch = jax.tree.leaves(places[3:7])
         self.dy = jax.tree.leaves(places[7])
         self.programs = [_Jitted(found, place, trained) for place in range(len(found.programs))]
         self.sends = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
@@ -675,13 +683,16 @@ class _Part:
             leaves = jax.tree.leaves((self.trained, fixed))
             self.of_step = dict(zip(made.of_step, leaves, strict=True))
             self.sums = self.chunk.zeros(self.trained)
-        leaves = jax.tree.leaves((self.carried, np.int32(number), *_apart(x), targets))
+        leaves = jax.tree.leaves((np.int32(number), *_apart(x), targets))
         self.held[number] = dict(zip(self.compiled.of_microbatch, leaves, strict=True))
 
     def run(self, place: int, number: int, dy: list[Any] | None = None) -> dict[str, Any]:
         """Queues a program for a microbatch."""
         assert self.compiled is not None  # a forward pass comes first
         program, held = self.compiled.programs[place], self.held[number]
+        if place == 0:  # the state that the microbatch before has left
+            leaves = jax.tree.leaves(self.carried)
+            held.update(zip(self.compiled.of_state, leaves, strict=True))
         if dy is not None:
             held.update(zip(self.compiled.dy, jax.tree.leaves(dy), strict=True))
         if program.is_empty:
@@ -840,6 +851,10 @@ def _pairs(one: Any, other: Any) -> list[tuple[Any, Any]]:
     leaves = (jax.tree.leaves(one), jax.tree.leaves(other))
     same = len(leaves[0]) == len(leaves[1])
     return list(zip(*leaves, strict=True)) if same else [(one, other)]
+
+
+def _shapes(value: Any) -> Any:
+    return jax.tree.map(lambda x: (np.shape(x), x.dtype), value)
 
 
 def _types(value: Any) -> str:
