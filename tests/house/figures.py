@@ -253,9 +253,9 @@ def figures() -> list[Figure]:
     ways = files_on_the_ways()
     own = [file for file in ways["plan.search"] if file.startswith("plan/")]
     return [
-        Figure("source files", files, 200, reached=223),
-        Figure("lines", lines.total, 50_000, reached=70_500),
-        Figure("lines of code", lines.code, 31_000, reached=45_000),
+        Figure("source files", files, 200, reached=226),
+        Figure("lines", lines.total, 50_000, reached=72_500),
+        Figure("lines of code", lines.code, 31_000, reached=46_500),
         Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),
         Figure("lines that are imports, %", 100 * lines.imports / lines.total, 4.5, reached=5.3),
         *(Figure(f"files on the way of {way}", len(ways[way]), 14) for way in WAYS[:-1]),
