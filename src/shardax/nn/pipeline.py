@@ -527,7 +527,7 @@ def _ticks(stages: int, microbatches: int, rounds: int) -> int:
 
 
 def bubble_share(schedule: str, stages: int, microbatches: int, rounds: int) -> float:
-    """Returns the share of a pipeline's ticks in which a stage is idle."""
+    """The share of a pipeline's ticks in which stages are idle."""
     rounds = rounds if schedule == "circular" else 1
     return 1 - rounds * microbatches / _ticks(stages, microbatches, rounds)
 

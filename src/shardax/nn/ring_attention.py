@@ -149,7 +149,7 @@ def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
 
 
 def _split(ring: Ring, x: Any, dim: int) -> Any:
-    """Returns the spec of an array of which devices have parts, or None."""
+    """The spec of an array that is split, or None."""
     if x is None or x.shape[dim] == 1:
         return PartitionSpec()
     return PartitionSpec(*(None,) * (x.ndim + dim), ring.axis)
@@ -379,7 +379,7 @@ def _first_half(part: Part) -> Part:
 
 
 def _from_earlier(ring: Ring, step: Any) -> Any:
-    """Whether the part that is here is of a device before this one."""
+    """Whether the part here is of a device before this one."""
     return jax.lax.axis_index(ring.axis) >= step
 
 

@@ -429,7 +429,7 @@ def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEn
 def _with_axis(
     target: SpecEntry, axis: str, sizes: Mapping[str, int], lengths: Sequence[int]
 ) -> SpecEntry:
-    """The mesh axes of a name with one more, if its sizes divide."""
+    """The mesh axes of a name with one more, or None."""
     axes = (*mesh_axes_of(target), axis)
     ways = math.prod(sizes[each] for each in axes)
     if sizes[axis] == 1 or any(length % ways for length in lengths):
@@ -498,7 +498,7 @@ def with_settings(
     inputs: Inputs,
     given: Mapping[str, Sequence[Any]],
 ) -> list[Layout]:
-    """Returns the variants of a layout by settings, the layout itself if none."""
+    """Returns a layout under all settings to compare."""
     sizes, axes_of = layout.sizes, {name: mesh_axes_of(axes) for name, axes in layout.rules}
     choices: dict[str, Sequence[Any]] = {}
     stages = sizes.get("stage", 1) if space.staged else 1
@@ -552,7 +552,7 @@ def _batch_rows(
 def _zero_rules(
     layout: Layout, dimensions: DimensionModel, inputs: Inputs, space: SearchSpace
 ) -> tuple[tuple[str, Any], ...]:
-    """Rules that split the optimizer's state along axes that only split the batch."""
+    """Rules of the optimizer's state along axes of the batch alone."""
     axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
     stored = dict.fromkeys(_names_of(inputs, "parameters"))
     used = {axis for name in stored for axis in axes_of.get(name, ())}

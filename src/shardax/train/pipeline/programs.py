@@ -23,7 +23,7 @@ from shardax._core._jax import jaxpr_as_fun, open_jaxpr
 Value = Any  # a variable of a jaxpr, or a literal
 
 
-class Program:
+class ProgramPart:
     """One part of a function, from values to values."""
 
     def __init__(
@@ -50,16 +50,14 @@ class Program:
 class Cut(NamedTuple):
     """Programs in their order, and what their values are."""
 
-    programs: list[Program]
+    programs: list[ProgramPart]
     arguments: list[Value]  # by leaf
     results: tuple[Any, ...]  # of each program a tree of values
 
 
 def cut(function: Callable[..., Any], args: Sequence[Any], kept: int) -> Cut:
-    """Cuts a function of a tuple of results into a program for each.
-
-    The first ``kept`` leaves of the arguments do not change, and every program may take them.
-    """
+    """Cuts a function of several results into a program for each."""
+    # The first ``kept`` leaves of the arguments do not change, and every program may take them.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
     results = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.outvars)
@@ -88,7 +86,7 @@ def cut(function: Callable[..., Any], args: Sequence[Any], kept: int) -> Cut:
     return Cut(_programs(closed, parts, wanted), list(jaxpr.invars), results)
 
 
-def _programs(closed: Any, parts: list[list[int]], wanted: list[list[Value]]) -> list[Program]:
+def _programs(closed: Any, parts: list[list[int]], wanted: list[list[Value]]) -> list[ProgramPart]:
     jaxpr = open_jaxpr(closed)
     known = set(jaxpr.constvars)
     made = [set(_made(jaxpr, part)) for part in parts]
@@ -97,11 +95,11 @@ def _programs(closed: Any, parts: list[list[int]], wanted: list[list[Value]]) ->
         used = (v for n in part for v in _variables(jaxpr.eqns[n].invars))
         outside = (v for v in (*used, *wanted[place]) if v not in made[place] and v not in known)
         takes.append(list(dict.fromkeys(outside)))
-    found: list[Program] = []
+    found: list[ProgramPart] = []
     for place, part in enumerate(parts):
         later = (v for other in takes[place + 1 :] for v in other if v in made[place])
         gives = list(dict.fromkeys((*wanted[place], *later)))
-        found.append(Program(closed, part, takes[place], gives))
+        found.append(ProgramPart(closed, part, takes[place], gives))
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of pipelines: tables of what each stage does, one operation after another.
+"""Schedules of pipelines: tables of what each stage does, in order.
 
 A model is cut into *chunks*, chunk i on stage i % S of S stages. A microbatch goes forward through
 the chunks in order, and backward through them in reverse. A stage does one operation at a time, in
@@ -23,20 +23,9 @@ _COLORS = {"forward": "#8fb8de", "backward": "#8fcf9f", "input": "#8fcf9f", "wei
 
 
 class Operation(NamedTuple):
-    """One microbatch in one chunk.
+    """One microbatch in one chunk."""
 
-    Attributes:
-        kind: ``"forward"``; ``"backward"``; or a backward pass in two parts: ``"input"``, the
-            gradient of the chunk's input, and ``"weight"``, that of its parameters.
-        microbatch: Number of the microbatch.
-        chunk: Number of the chunk.
-
-    Example:
-        >>> str(Operation("forward", 3, 0))
-        'F3'
-    """
-
-    kind: str
+    kind: str  # of KINDS
     microbatch: int
     chunk: int
 
@@ -45,18 +34,7 @@ class Operation(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An operation, and when it runs.
-
-    Attributes:
-        operation: The operation.
-        stage: The stage that does it.
-        start: When it begins, in the unit of the times given.
-        end: When it ends.
-
-    Example:
-        >>> Schedule.gpipe(1, 1).simulate()[0].end
-        1.0
-    """
+    """An operation of a stage, and when it begins and ends."""
 
     operation: Operation
     stage: int
@@ -70,7 +48,10 @@ class Schedule:
 
     Args:
         name: For tables and pictures.
-        table: Of each stage its operations, in order.
+        table: Of each stage its operations in order: tuples of a kind, the number of the microbatch
+            and that of the chunk. Kinds are ``"forward"`` and ``"backward"``; or, of a backward
+            pass in two parts, ``"input"``, the gradient of the chunk's input, and ``"weight"``,
+            that of its parameters.
 
     Attributes:
         stages: Number of stages.
@@ -327,7 +308,8 @@ class Schedule:
                 chunks a stage. Sends take no time.
 
         Returns:
-            The operations in the order in which they begin.
+            The operations in the order in which they begin, as tuples of ``operation``, ``stage``,
+            ``start`` and ``end``.
 
         Example:
             >>> [str(each.operation) for each in Schedule.gpipe(2, 1).simulate()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of stages that differ: one executable a stage, on its own part of the mesh.
+"""Pipelines of stages that differ: one executable a stage.
 
 The mesh is cut along one axis, and stage i of the model is laid out over part i by the rules, which
 may split it along the other axes. What a schedule's table says is done in the order in which it
@@ -166,7 +166,7 @@ class PipelineStep:
             PipelineError: If rows cannot be cut, or a stage writes its parameters or something that
                 does not fit. No Variable was written.
         """
-        run = _Run(self._chunks, self.rules, self.schedule.microbatches, inputs, targets)
+        run = _PipelineRun(self._chunks, self.rules, self.schedule.microbatches, inputs, targets)
         for operation in self._order:
             run.do(operation)
         self.sent_bytes = run.sent_bytes
@@ -330,7 +330,7 @@ def _parts(mesh: Any, axis: str) -> list[Mesh]:
 
 
 def _moved(tree: Any, mesh: Mesh) -> Any:
-    """Copies arrays to a part of the mesh, laid out as they are."""
+    """Copies arrays, laid out alike, to a part of the mesh."""
 
     def place(x: Any) -> NamedSharding:
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
@@ -414,7 +414,7 @@ class _Chunk:
         self._zeros: Any = None
         self._at = -1
         self._taken: _Taken | None = None
-        self._compiled: dict[Any, _Compiled] = {}
+        self._compiled: dict[Any, _ChunkPrograms] = {}
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -496,14 +496,14 @@ class _Chunk:
         self._taken = _Taken(graphdef, state.origins(), trained, rest)
         return self._taken
 
-    def compiled(self, trained: Values, state: Values, x: Any, targets: Any) -> _Compiled:
+    def compiled(self, trained: Values, state: Values, x: Any, targets: Any) -> _ChunkPrograms:
         """Returns the programs for inputs of these types."""
         leaves, treedef = jax.tree.flatten((x, targets))
         places = tuple(leaf.sharding for leaf in leaves)
         key = (treedef, tuple(map(jax.typeof, leaves)), places)
         if key not in self._compiled:
             with self.scope():
-                self._compiled[key] = _Compiled(self, trained, state, x, targets)
+                self._compiled[key] = _ChunkPrograms(self, trained, state, x, targets)
         return self._compiled[key]
 
     def run(self, trained: Values, state: Values, number: Any, x: Any, targets: Any) -> Any:
@@ -566,7 +566,7 @@ class _Chunk:
         return f"stages[{self.number}]{format_path(path)}"
 
 
-class _Compiled:
+class _ChunkPrograms:
     """The programs of a stage for inputs of one type."""
 
     def __init__(self, chunk: _Chunk, trained: Values, state: Values, x: Any, targets: Any) -> None:
@@ -617,11 +617,13 @@ class _Compiled:
         self.of_state = jax.tree.leaves(places[2])  # carried
         self.of_microbatch = jax.tree.leaves(places[3:7])
         self.dy = jax.tree.leaves(places[7])
-        self.programs = [_Jitted(found, place, trained) for place in range(len(found.programs))]
+        self.programs = [
+            _ChunkProgram(found, place, trained) for place in range(len(found.programs))
+        ]
         self.sends = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
 
 
-class _Jitted:
+class _ChunkProgram:
     """A compiled program, and what its values are."""
 
     def __init__(self, found: Cut, place: int, trained: Values) -> None:
@@ -653,7 +655,7 @@ class _Jitted:
 # --- One step ---
 
 
-class _Part:
+class _ChunkStep:
     """What a step has of one stage."""
 
     def __init__(self, chunk: _Chunk) -> None:
@@ -670,7 +672,7 @@ class _Part:
         self.sown: dict[Path, Any] = {}
         self.objectives: list[Any] = []
         self.held: dict[int, dict[Any, Any]] = {}
-        self.compiled: _Compiled | None = None
+        self.compiled: _ChunkPrograms | None = None
         self.of_step: dict[Any, Any] = {}
         self.sums: Any = None
 
@@ -713,7 +715,7 @@ class _Part:
         return made
 
 
-class _Run:
+class _PipelineRun:
     """One step: microbatches, and what is between stages."""
 
     def __init__(
@@ -722,7 +724,7 @@ class _Run:
         cut_inputs = _microbatches("inputs", inputs, count)
         cut_targets = _microbatches("targets", targets, count)
         self.chunks = chunks
-        self.parts = [_Part(chunk) for chunk in chunks]
+        self.parts = [_ChunkStep(chunk) for chunk in chunks]
         self.inputs: dict[tuple[int, int], Any] = {}
         self.gradients: dict[tuple[int, int], list[Any]] = {}
         for number, rows in enumerate(_placed(cut_inputs, chunks[0].mesh, rules)):
