@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardax as sx
 from shardax.models import next_token_loss
+from tests.models import forms
 from tests.train import small_runs
 
 
@@ -163,6 +164,17 @@ def reduced(arguments: Any, folder: Path) -> list[Any]:
     trainer.run(display=small_runs.Quiet())
     kernel = sx.distributed.gather(trainer.model)[".head.kernel"]
     return [digest_of(trainer), kernel.tolist()]
+
+
+def in_forms(names: list[str], folder: Path) -> list[Any]:
+    """Loss and gradients of one model under forms of parallelism."""
+    found = []
+    for form in forms.FORMS:
+        if form.name in names:
+            loss, gradients = forms.run(form)
+            numbers = {str(path): whole(each) for path, each in gradients.flat().items()}
+            found.append([float(loss), numbers])
+    return found
 
 
 def stopped_by_one(meshes: list[Any], folder: Path) -> list[Any]:

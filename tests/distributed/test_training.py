@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 import shardax as sx
 from tests.distributed.processes import ends, run, started
 from tests.distributed.programs import Large, digest_of, elastic_trainer
+from tests.models import forms
 from tests.train import small_runs
 
 
@@ -71,6 +72,17 @@ def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one
     # Adam's first steps are as long as its rate, 0.01, also by a gradient next to nothing.
     apart = np.abs(np.subtract(first[1], alone.model.head.kernel.value))
     assert apart.mean() < 1e-4
+
+
+def test_forms_of_parallelism_over_processes_give_loss_and_gradients_of_one_device(tmp_path: Path):
+    names = [form.name for form in forms.FORMS if np.prod(list(form.sizes.values())) == 4]
+    first, second = run("in_forms", names, tmp_path, processes=2, devices=2)
+    assert first == second and len(first) == len(names) == 2
+    loss, gradients = forms.step(forms.make_model(), forms.make_batch())
+    for value, found in first:
+        assert value == pytest.approx(float(loss), abs=1e-5)
+        for path, wanted in gradients.flat().items():
+            np.testing.assert_allclose(found[str(path)], wanted, atol=2e-5, err_msg=str(path))
 
 
 def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: Path):

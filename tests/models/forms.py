@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model under every form of parallelism, by rules alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+import shardax as sx
+from shardax.models import Rope, Transformer, TransformerConfig, next_token_loss
+
+
+class Form(NamedTuple):
+    """A mesh, rules and settings."""
+
+    sizes: dict[str, int]
+    settings: dict[str, Any]
+
+    @property
+    def rules(self) -> list[Any]:
+        """The usual rules of the mesh's axes."""
+        batch = tuple(axis for axis in ("data", "expert") if axis in self.sizes)
+        every = [
+            ("batch", batch),
+            ("embed", "data"),
+            *((name, "model") for name in ("heads", "kv_heads", "mlp", "vocab")),
+            ("layers", "stage"),
+            ("seq", "context"),
+            ("expert", "expert"),
+        ]
+        return [(n, axes) for n, axes in every if axes and (axes is batch or axes in self.sizes)]
+
+    @property
+    def name(self) -> str:
+        """For the names of tests."""
+        return " ".join(f"{n}={v}" for n, v in (self.sizes | self.settings).items())
+
+
+CIRCULAR = {"microbatches": 2, "schedule": "circular"}
+FORMS = [
+    Form({"data": 1}, {}),
+    Form({"stage": 2}, {"microbatches": 2}),
+    Form({"context": 2}, {"context": "ring-zigzag"}),
+    Form({"stage": 2, "context": 2}, CIRCULAR | {"context": "ring-zigzag"}),
+    Form({"data": 2, "expert": 2}, {}),
+    Form({"expert": 4, "model": 2}, {}),
+    Form({"stage": 2, "context": 2, "model": 2}, CIRCULAR | {"context": "ring"}),
+    Form({"data": 2, "stage": 2, "context": 2}, {"microbatches": 2, "context": "ring-zigzag"}),
+    Form({"data": 2, "stage": 2, "expert": 2}, CIRCULAR),
+    Form({"data": 2, "context": 2, "expert": 2}, {"context": "all-gather"}),
+]
+
+
+def make_model() -> Transformer:
+    """A decoder with experts, scanned."""
+    config = TransformerConfig(
+        vocab_size=32,
+        num_layers=4,
+        embed_dim=8,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=16,
+        num_experts=4,
+        expert_dim=8,
+        expert_dispatch="dropless",
+        rope=Rope(100.0),
+        scan_layers=True,
+        remat="full",
+    )
+    return Transformer(config, rngs=sx.Rngs(0))
+
+
+def make_batch() -> dict[str, Any]:
+    """Eight rows of tokens."""
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 17))
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+@sx.jit
+def step(model: Any, batch: Any) -> Any:
+    """Loss and gradients."""
+    return sx.value_and_grad(next_token_loss)(model, batch)
+
+
+def run(form: Form, kind: AxisType = AxisType.Auto) -> tuple[Any, Any]:
+    """Loss and gradients over the form's mesh."""
+    count = math.prod(form.sizes.values())
+    devices = np.array(jax.devices()[:count]).reshape(tuple(form.sizes.values()))
+    mesh = jax.sharding.Mesh(devices, tuple(form.sizes), axis_types=(kind,) * devices.ndim)
+    model = sx.shard(make_model(), mesh, form.rules)
+    with jax.set_mesh(mesh), sx.axis_rules(form.rules), sx.parallel(**form.settings):
+        return step(model, make_batch())

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every form of parallelism, alone and with others, on 1, 2, 4 and 8 devices: as one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from tests.models.forms import FORMS, Form, make_batch, make_model, run, step
+
+
+@functools.cache
+def alone() -> tuple[float, Any]:
+    loss, gradients = step(make_model(), make_batch())
+    return float(loss), gradients.flat()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_mesh_of_names_gives_loss_and_gradients_of_one_device(form: Form) -> None:
+    value, wanted = alone()
+    loss, gradients = run(form)
+    assert float(loss) == pytest.approx(value, abs=1e-5)
+    found = gradients.flat()
+    assert found.keys() == wanted.keys()
+    for path, each in found.items():
+        np.testing.assert_allclose(each, wanted[path], atol=2e-5, err_msg=str(path))
+
+
+def test_explicit_axes_give_them_too() -> None:
+    value, wanted = alone()
+    loss, gradients = run(FORMS[-2], AxisType.Explicit)
+    assert float(loss) == pytest.approx(value, abs=1e-5)
+    for path, each in gradients.flat().items():
+        np.testing.assert_allclose(each, wanted[path], atol=2e-5, err_msg=str(path))
