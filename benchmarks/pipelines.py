@@ -7,8 +7,8 @@ on each:
 - *rule*: `nn.Stack` with the rule `("layers", "stage")`, one program of all devices, in which idle
   stages compute what is thrown away;
 - *stages*: `train.PipelineStep`, one executable a stage, in the order of a table;
-- *SpectraX*: `spectrax.sxcall`, one executable a stage too. It is left out where it is not installed
-  (`pip install spectrax-lib==0.1.4`); no extra of ours has it, for its licence is the AGPL.
+- *SpectraX*: `spectrax.sxcall`, one executable a stage too; left out where it is not installed
+  (`pip install spectrax-lib==0.1.4`). No extra of ours has it, for its licence is the AGPL.
 
 All have the same weights, and before anything is timed losses and norms of gradients are compared.
 There is no bound: it is a table. Devices share the cores of the machine, so a bubble costs only
