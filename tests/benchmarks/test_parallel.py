@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of forms of parallelism run: their opponents compute the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_every_form_is_timed_beside_the_same_by_hand(tmp_path):
+    written = run("parallel.py", tmp_path)
+    names = " ".join(record["name"] for record in written["records"])
+    for form in ("gpipe", "circular", "ring", "experts", "ZeRO", "stages, 1f1b"):
+        assert form.lower() in names.lower(), names
+    assert all(record["median_us"] > 0 for record in written["records"])
+
+
+@pytest.mark.slow
+def test_ways_of_pipelines_give_one_loss_and_one_gradient(tmp_path):
+    written = run("pipelines.py", tmp_path, "--rows=16", "--width=8", "--hidden=16")
+    ways = {record["name"] for record in written["records"]}
+    assert {"rule, gpipe", "rule, circular", "stages, 1f1b", "stages, zero-bubble"} <= ways
+    assert written["failures"] == []
+
+
+@pytest.mark.slow
+def test_a_published_model_is_searched_beside_its_published_layout(tmp_path):
+    written = run("plan_models.py", tmp_path, "--compiler=estimate", "--within=1.0")
+    (record,) = written["records"]
+    assert record["model"] == "llama-8b" and record["target"] == "gpu:h100:8x8"
+    assert "layouts fit" in record["found"] and "published" in record["published"]
+
+
+def run(program: str, folder: Path, *options: str) -> dict:
+    """What a benchmark writes, run as the command that it is."""
+    file = folder / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / program), "--quick", "--json", str(file)]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=550)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads(file.read_text())
