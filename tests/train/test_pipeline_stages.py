@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -374,3 +375,62 @@ def test_what_cannot_be_a_pipeline_is_refused_before_anything_is_moved() -> None
     layers[1].kernel.value = jax.device_put(layers[1].kernel.value, jax.devices()[5])
     with pytest.raises(PipelineError, match=r"stages\[1\]\.kernel.*sx\.shard\(step\.stages\[1\]"):
         step(x, x)
+
+
+def test_stages_are_scanned_rematerialised_narrow_or_have_experts_over_the_mesh() -> None:
+    class Layer(sx.Module):
+        def __init__(self, seed: int) -> None:
+            types = {"param_dtype": "bfloat16", "dtype": "float32"}
+            self.mlp = sx.nn.MLP(WIDTH, 16, rngs=sx.Rngs(seed), **types)
+            self.moe = sx.nn.MoE(WIDTH, 16, num_experts=4, dispatch="dropless", rngs=sx.Rngs(seed))
+
+        def __call__(self, x: Any) -> Any:
+            return x + self.mlp(x) + self.moe(x)
+
+    class Vectors(sx.Module):
+        def __init__(self) -> None:
+            self.embed = sx.nn.Embed(VOCAB, WIDTH, rngs=sx.Rngs(0))
+
+        def __call__(self, batch: Any) -> Any:
+            return self.embed(batch["tokens"])
+
+    def stages() -> list[Any]:
+        scanned = sx.nn.Stack(lambda: Layer(1), 2, remat="full")
+        return [Vectors(), scanned, Layer(2), sx.nn.Linear(WIDTH, VOCAB, rngs=sx.Rngs(3))]
+
+    value, wanted = whole(stages(), 4)
+    rules = {"batch": "data", "expert": "data"}
+    for schedule in ("1f1b", "zero-bubble"):
+        mesh = make_mesh(stage=4, data=2)
+        step = PipelineStep(
+            stages(), cross_entropy, mesh=mesh, rules=rules, microbatches=4, schedule=schedule
+        )
+        loss, gradients = step(*make_batch())
+        assert float(loss) == pytest.approx(float(value), abs=1e-6)
+        for number, grads in enumerate(gradients):
+            assert_close(
+                jax.tree.map(lambda x: x.astype(jnp.float32), grads),
+                jax.tree.map(lambda x: x.astype(jnp.float32), wanted[number]),
+            )
+            parameters = sx.state(step.stages[number], sx.Param).flat()
+            for path, each in grads.flat().items():
+                assert each.dtype == parameters[path].dtype
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    step = PipelineStep(make(0.1), cross_entropy, mesh=make_mesh(stage=4), microbatches=4)
+    optimizers = step.optimizers(optax.adam(1e-2))
+
+    def train(steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss, gradients = step(*make_batch())
+            step.update(optimizers, gradients)
+            losses.append(float(loss))
+        return losses
+
+    train(2)
+    sx.train.checkpoint.save(optimizers, tmp_path / "saved")
+    after = train(2)
+    sx.train.checkpoint.restore(optimizers, tmp_path / "saved")
+    assert train(2) == after
