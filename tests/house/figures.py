@@ -253,7 +253,7 @@ def figures() -> list[Figure]:
     ways = files_on_the_ways()
     own = [file for file in ways["plan.search"] if file.startswith("plan/")]
     return [
-        Figure("source files", files, 200, reached=226),
+        Figure("source files", files, 200, reached=227),
         Figure("lines", lines.total, 50_000, reached=72_500),
         Figure("lines of code", lines.code, 31_000, reached=46_500),
         Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage of a pipeline as programs: forward, and backward in parts.
+
+A stage is traced once for inputs of a type, forward and backward passes as one function of values,
+which is then cut into programs (``programs``). What it writes and sows is among the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.module import Module
+from shardax._core.object import epoch
+from shardax._core.state.split_merge import clone, iter_modules, iter_variables, merge, pop, split
+from shardax._core.state.state import Origin, State
+from shardax._core.variable import Intermediate, RngState, Variable
+from shardax._transforms.jit.jit import jit
+from shardax.partition.context import axis_rules
+from shardax.partition.rules import Rules
+from shardax.train.errors import PipelineError
+from shardax.train.pipeline.programs import Cut, cut
+
+Values = dict[Path, Any]
+
+
+class _TakenStage(NamedTuple):
+    """A stage as a function of values."""
+
+    graphdef: Any
+    origins: dict[Path, Origin]
+    trained: dict[Path, Variable[Any]]
+    state: dict[Path, Variable[Any]]
+
+
+class Chunk:
+    """A stage of the model, with its programs."""
+
+    def __init__(
+        self,
+        stage: Any,
+        number: int,
+        mesh: Mesh,
+        rules: Rules,
+        loss: Callable[..., Any] | None,
+        stage_loss: Callable[..., Any] | None,
+        microbatches: int,
+        splits_backward: bool,
+        wrt: Any,
+    ) -> None:
+        self.stage = stage
+        self.number = number
+        self.mesh = mesh
+        self.rules = rules
+        self.loss = loss
+        self.stage_loss = stage_loss
+        self.microbatches = microbatches
+        self.splits_backward = splits_backward
+        self.wrt = wrt
+        self.predict = jit(stage)
+        self.sown_types: dict[Path, Any] = {}
+        self.y_tree: Any = None  # of what the stage returned when it was last traced
+        self._zeros: Any = None
+        self._at = -1
+        self._taken: _TakenStage | None = None
+        self._compiled: dict[Any, ChunkPrograms] = {}
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """The mesh and the rules of the stage."""
+        with jax.set_mesh(self.mesh), axis_rules(self.rules):
+            yield
+
+    def is_random(self, path: Path) -> bool:
+        """Whether a value is of a stream of random numbers."""
+        return isinstance(self.now().state.get(path), RngState)
+
+    def zeros(self, trained: Values) -> Values:
+        """Makes sums of gradients, in float32 at least."""
+        if self._zeros is None:
+            shapes = jax.tree.map(lambda x: (x.shape, _wide(x.dtype)), trained)
+            is_shape = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple)  # noqa: E731
+            places = jax.tree.map(lambda x: x.sharding, trained)
+
+            def make() -> Values:
+                return jax.tree.map(lambda x: jnp.zeros(*x), shapes, is_leaf=is_shape)
+
+            self._zeros = jax.jit(make, out_shardings=places)
+        with self.scope():
+            return self._zeros()
+
+    def check_places(self, values: Values) -> None:
+        """Refuses values that are not on the stage's devices."""
+        own = set(self.mesh.devices.flat)
+        wrong: list[str] = []
+        for path, value in values.items():
+            for x in jax.tree.leaves(value):
+                sharding = getattr(x, "sharding", None)
+                if sharding is None or getattr(sharding, "mesh", None) is self.mesh:
+                    continue
+                if sharding.device_set != own:
+                    wrong.append(self.shown(path))
+        if wrong:
+            raise PipelineError(
+                f"Not on the devices of the stage: {', '.join(wrong[:6])}. Lay it out again: "
+                f"sx.shard(step.stages[{self.number}], step.meshes[{self.number}], rules)."
+            )
+
+    def write_sown(self, sown: Mapping[Path, Any]) -> None:
+        """Leaves what the stage sowed last in its Modules."""
+        present, owners = dict(iter_variables(self.stage)), dict(iter_modules(self.stage))
+        for path, value in sown.items():
+            if path in present:
+                present[path].value = value
+            else:
+                setattr(owners[path[:-1]], str(path[-1]), self.sown_types[path](value))
+
+    def now(self) -> _TakenStage:
+        """Takes the stage apart, anew if its structure changed."""
+        if self._taken is not None and self._at == epoch.current:
+            return self._taken
+        self._at = epoch.current
+        if not isinstance(self.stage, Module):
+            self._taken = _TakenStage(None, {}, {}, {})
+            return self._taken
+        copy = clone(self.stage)
+        pop(copy, Intermediate)
+        graphdef, state = split(copy)
+        variables = dict(iter_variables(self.stage))
+        trained = dict(iter_variables(self.stage, self.wrt))
+        rest = {p: v for p, v in variables.items() if p in state.flat() and p not in trained}
+        wrong = [
+            f"stages[{self.number}]{format_path(path)}: {variable.dtype}"
+            for path, variable in trained.items()
+            if not jnp.issubdtype(variable.dtype, jnp.inexact)
+        ]
+        if wrong:
+            raise PipelineError(
+                f"Only real or complex numbers can be differentiated: {', '.join(wrong)}. Leave "
+                "others out by wrt=."
+            )
+        if self._taken is None or self._taken.graphdef != graphdef:
+            self._compiled.clear()
+            self._zeros = None
+        self._taken = _TakenStage(graphdef, state.origins(), trained, rest)
+        return self._taken
+
+    def compiled(self, trained: Values, state: Values, x: Any, targets: Any) -> ChunkPrograms:
+        """Returns the programs for inputs of these types."""
+        leaves, treedef = jax.tree.flatten((x, targets))
+        places = tuple(leaf.sharding for leaf in leaves)
+        key = (treedef, tuple(map(jax.typeof, leaves)), places)
+        if key not in self._compiled:
+            with self.scope():
+                self._compiled[key] = ChunkPrograms(self, trained, state, x, targets)
+        return self._compiled[key]
+
+    def run(self, trained: Values, state: Values, number: Any, x: Any, targets: Any) -> Any:
+        """Returns ((floating results, objective), the rest), while traced."""
+        taken = self.now()
+        if taken.graphdef is None:
+            y, written, sown, model = self.stage(x), {}, {}, None
+        else:
+            entering = {**trained, **state}
+            for path, variable in taken.state.items():
+                if isinstance(variable, RngState) and _is_key(state[path]):
+                    entering[path] = _folded(state[path], self.number, number)
+            model = merge(taken.graphdef, State.from_flat(entering, taken.origins))
+            y = model(x)
+            written, sown = self._written(model, entering)
+        objective = jnp.float32(0)
+        if self.stage_loss is not None and model is not None:
+            objective = objective + self.stage_loss(model)
+        if self.loss is not None:
+            value = self.loss(y, targets)
+            if np.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+                raise PipelineError(
+                    f"The loss returned {jax.typeof(jnp.asarray(value))}; it must be a real scalar."
+                )
+            objective, y = objective + value, ()
+        floating, rest = apart(y)
+        self.y_tree = jax.tree.structure(y)
+        return (floating, objective / self.microbatches), (rest, written, sown)
+
+    def _written(self, model: Any, entering: Values) -> tuple[Values, dict[Path, Any]]:
+        taken, written, sown = self.now(), Values(), dict[Path, Any]()
+        after = {path: (variable, variable.value) for path, variable in iter_variables(model)}
+        problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - after.keys()]
+        for path, (variable, value) in after.items():
+            if path not in entering and isinstance(variable, Intermediate):
+                self.sown_types[path] = type(variable)
+                sown[path] = value
+            elif path not in entering:
+                problems.append(f"{self.shown(path)} was added")
+            elif any(a is not b for a, b in _pairs(entering[path], value)):
+                before = entering[path]
+                if path in taken.trained:
+                    problems.append(f"{self.shown(path)} is differentiated, and was written")
+                elif _shapes(before) != _shapes(value):
+                    problems.append(
+                        f"{self.shown(path)} was {_types(before)}, and became {_types(value)}"
+                    )
+                elif not _is_key(value):  # as strongly typed as before
+                    written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
+        if problems:
+            raise PipelineError(
+                "A stage may write state of a lasting type, but here\n  "
+                + "\n  ".join(sorted(problems))
+                + "\nMake such Variables when the model is made, and keep their types."
+            )
+        return written, sown
+
+    def shown(self, path: Path) -> str:
+        """A path of the stage, for messages."""
+        return f"stages[{self.number}]{format_path(path)}"
+
+
+class ChunkPrograms:
+    """The programs of a stage for inputs of one type."""
+
+    def __init__(self, chunk: Chunk, trained: Values, state: Values, x: Any, targets: Any) -> None:
+        floating, rest = apart(x)
+        self.x_tree = jax.tree.structure(x)
+        number = np.int32(0)
+        shapes = jax.eval_shape(chunk.run, trained, state, number, x, targets)
+        (y, _), (_, written, _) = shapes
+        self.y_tree = chunk.y_tree
+        self.carried = [path for path in written if not chunk.is_random(path)]
+        carried = {path: state[path] for path in self.carried}
+        fixed = {path: value for path, value in state.items() if path not in carried}
+        is_first, is_last = chunk.number == 0, chunk.loss is not None
+
+        def whole(
+            trained: Values,
+            fixed: Values,
+            carried: Values,
+            number: Any,
+            floating: list[Any],
+            rest: list[Any],
+            targets: Any,
+            dy: list[Any],
+        ) -> Any:
+            def of(trained: Values, floating: list[Any]) -> Any:
+                x = joined(self.x_tree, floating, rest)
+                return chunk.run(trained, {**fixed, **carried}, number, x, targets)
+
+            if is_first:
+                pull_of, given = (lambda trained: of(trained, floating)), (trained,)
+            else:
+                pull_of, given = of, (trained, floating)
+            (y, objective), pull, (more, written, sown) = jax.vjp(pull_of, *given, has_aux=True)
+            found = pull((dy, jnp.ones_like(objective)))
+            result = {"y": y, "rest": more, "written": written, "sown": sown, "sum": objective}
+            inputs = {} if is_first else {"inputs": found[1]}
+            weights = {"weights": found[0]}
+            if not chunk.splits_backward:
+                inputs, weights = inputs | weights, {}
+            groups = [result | inputs] if is_last else [result, inputs]
+            return (*groups, weights) if weights else tuple(groups)
+
+        args = (trained, fixed, carried, number, floating, rest, targets, y)
+        kept = len(jax.tree.leaves((trained, fixed)))
+        found = cut(whole, args, kept)
+        places = jax.tree.unflatten(jax.tree.structure(args), found.arguments)
+        self.of_step = jax.tree.leaves(places[:2])  # trained, fixed
+        self.of_state = jax.tree.leaves(places[2])  # carried
+        self.of_microbatch = jax.tree.leaves(places[3:7])
+        self.dy = jax.tree.leaves(places[7])
+        self.programs = [
+            ChunkProgram(found, place, trained) for place in range(len(found.programs))
+        ]
+        self.sends = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
+
+
+class ChunkProgram:
+    """A compiled program, and what its values are."""
+
+    def __init__(self, found: Cut, place: int, trained: Values) -> None:
+        program, result = found.programs[place], dict(found.results[place])
+        weights = result.pop("weights", None)
+        later = {v for other in found.programs[place + 1 :] for v in other.takes}
+        self.takes = program.takes
+        self.gives = [v for v in program.gives if v in later]
+        self.later = later
+        self.adds_up = weights is not None
+
+        def call(sums: Any, *values: Any) -> Any:
+            found = dict(zip(program.gives, program(*values), strict=True))
+            weight, made = jax.tree.map(
+                lambda item: item.val if hasattr(item, "val") else found[item], (weights, result)
+            )
+            if weights is not None:
+                sums = jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, weight)
+            return made, sums, [found[v] for v in self.gives]
+
+        options: dict[str, Any] = {}
+        if self.adds_up:
+            places = jax.tree.map(lambda x: x.sharding, trained)
+            options = {"donate_argnums": (0,), "out_shardings": (None, places, None)}
+        self.call = jax.jit(call, **options)
+        self.is_empty = not (program.gives or self.adds_up)
+
+
+# --- Values ---
+
+
+def apart(tree: Any) -> tuple[list[Any], list[Any]]:
+    """Leaves that have a gradient, and the others."""
+    leaves = [jnp.asarray(x) if not hasattr(x, "dtype") else x for x in jax.tree.leaves(tree)]
+    return (
+        [x if _is_floating(x) else None for x in leaves],
+        [None if _is_floating(x) else x for x in leaves],
+    )
+
+
+def joined(treedef: Any, floating: list[Any], rest: list[Any]) -> Any:
+    """The inverse of ``apart``, given the tree's structure."""
+    leaves = [b if a is None else a for a, b in zip(floating, rest, strict=True)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _is_key(value: Any) -> bool:
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _folded(keys: Any, *numbers: Any) -> Any:
+    """Keys of their own for a stage and a microbatch."""
+    for number in numbers:
+        fold = functools.partial(jax.random.fold_in, data=number)
+        for _ in range(keys.ndim):
+            fold = jax.vmap(fold)
+        keys = fold(keys)
+    return keys
+
+
+def _pairs(one: Any, other: Any) -> list[tuple[Any, Any]]:
+    leaves = (jax.tree.leaves(one), jax.tree.leaves(other))
+    same = len(leaves[0]) == len(leaves[1])
+    return list(zip(*leaves, strict=True)) if same else [(one, other)]
+
+
+def _shapes(value: Any) -> Any:
+    return jax.tree.map(lambda x: (np.shape(x), x.dtype), value)
+
+
+def _types(value: Any) -> str:
+    return ", ".join(str(jax.typeof(x)) for x in jax.tree.leaves(value)) or repr(value)
