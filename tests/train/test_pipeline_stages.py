@@ -321,6 +321,9 @@ def test_another_batch_size_compiles_again_and_rows_that_cannot_be_cut_are_refus
         x = np.ones((count, 2), np.float32)
         value, (_, empty) = step(x, x)
         assert np.isfinite(float(value)) and not empty.flat()
+    step.stages[0].kernel.value = step.stages[0].kernel.value.astype(jnp.bfloat16)
+    _, (narrow, _) = step(x, x)
+    assert narrow["kernel"].dtype == jnp.bfloat16
     with pytest.raises(PipelineError, match=r"inputs\['x'\] of shape \(3, 2\)"):
         step({"x": np.ones((3, 2))}, np.ones((4, 2)))
 

@@ -68,7 +68,6 @@ class Chunk:
         self.predict = jit(stage)
         self.sown_types: dict[Path, Any] = {}
         self.y_tree: Any = None  # of what the stage returned when it was last traced
-        self._zeros: Any = None
         self._at = -1
         self._taken: _TakenStage | None = None
         self._compiled: dict[Any, ChunkPrograms] = {}
@@ -82,20 +81,6 @@ class Chunk:
     def is_random(self, path: Path) -> bool:
         """Whether a value is of a stream of random numbers."""
         return isinstance(self.now().state.get(path), RngState)
-
-    def zeros(self, trained: Values) -> Values:
-        """Makes sums of gradients, in float32 at least."""
-        if self._zeros is None:
-            shapes = jax.tree.map(lambda x: (x.shape, _wide(x.dtype)), trained)
-            is_shape = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple)  # noqa: E731
-            places = jax.tree.map(lambda x: x.sharding, trained)
-
-            def make() -> Values:
-                return jax.tree.map(lambda x: jnp.zeros(*x), shapes, is_leaf=is_shape)
-
-            self._zeros = jax.jit(make, out_shardings=places)
-        with self.scope():
-            return self._zeros()
 
     def check_places(self, values: Values) -> None:
         """Refuses values that are not on the stage's devices."""
@@ -149,13 +134,12 @@ class Chunk:
             )
         if self._taken is None or self._taken.graphdef != graphdef:
             self._compiled.clear()
-            self._zeros = None
         self._taken = _TakenStage(graphdef, state.origins(), trained, rest)
         return self._taken
 
     def compiled(self, trained: Values, state: Values, x: Any, targets: Any) -> ChunkPrograms:
         """Returns the programs for inputs of these types."""
-        leaves, treedef = jax.tree.flatten((x, targets))
+        leaves, treedef = jax.tree.flatten((trained, state, x, targets))
         places = tuple(leaf.sharding for leaf in leaves)
         key = (treedef, tuple(map(jax.typeof, leaves)), places)
         if key not in self._compiled:
@@ -228,7 +212,7 @@ class ChunkPrograms:
 
     def __init__(self, chunk: Chunk, trained: Values, state: Values, x: Any, targets: Any) -> None:
         floating, rest = apart(x)
-        self.x_tree = jax.tree.structure(x)
+        x_tree = jax.tree.structure(x)
         number = np.int32(0)
         shapes = jax.eval_shape(chunk.run, trained, state, number, x, targets)
         (y, _), (_, written, _) = shapes
@@ -249,7 +233,7 @@ class ChunkPrograms:
             dy: list[Any],
         ) -> Any:
             def of(trained: Values, floating: list[Any]) -> Any:
-                x = joined(self.x_tree, floating, rest)
+                x = joined(x_tree, floating, rest)
                 return chunk.run(trained, {**fixed, **carried}, number, x, targets)
 
             if is_first:
@@ -277,7 +261,12 @@ class ChunkPrograms:
         self.programs = [
             ChunkProgram(found, place, trained) for place in range(len(found.programs))
         ]
-        self.sends = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
+        sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x.dtype)), trained)
+        # Makes sums of gradients, in float32 at least.
+        self.zeros = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+            out_shardings=jax.tree.map(lambda x: x.sharding, trained),
+        )
 
 
 class ChunkProgram:

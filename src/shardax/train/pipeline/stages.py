@@ -62,7 +62,7 @@ class PipelineStep:
             the rows of inputs and targets.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero-bubble"``, or a ``Schedule``.
         wrt: Filter of the Variables to differentiate.
-        stage_loss: Called as ``stage_loss(stage)`` after each stage's call; a real scalar that is
+        stage_loss: Called as ``stage_loss(stage)`` after each Module's call; a real scalar that is
             added to the loss, such as a weight times ``sx.nn.load_balance_loss(stage)``.
 
     Attributes:
@@ -400,7 +400,8 @@ class _ChunkStep:
             fixed = {path: v for path, v in self.state.items() if path not in self.carried}
             leaves = jax.tree.leaves((self.trained, fixed))
             self.of_step = dict(zip(made.of_step, leaves, strict=True))
-            self.sums = self.chunk.zeros(self.trained)
+            with self.chunk.scope():
+                self.sums = made.zeros()
         leaves = jax.tree.leaves((np.int32(number), *apart(x), targets))
         self.held[number] = dict(zip(self.compiled.of_microbatch, leaves, strict=True))
 
