@@ -438,7 +438,8 @@ class _Search:
             self._compile(stages, "screen", "screening")
             if sum(each.outcome == "fits" for each in self._reports.values()) >= enough:
                 break
-            following = sorted(rough for each in waiting for rough, _ in each)[:FEW]
+            # At least one more, so that every stage brings the end nearer.
+            following = sorted(rough for each in waiting for rough, _ in each)[: max(FEW, 1)]
             limit = following[-1] if following else limit
         self._left_out = [
             LayoutReport(
