@@ -36,6 +36,14 @@ def test_a_published_model_is_searched_beside_its_published_layout(tmp_path):
     assert "layouts fit" in record["found"] and "published" in record["published"]
 
 
+@pytest.mark.slow
+def test_a_step_of_one_device_is_timed_and_its_memory_counted(tmp_path):
+    written = run("gpu_step.py", tmp_path, "--cpu")
+    (record,) = written["records"]
+    assert record["held_bytes"] == record["planned_bytes"] > 1e5
+    assert record["flops"] > 1e6 and record["speed_median"] > 0
+
+
 def run(program: str, folder: Path, *options: str) -> dict:
     """What a benchmark writes, run as the command that it is."""
     file = folder / "figures.json"

@@ -6,16 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import hlo, plan
 from shardax.plan.errors import HardwareError, PlanInputError, TargetError
-from shardax.plan.hardware.cost import _collectives, _on_each, collective_time
+from shardax.plan.hardware.cost import collective_time
 from shardax.plan.records import Layout, LayoutReport, TimeBand
 
 V5E, POD = plan.Target.parse("tpu:v5e:4x4"), plan.Target.parse("tpu:v5e:16x16")
@@ -289,42 +286,6 @@ def test_no_layout_is_in_two_ties_and_those_of_a_tie_are_within_a_tenth(times: l
 # --- this machine ---------------------------------------------------------------------------------
 
 
-def test_figures_of_cpu_devices_are_measured_and_say_so() -> None:
-    cpu = plan.calibrate_cpu(8, matrix=64, megabytes=0.1, repeats=1)
-    assert plan.Target(cpu, (8,)).text == "cpu:8"
-    assert "measured on this machine" in cpu.sources["link_bandwidth"]
-    assert 1e6 < cpu.peak("f32") < 1e14
-    assert 1e6 < cpu.memory_bandwidth < 1e13
-    assert 1e5 < cpu.link_bandwidth < 1e13
-    assert 0 < cpu.link_latency < 1
-    assert sorted(cpu.copy_bandwidth) == [
-        "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
-    ]  # fmt: skip
-    assert all(1e5 < rate < 1e13 for rate in cpu.copy_bandwidth.values())
-
-
-@pytest.mark.parametrize(
-    "kind", ["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
-)
-def test_a_collective_is_measured_without_copies_before_or_after_it(kind: str) -> None:
-    mesh = jax.make_mesh((8,), ("devices",))
-    sharding = NamedSharding(mesh, PartitionSpec("devices"))
-    each = jax.ShapeDtypeStruct((8, 800), jnp.float32, sharding=sharding)
-    measured = _on_each(mesh, _collectives(8)[kind])
-    program = hlo.parse(jax.jit(measured).lower(each).compile().as_text())
-    opcodes = [i.opcode for i in program.main.instructions]
-    assert sorted(opcodes) == sorted(["parameter", "bitcast", kind, "bitcast"])
-
-
-def test_measuring_takes_the_clock_that_it_is_given() -> None:
-    ticks = iter(range(1_000_000))
-    cpu = plan.calibrate_cpu(
-        2, matrix=8, megabytes=0.001, repeats=1, clock=lambda: 3.0 * next(ticks)
-    )
-    # Every run takes 3 seconds by this clock, an empty call as well: a twentieth of them is left.
-    assert cpu.peak("f32") == pytest.approx(2 * 8**3 / 0.15)
-
-
 @pytest.mark.parametrize("size", [2, 8])
 def test_parts_of_one_processor_copy_payloads_one_after_another_and_overlap_nothing(
     size: int,
@@ -350,9 +311,3 @@ def test_parts_of_one_processor_copy_payloads_one_after_another_and_overlap_noth
 def test_a_rate_of_copying_is_above_zero() -> None:
     with pytest.raises(HardwareError, match=r"copy_bandwidth is .*by kind of collective"):
         plan.find_hardware("cpu").like(copy_bandwidth={"all-reduce": 0.0})
-
-
-@pytest.mark.parametrize("count", [0, 9])
-def test_more_cpu_devices_than_there_are_cannot_be_measured(count: int) -> None:
-    with pytest.raises(PlanInputError, match=rf"has 8 CPU devices, not {count}"):
-        plan.calibrate_cpu(count)

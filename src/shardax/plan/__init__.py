@@ -6,8 +6,9 @@ from shardax.plan.comparison import compare as compare
 from shardax.plan.comparison import plan as plan
 from shardax.plan.compile.compilers import compiler_for as compiler_for
 from shardax.plan.compile.compilers import known_compilers as known_compilers
+from shardax.plan.hardware.calibration import calibrate_cpu as calibrate_cpu
+from shardax.plan.hardware.calibration import calibrate_gpu as calibrate_gpu
 from shardax.plan.hardware.cost import Efficiency as Efficiency
-from shardax.plan.hardware.cost import calibrate_cpu as calibrate_cpu
 from shardax.plan.hardware.cost import ties as ties
 from shardax.plan.hardware.cost import time_band as time_band
 from shardax.plan.hardware.hardware import Hardware as Hardware

@@ -35,7 +35,7 @@ from shardax.plan.errors import HardwareError, PlanFileError
 
 KINDS = ("tpu", "gpu", "cpu")  # each has its compiler
 
-_SHORT_NAMES = {
+SHORT_NAMES = {  # HLO's, by JAX's
     "bfloat16": "bf16",
     "float16": "f16",
     "float32": "f32",
@@ -183,7 +183,7 @@ class Hardware:
             dtype: As HLO or JAX names it. Of one that has no figure it is the lowest figure there
                 is: narrower types run at the rate of wider ones at the least.
         """
-        short = _SHORT_NAMES.get(dtype, dtype)
+        short = SHORT_NAMES.get(dtype, dtype)
         return self.peak_flops.get(short, min(self.peak_flops.values()))
 
     def like(self, **changes: Any) -> Hardware:
