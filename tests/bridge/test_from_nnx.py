@@ -70,7 +70,7 @@ def test_calls_equal_those_of_the_peer_and_write_its_statistics_and_streams() ->
     peer, model = pair()
     compiled = sx.jit(lambda model, x: model(x))
     for _ in range(3):
-        np.testing.assert_allclose(compiled(model, X), peer(X), rtol=1e-6)
+        np.testing.assert_allclose(compiled(model, X), peer(X), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(model.body.variables["norm"]["mean"].value, peer.norm.mean[...])
     assert int(model.body.variables["dropout"]["rngs"].count.value) == 3
 

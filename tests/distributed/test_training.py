@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,11 @@ from tests.distributed.processes import ends, run, started
 from tests.distributed.programs import Large, digest_of, elastic_trainer
 from tests.models import forms
 from tests.train import small_runs
+
+
+def of_gloo(line: str) -> bool:
+    """Whether JAX's collectives wrote it; threads of theirs break each other's lines in pieces."""
+    return "[Gloo]" in line or re.fullmatch(r"\s*\d*\s*|.*connected peer ranks.*", line) is not None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_training_over_processes_gives_the_parameters_and_losses_of_one(
     printed = [
         (tmp_path / f"out{process}").read_text().splitlines() for process in range(processes)
     ]
-    own, *rest = [[line for line in lines if "[Gloo]" not in line] for lines in printed]
+    own, *rest = [[line for line in lines if not of_gloo(line)] for lines in printed]
     assert any("step 4/4" in line for line in own)
     assert rest == [[]] * (processes - 1), "only the main process prints"
 

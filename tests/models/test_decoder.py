@@ -136,6 +136,7 @@ def test_the_traced_program_has_no_operation_more_than_the_hand_written_one(raw:
     by_hand = jax.make_jaxpr(jax.grad(lambda params: raw.loss(config, params, BATCH)))(params)
     ours = jax.make_jaxpr(jax.grad(lambda model: sx.models.next_token_loss(model, BATCH)))(model)
     found, expected = primitives(ours.jaxpr), primitives(by_hand.jaxpr)
+    del found["name"]  # names for policies of remat, of which nothing is lowered
     assert found - expected == Counter()  # attention, a jit of its own, leaves out what is unused
     assert found["dot_general"] == expected["dot_general"] > 30
 

@@ -262,7 +262,7 @@ def _with_half(x: Any, dim: int, later: int, made: Any) -> Any:
 def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
     """Attends to a part of the queries."""
     query, part, mask, segments = _to_order(ring, query, part, mask, segments)
-    grouped = _grouped(query, part.key.shape[-2])
+    grouped, by_head = _by_head(query, part)
     places = _places(ring, query.shape[-3], 0)
 
     def update(state: Any, grouped: Any, part: Part, rows: Any, columns: Any, own: Any) -> Any:
@@ -270,11 +270,11 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
         scores = _scores(ring, grouped, part, mask, own, rows, columns)
         larger = jnp.maximum(most, scores.max(-1))
         kept, weights = jnp.exp(most - larger), jnp.exp(scores - larger[..., None])
-        found = jnp.einsum("...kgts,...skh->...kgth", weights, part.value.astype(np.float32))
+        found = jnp.einsum("...kgts,...ksh->...kgth", weights, part.value.astype(np.float32))
         return larger, kept * total + weights.sum(-1), kept[..., None] * result + found
 
     def read(state: Any, part: Part, step: Any) -> Any:
-        columns = _places(ring, part.key.shape[-3], step)
+        columns = _places(ring, part.key.shape[-2], step)
         if not ring.zigzag or isinstance(step, int):
             return update(state, grouped, part, places, columns, segments)
 
@@ -285,7 +285,7 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
             own = None if segments is None else _half(segments, segments.ndim - 1, 1)
             pairs = [(x, x.ndim - less) for x, less in zip(state, (1, 1, 2), strict=True)]
             part_of = tuple(_half(x, dim, 1) for x, dim in pairs)
-            after = (_half(grouped, grouped.ndim - 4, 1), part, _half(places, 0, 1), columns, own)
+            after = (_half(grouped, grouped.ndim - 2, 1), part, _half(places, 0, 1), columns, own)
             made = update(part_of, *after)
             return tuple(_with_half(x, dim, 1, y) for (x, dim), y in zip(pairs, made, strict=True))
 
@@ -296,11 +296,11 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
         travelling = _pass_on(ring, travelling)
         return (read(state, travelling, step), travelling), None
 
-    shape = _moved(grouped).shape
+    shape = grouped.shape
     start = (jnp.full(shape[:-1], _NEVER), jnp.zeros(shape[:-1]), jnp.zeros(shape))
-    state = read(_own(ring, start), part, 0)
+    state = read(_own(ring, start), by_head, 0)
     turns = jnp.arange(1, 1 + _last_turn(ring, query, part.key))
-    (state, _), _ = jax.lax.scan(turn, (state, part), turns)
+    (state, _), _ = jax.lax.scan(turn, (state, by_head), turns)
     most, total, result = state
     result = _joined(result / total[..., None]).astype(query.dtype)
     return _back(ring, result), Saved(query, part, mask, segments, result, most, total)
@@ -311,32 +311,39 @@ def _differentiate(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
     query, part, mask, segments, result, most, total = saved
     given = _zigzag(ring, given, given.ndim - 3) if ring.zigzag else given
     heads = part.key.shape[-2]
-    grouped = _grouped(query, heads).astype(np.float32)
-    upwards = _moved(_grouped(given, heads)).astype(np.float32)
-    share = (upwards * _moved(_grouped(result, heads))).sum(-1)
+    grouped, by_head = _by_head(query, part)
+    grouped, upwards, of_result = (
+        x.astype(np.float32) for x in (grouped, _grouped(given, heads), _grouped(result, heads))
+    )
+    share = (upwards * of_result).sum(-1)
     places = _places(ring, query.shape[-3], 0)
+    same_length = query.shape[-3] == part.key.shape[-3]
+    narrowed = ring.window is not None and not same_length
+    # A row that reads nothing has weights all the same; a soft cap has no slope at ``_NEVER``.
+    cleared = narrowed or any(each is not None for each in (mask, segments, ring.softcap))
     rows = (grouped, upwards, share, most, total)  # what each query has, with its dimension
-    dims = [x.ndim - less for x, less in zip(rows, (4, 2, 1, 1, 1), strict=True)]
+    dims = [x.ndim - less for x, less in zip(rows, (2, 2, 1, 1, 1), strict=True)]
 
     def update(rows: Any, part: Part, here: Any, columns: Any, own: Any) -> Any:
         grouped, upwards, share, most, total = rows
         scores = _scores(ring, grouped, part, mask, own, here, columns)
         weights = jnp.exp(scores - most[..., None]) / total[..., None]
-        to_value = jnp.einsum("...kgts,...kgth->...skh", weights, upwards)
-        changes = jnp.einsum("...kgth,...skh->...kgts", upwards, part.value.astype(np.float32))
+        to_value = jnp.einsum("...kgts,...kgth->...ksh", weights, upwards)
+        changes = jnp.einsum("...kgth,...ksh->...kgts", upwards, part.value.astype(np.float32))
         changes = ring.scale * weights * (changes - share[..., None])
         if ring.softcap is not None:
             changes = changes * (1 - (scores / ring.softcap) ** 2)
-        changes = jnp.where(scores == _NEVER, 0, changes)
-        to_key = jnp.einsum("...kgts,...tkgh->...skh", changes, grouped)
-        to_query = jnp.einsum("...kgts,...skh->...tkgh", changes, part.key.astype(np.float32))
+        if cleared:
+            changes = jnp.where(scores == _NEVER, 0, changes)
+        to_key = jnp.einsum("...kgts,...kgth->...ksh", changes, grouped)
+        to_query = jnp.einsum("...kgts,...ksh->...kgth", changes, part.key.astype(np.float32))
         return to_query, to_key, to_value
 
     def read(found: Any, part: Part, step: Any) -> Any:
-        columns = _places(ring, part.key.shape[-3], step)
+        columns = _places(ring, part.key.shape[-2], step)
         if not ring.zigzag or isinstance(step, int):
             return jax.tree.map(jnp.add, found, update(rows, part, places, columns, segments))
-        time = part.key.ndim - 3
+        time = part.key.ndim - 2
 
         def earlier(found: Any) -> Any:
             made = update(rows, _first_half(part), places, _half(columns, 0, 0), segments)
@@ -361,20 +368,21 @@ def _differentiate(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
         to_query, *to_part = read((to_query, *to_part), part, step)
         return (to_query, part, tuple(to_part)), None
 
-    zeros = _own(ring, [jnp.zeros(x.shape) for x in (grouped, part.key, part.value)])
-    to_query, *to_part = read(tuple(zeros), part, 0)
+    zeros = _own(ring, [jnp.zeros(x.shape) for x in (grouped, by_head.key, by_head.value)])
+    to_query, *to_part = read(tuple(zeros), by_head, 0)
     last = _last_turn(ring, query, part.key)
-    carry, _ = jax.lax.scan(turn, (to_query, part, tuple(to_part)), jnp.arange(1, 1 + last))
+    carry, _ = jax.lax.scan(turn, (to_query, by_head, tuple(to_part)), jnp.arange(1, 1 + last))
     to_query, _, to_part = carry
     to_key, to_value = _pass_on(ring, to_part, ring.devices - last)  # home
-    to_query = to_query.reshape(query.shape).astype(query.dtype)
-    to_key, to_value = to_key.astype(part.key.dtype), to_value.astype(part.value.dtype)
+    to_query = _joined(to_query).astype(query.dtype)
+    to_key = jnp.swapaxes(to_key, -3, -2).astype(part.key.dtype)
+    to_value = jnp.swapaxes(to_value, -3, -2).astype(part.value.dtype)
     return _back(ring, to_query), (_back(ring, to_key), _back(ring, to_value))
 
 
 def _first_half(part: Part) -> Part:
     segments = None if part.segments is None else _half(part.segments, part.segments.ndim - 1, 0)
-    key, value = (_half(x, x.ndim - 3, 0) for x in (part.key, part.value))
+    key, value = (_half(x, x.ndim - 2, 0) for x in (part.key, part.value))
     return Part(key, value, segments)
 
 
@@ -399,7 +407,7 @@ def _scores(
     """Returns scores for the keys that are here, by their positions."""
     # Of shape (..., kv heads, group, time, other time).
     scores = jnp.einsum(
-        "...tkgh,...skh->...kgts", grouped, part.key, preferred_element_type=jnp.float32
+        "...kgth,...ksh->...kgts", grouped, part.key, preferred_element_type=jnp.float32
     ).astype(np.float32)
     scores = scores * ring.scale
     if ring.softcap is not None:
@@ -440,17 +448,19 @@ def _own(ring: Ring, tree: Any) -> Any:
     )
 
 
+def _by_head(query: Any, part: Part) -> tuple[Any, Part]:
+    """Queries in groups that share a kv head, and keys; time after heads, as products read it."""
+    key, value = (jnp.swapaxes(x, -3, -2) for x in (part.key, part.value))
+    return _grouped(query, part.key.shape[-2]), Part(key, value, part.segments)
+
+
 def _grouped(x: Any, kv_heads: int) -> Any:
-    """Splits heads into groups that share a kv head."""
-    return x.reshape(*x.shape[:-2], kv_heads, x.shape[-2] // kv_heads, x.shape[-1])
-
-
-def _moved(x: Any) -> Any:
-    """Moves time from before kv heads and groups to after them."""
+    """Splits heads into groups that share a kv head, and moves time after them."""
+    x = x.reshape(*x.shape[:-2], kv_heads, x.shape[-2] // kv_heads, x.shape[-1])
     return jnp.moveaxis(x, -4, -2)
 
 
 def _joined(x: Any) -> Any:
-    """The inverse of ``_moved`` and ``_grouped``."""
+    """The inverse of ``_grouped``."""
     x = jnp.moveaxis(x, -2, -4)
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
