@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax import hlo, plan
 from shardax.errors import HardwareError, PlanInputError
 from shardax.plan.hardware import calibration
-from shardax.plan.hardware.calibration import _collectives, _Measured, _on_each
+from shardax.plan.hardware.calibration import _collectives, _DeviceFigures, _on_each
 
 GIB = 2**30
 
@@ -72,10 +72,10 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     device = SimpleNamespace(platform="gpu", device_kind=kind, memory_stats=lambda: limit)
     asked: list[Any] = []
 
-    def measure(devices: Any, dtypes: Any, *sizes: Any) -> _Measured:
+    def measure(devices: Any, dtypes: Any, *sizes: Any) -> _DeviceFigures:
         asked.append((len(devices), dtypes, sizes[:3]))
         link = None if len(devices) == 1 else 3e11
-        return _Measured({"f32": 4e14, "bf16": 7e14}, 3e12, 2e-6, {}, link)
+        return _DeviceFigures({"f32": 4e14, "bf16": 7e14}, 3e12, 2e-6, {}, link)
 
     monkeypatch.setattr(jax, "local_devices", lambda: [device, device])
     monkeypatch.setattr(calibration, "_measure", measure)

@@ -152,7 +152,7 @@ def _calibrated(known: Hardware, figures: dict[str, Any], function: str, count: 
     return known.like(**figures, sources={**known.sources, **dict.fromkeys(figures, source)})
 
 
-class _Measured(NamedTuple):
+class _DeviceFigures(NamedTuple):
     """Figures of devices at work together."""
 
     peak_flops: dict[str, float]
@@ -169,7 +169,7 @@ def _measure(
     megabytes: float,
     repeats: int,
     clock: Callable[[], float],
-) -> _Measured:
+) -> _DeviceFigures:
     """Measures devices, all at work."""
     count = len(devices)
     mesh = Mesh(np.array(devices), (_AXIS,))
@@ -187,16 +187,16 @@ def _measure(
         return jax.lax.fori_loop(0, _SUMS, lambda _, y: jax.lax.psum(y, _AXIS) / count, x)
 
     # Functions of all devices' arrays, and what each device has.
-    programs: dict[str, _Program] = {
-        "call": _Program(scaled, (1,)),
-        "stream": _Program(scaled, (numbers,)),
-        **{dtype: _Program(product, (matrix, matrix), dtype) for dtype in dtypes},
+    programs: dict[str, _Probe] = {
+        "call": _Probe(scaled, (1,)),
+        "stream": _Probe(scaled, (numbers,)),
+        **{dtype: _Probe(product, (matrix, matrix), dtype) for dtype in dtypes},
     }
     if kinds:
-        programs["latency"] = _Program(_on_each(mesh, sums), (1,))
+        programs["latency"] = _Probe(_on_each(mesh, sums), (1,))
     for kind, collective in kinds.items():
         own = numbers // count if kind == "all-gather" else numbers
-        programs[kind] = _Program(_on_each(mesh, collective), (own,))
+        programs[kind] = _Probe(_on_each(mesh, collective), (own,))
     least = _least_seconds(mesh, programs, repeats, clock)
     call = least["call"]
 
@@ -206,7 +206,7 @@ def _measure(
     latency = seconds("latency") / _SUMS if kinds else 0.0
     copying = {kind: numbers * 4 / seconds(kind, latency) for kind in kinds}
     wire = 2 * (count - 1) / count
-    return _Measured(
+    return _DeviceFigures(
         {SHORT_NAMES[dtype]: 2 * matrix**3 / seconds(dtype) for dtype in dtypes},
         2 * numbers * 4 / seconds("stream"),
         latency,
@@ -215,7 +215,7 @@ def _measure(
     )
 
 
-class _Program(NamedTuple):
+class _Probe(NamedTuple):
     """A function of all devices' arrays, and the array that each device has."""
 
     function: Callable[[Any], Any]
@@ -224,7 +224,7 @@ class _Program(NamedTuple):
 
 
 def _least_seconds(
-    mesh: Mesh, programs: Mapping[str, _Program], repeats: int, clock: Callable[[], float]
+    mesh: Mesh, programs: Mapping[str, _Probe], repeats: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """Runs programs on all devices in turn; returns least times."""
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
