@@ -23,7 +23,7 @@ import shardax as sx
 Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 
 LAYERS, STAGES, MICROBATCHES = 8, 4, 8
-ROWS, WIDTH, HIDDEN = 512, 128, 512
+ROWS, WIDTH, HIDDEN = 2048, 128, 512
 TIME, HEADS, HEAD_DIM = 2048, 4, 32
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import shardax as sx
 from shardax.errors import ParallelError, StackError
 from shardax.hlo import read_program
-from shardax.nn.pipeline import bubble_share
+from shardax.nn.pipeline import _moves, bubble_share
 
 RULES = {"layers": "stage", "batch": "data", "embed": None, "mlp": "model", "seen": None}
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -153,9 +154,12 @@ def test_rounds_give_what_runs_of_layers_give(
     assert stack.stacked.mlp.up.kernel.sharding.spec[0] == "stage"
 
 
-@pytest.mark.parametrize(("stages", "length", "microbatches"), [(4, 8, 8), (4, 16, 4), (2, 8, 2)])
+# Of two stages with four layers each, every other layer stays.
+@pytest.mark.parametrize(
+    ("stages", "length", "microbatches", "layers"), [(4, 8, 8, 2), (4, 16, 4, 4), (2, 8, 2, 2)]
+)
 def test_rounds_send_layers_once_and_activations_at_every_tick(
-    stages: int, length: int, microbatches: int
+    stages: int, length: int, microbatches: int, layers: int
 ) -> None:
     mesh = make_mesh({"stage": stages}, AxisType.Auto)
     stack = sx.nn.Stack(lambda: sx.nn.Linear(8, 8, use_bias=False, rngs=sx.Rngs(0)), length)
@@ -170,11 +174,26 @@ def test_rounds_send_layers_once_and_activations_at_every_tick(
     for each in facts.collectives:
         sent[each.kind] += each.wire_bytes
     assert sent == {
-        "collective-permute": ticks * 16 // microbatches * 8 * 4,
-        "all-to-all": (stages - 1) * -(-rounds // stages) * 8 * 8 * 4,
+        # Rows of a microbatch at every tick, and before the first a stage's layers for others.
+        "collective-permute": ticks * 16 // microbatches * 8 * 4 + layers * 8 * 8 * 4,
         "all-reduce": 2 * (stages - 1) / stages * 16 * 8 * 4,  # results, to all stages
     }
     assert facts.matmul_flops == ticks * 2 * 16 // microbatches * 8 * 8
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("rounds", range(1, 13))
+def test_layers_come_into_rounds_by_permutations_of_stages(stages: int, rounds: int) -> None:
+    moves = _moves(stages, rounds)
+    assert len(moves) == rounds
+    arrived = {}
+    for move in moves:
+        assert sorted(here for here, _ in move.pairs) == list(range(stages))
+        assert sorted(there for _, there in move.pairs) == list(range(stages))
+        for here, there in move.pairs:
+            arrived[there, move.round[there]] = here * rounds + move.place[here]
+    every = itertools.product(range(stages), range(rounds))
+    assert arrived == {(stage, turn): turn * stages + stage for stage, turn in every}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "circular"])

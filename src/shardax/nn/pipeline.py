@@ -13,7 +13,7 @@ arXiv:2104.04473, section 2.2, one layer a turn). A tick is R times shorter, so 
 about R times smaller, while R times as many microbatches are handed on. A round takes
 max(M, S) ticks: in the first stage a microbatch waits for its turn. Arrays of a model are in the
 order of layers, stage by stage; before the first tick each stage sends the layers of others to
-them, and their gradients and states come back after the last: 2 (S - 1) / S of its layers' bytes.
+them, and their gradients and states come back after the last: each of its layers, there and back.
 
 Results do not depend on the mesh. Microbatch i of M has the rows i, i + M, i + 2M, ... The state of
 a layer goes from one microbatch to the next; each microbatch draws its random numbers from keys of
@@ -26,8 +26,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,42 +87,33 @@ class Stages:
 
     def to_rounds(self, tree: Any, rounds: int, dim: int = 0) -> Any:
         """Gives each stage its layer of every round, from layers in order."""
-        # Layer l is in place l % rounds of stage l // rounds; in rounds in place l // stages of
-        # stage l % stages.
-        return self._exchanged(tree, rounds, dim, rounds, self.count)
+        moves = _moves(self.count, rounds)
+        sent = [(move.place, move.pairs) for move in moves]
+        return self._exchanged(tree, dim, sent, [move.round for move in moves])
 
     def to_layers(self, tree: Any, rounds: int, dim: int = 0) -> Any:
         """The inverse of ``to_rounds``."""
-        return self._exchanged(tree, rounds, dim, self.count, rounds)
+        moves = _moves(self.count, rounds)
+        sent = [(move.round, [(there, here) for here, there in move.pairs]) for move in moves]
+        return self._exchanged(tree, dim, sent, [move.place for move in moves])
 
-    def _exchanged(self, tree: Any, rounds: int, dim: int, run: int, others: int) -> Any:
-        if rounds == 1 or self.axis is None:
+    def _exchanged(self, tree: Any, dim: int, sent: list[Any], to: list[Any]) -> Any:
+        if len(sent) == 1 or self.axis is None:
             return tree
-        axis, own, count = self.axis, self.index(), self.count
-        every = np.arange(count)
-        # The most layers that one stage has for another; what is less is sent all the same.
-        slots = np.arange(-(-rounds // count))
-        in_order = run == rounds  # whether the arrays are in the order of layers now
-        if in_order:
-            first = (every - own * rounds) % count  # the first place for each stage
-            send = first[:, None] + count * slots[None]
-            layer = np.arange(rounds) * count + own
-            source, slot = layer // rounds, layer % rounds // count
-        else:
-            first = (own - every * rounds) % count
-            send = (every[:, None] * rounds + first[:, None] + count * slots[None]) // count
-            layer = own * rounds + np.arange(rounds)
-            source, slot = layer % count, layer % rounds // count
-        send = jnp.minimum(send, rounds - 1).reshape(-1)
+        axis, stage = self.axis, self.index()
+        # In which move each place of a stage is filled.
+        filled = jnp.asarray(np.argsort(np.array(to), axis=0).T)[stage]
 
         def exchanged(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 made = exchanged(jax.random.key_data(x))
                 return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
-            parts = jnp.take(jnp.moveaxis(x, dim, 0), send, axis=0)
-            parts = parts.reshape(count, len(slots), *parts.shape[1:])
-            parts = jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
-            return jnp.moveaxis(parts[source, slot], 0, dim)
+            parts = []
+            for place, pairs in sent:
+                own = jnp.asarray(place)[stage]
+                part = jax.lax.dynamic_index_in_dim(x, own, dim, keepdims=False)
+                parts.append(jax.lax.ppermute(part, axis, pairs))
+            return jnp.take(jnp.stack(parts, dim), filled, axis=dim)
 
         return jax.tree.map(exchanged, tree)
 
@@ -137,6 +129,30 @@ class Stages:
             return found.astype(x.dtype)
 
         return jax.tree.map(chosen, tree)
+
+
+class _Move(NamedTuple):
+    """A layer of each stage, on its way to the stage that has it in a circular schedule."""
+
+    place: list[int]  # by stage: of the layer that it sends, among its layers
+    pairs: list[tuple[int, int]]  # from, to
+    round: list[int]  # by stage: of the layer that it is sent
+
+
+def _moves(stages: int, rounds: int) -> list[_Move]:
+    """Returns permutations by which layers in order come into rounds."""
+    # Layer l is in stage l // R, and goes to stage l % S. Of the layers whose (l % R + l // m) % R
+    # is one number, m the least common multiple of R and S, each stage has one and is sent one: all
+    # layers of a stage have one l // m, and two layers for one stage differ by a multiple of S, so
+    # also of the greatest common divisor, by less than which values of l // m differ.
+    multiple, found = math.lcm(rounds, stages), []
+    for number in range(rounds):
+        place = [(number - stage * rounds // multiple) % rounds for stage in range(stages)]
+        layers = [stage * rounds + place[stage] for stage in range(stages)]
+        pairs = [(stage, layer % stages) for stage, layer in enumerate(layers)]
+        by_stage = {layer % stages: layer // stages for layer in layers}
+        found.append(_Move(place, pairs, [by_stage[stage] for stage in range(stages)]))
+    return found
 
 
 def find_stages(axis_name: str, length: int) -> Stages:
