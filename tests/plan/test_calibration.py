@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import hlo, plan
 from shardax.errors import HardwareError, PlanInputError
-from shardax.plan.hardware import calibration
 from shardax.plan.hardware.calibration import _collectives, _DeviceFigures, _on_each
+from shardax.plan.hardware.hardware import hardware_of
 
 GIB = 2**30
 
@@ -78,7 +78,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return _DeviceFigures({"f32": 4e14, "bf16": 7e14}, 3e12, 2e-6, {}, link)
 
     monkeypatch.setattr(jax, "local_devices", lambda: [device, device])
-    monkeypatch.setattr(calibration, "_measure", measure)
+    monkeypatch.setitem(plan.calibrate_gpu.__globals__, "_measure", measure)
     return asked
 
 
@@ -127,7 +127,7 @@ def test_gpus_that_a_process_has_not_cannot_be_measured(count: int | None) -> No
 def test_the_gpus_of_this_machine_are_measured_near_their_data_sheet() -> None:
     if jax.default_backend() != "gpu":
         pytest.skip("this process has no GPU: run it with JAX_PLATFORMS=cuda on a machine with one")
-    gpu, known = plan.calibrate_gpu(), calibration.hardware_of(jax.devices()[0])
+    gpu, known = plan.calibrate_gpu(), hardware_of(jax.devices()[0])
     assert known is not None
     assert 0.3 < gpu.peak("bf16") / known.peak("bf16") < 1.2
     assert 0.5 < gpu.memory_bandwidth / known.memory_bandwidth < 1.2

@@ -132,7 +132,7 @@ class Stages:
 
 
 class _Move(NamedTuple):
-    """A layer of each stage, on its way to the stage that has it in a circular schedule."""
+    """A layer of each stage on its way into rounds."""
 
     place: list[int]  # by stage: of the layer that it sends, among its layers
     pairs: list[tuple[int, int]]  # from, to

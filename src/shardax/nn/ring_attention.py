@@ -449,13 +449,14 @@ def _own(ring: Ring, tree: Any) -> Any:
 
 
 def _by_head(query: Any, part: Part) -> tuple[Any, Part]:
-    """Queries in groups that share a kv head, and keys; time after heads, as products read it."""
+    """Queries in groups and keys, with time after heads."""
+    # Products then merge and transpose nothing.
     key, value = (jnp.swapaxes(x, -3, -2) for x in (part.key, part.value))
     return _grouped(query, part.key.shape[-2]), Part(key, value, part.segments)
 
 
 def _grouped(x: Any, kv_heads: int) -> Any:
-    """Splits heads into groups that share a kv head, and moves time after them."""
+    """Splits heads into groups of a kv head, with time last."""
     x = x.reshape(*x.shape[:-2], kv_heads, x.shape[-2] // kv_heads, x.shape[-1])
     return jnp.moveaxis(x, -4, -2)
 

@@ -112,8 +112,10 @@ def calibrate_gpu(
 
     Example:
         >>> from shardax import plan
-        >>> plan.calibrate_gpu()  # doctest: +SKIP
-        Hardware(name='h100', kind='gpu', ...)
+        >>> plan.calibrate_gpu()
+        Traceback (most recent call last):
+            ...
+        shardax.errors.PlanInputError: This process has 0 GPUs, but cpu. It needs JAX for ...
     """
     present = [each for each in jax.local_devices() if each.platform in ("gpu", "cuda", "rocm")]
     count = len(present) if devices is None else devices
@@ -216,7 +218,7 @@ def _measure(
 
 
 class _Probe(NamedTuple):
-    """A function of all devices' arrays, and the array that each device has."""
+    """A function of all arrays, and what each device has."""
 
     function: Callable[[Any], Any]
     shape: tuple[int, ...]
@@ -240,8 +242,8 @@ def _least_seconds(
     shapes = {(shape, dtype) for _, shape, dtype in programs.values()}
     starts = {each: start(*each) for each in sorted(shapes)}
     compiled = {}
-    for name, (function, *given) in programs.items():
-        argument = starts[tuple(given)]
+    for name, (function, shape, dtype) in programs.items():
+        argument = starts[shape, dtype]
         compiled[name] = jax.jit(function).lower(argument).compile(), argument
     for run, given in compiled.values():
         jax.block_until_ready(run(given))
@@ -255,7 +257,7 @@ def _least_seconds(
 
 
 def _on_each(mesh: Mesh, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of what each device has, which is flat."""
+    """A function of each device's own flat array."""
     # Of a dimension that is not the first, collectives change the layout before and after, which is
     # other work.
     spec = PartitionSpec(_AXIS)
