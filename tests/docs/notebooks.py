@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from tests.house.sources import ROOT
 
 FOLDER = ROOT / "docs" / "notebooks"
 SECONDS_OF_A_CELL = 300
+# As of the tests: programs are compiled quickly, and are the same ones.
+FLAGS = ["--xla_backend_optimization_level=0"]
+if metadata.version("jaxlib").startswith("0.10."):
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 DRAWING = re.compile(r"treescope_out_[0-9a-f]{32}")
 
 
@@ -29,11 +34,7 @@ def names() -> list[str]:
 
 def environment(folder: str) -> dict[str, str]:
     """Settings of the kernel, the same on every machine; nothing of the user's own is read."""
-    fixed = {
-        "COLUMNS": "100",
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    }
+    fixed = {"COLUMNS": "100", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(FLAGS)}
     jupyter = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     owned = (*jupyter, "IPYTHONDIR", "SHARDAX_CACHE_DIR")
     return os.environ | fixed | {name: f"{folder}/{name.lower()}" for name in owned}

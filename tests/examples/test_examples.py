@@ -21,9 +21,13 @@ PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
 # main() to be called here, for its figures.
 RUN = """
 import json, runpy, sys
-figures = runpy.run_path(sys.argv[1])["main"]([])
+figures = runpy.run_path(sys.argv[1])["main"](sys.argv[2:])
 print(json.dumps(figures, default=float))
 """
+
+
+# Fewer steps, where no figure is checked that takes more.
+ARGUMENTS = {"byte_language_model": ["--steps", "40"]}
 
 
 def run_program(program: Path) -> tuple[list[str], Any]:
@@ -35,7 +39,7 @@ def run_program(program: Path) -> tuple[list[str], Any]:
         "PYTHONPATH": str(ROOT / "src"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(program)],
+        [sys.executable, "-c", RUN, str(program), *ARGUMENTS.get(program.stem, [])],
         env=environment,
         cwd=ROOT,
         capture_output=True,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -55,8 +56,9 @@ FORMS = [
 ]
 
 
-def make_model() -> Transformer:
-    """A decoder with experts, scanned."""
+@functools.cache
+def whole() -> Transformer:
+    """A decoder with experts, scanned, on one device."""
     config = TransformerConfig(
         vocab_size=32,
         num_layers=4,
@@ -91,6 +93,6 @@ def run(form: Form, kind: AxisType = AxisType.Auto) -> tuple[Any, Any]:
     count = math.prod(form.sizes.values())
     devices = np.array(jax.devices()[:count]).reshape(tuple(form.sizes.values()))
     mesh = jax.sharding.Mesh(devices, tuple(form.sizes), axis_types=(kind,) * devices.ndim)
-    model = sx.shard(make_model(), mesh, form.rules)
+    model = sx.shard(sx.clone(whole()), mesh, form.rules)
     with jax.set_mesh(mesh), sx.axis_rules(form.rules), sx.parallel(**form.settings):
         return step(model, make_batch())

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from tests.models.forms import FORMS, Form, make_batch, make_model, run, step
+from tests.models.forms import FORMS, Form, make_batch, run, step, whole
 
 
 @functools.cache
 def alone() -> tuple[float, Any]:
-    loss, gradients = step(make_model(), make_batch())
+    loss, gradients = step(whole(), make_batch())
     return float(loss), gradients.flat()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType
+from tests.conftest import make_mesh
 
 import shardax as sx
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig, generate
@@ -53,12 +55,17 @@ def lists(arrays: Any) -> list[list[int]]:
     return [array.tolist() for array in arrays]
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+@functools.cache
+def greedy_rows(count: int) -> list[list[int]]:
     """Takes the likeliest token of the whole sequence, one by one."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(np.argmax(model(jnp.asarray([tokens]))[0, -1])))
-    return tokens
+    model, rows = decoder(), [list(prompt) for prompt in PROMPTS]
+    longest = max(map(len, rows)) + count  # of one length, whose end no token before it reads
+    logits = sx.jit(lambda tokens: model(tokens))
+    for tokens in rows:
+        for _ in range(count):
+            padded = np.array([tokens + [0] * (longest - len(tokens))])
+            tokens.append(int(np.argmax(logits(padded)[0, len(tokens) - 1])))
+    return rows
 
 
 @pytest.mark.parametrize("kind", ["listed", "stacked", "without cache"])
@@ -68,7 +75,7 @@ def test_greedy_generation_of_a_batch_takes_the_likeliest_token_of_each_row(
     asked = {"listed": model, "stacked": decoder(scan_layers=True), "without cache": Plain(model)}
     found = generate(asked[kind], PROMPTS, max_new_tokens=5, temperature=0)
     assert all(one.dtype == np.int32 for one in found)
-    assert lists(found) == [greedy(model, prompt, 5) for prompt in PROMPTS]
+    assert lists(found) == greedy_rows(5)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -196,21 +203,34 @@ def test_another_length_compiles_nothing(model: Decoder) -> None:
     assert compiled
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("rules_in_scope", [False, True])
-def test_a_model_on_a_mesh_generates_the_same(
-    mesh: Mesh, scan_layers: bool, rules_in_scope: bool
-) -> None:
-    model = decoder(scan_layers=scan_layers)
+def sampled(model: Any) -> list[list[list[int]]]:
     options: dict[str, Any] = {
         "max_new_tokens": 6, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1,
     }  # fmt: skip
-    expected = [lists(generate(model, rows, **options)) for rows in (PROMPTS, PROMPTS[:1])]
-    sx.shard(model, mesh, DECODER_RULES)
-    scope = sx.axis_rules(DECODER_RULES if rules_in_scope else {})
-    with scope:
-        found = [lists(generate(model, rows, **options)) for rows in (PROMPTS, PROMPTS[:1])]
-    assert found == expected
+    return [lists(generate(model, rows, **options)) for rows in (PROMPTS, PROMPTS[:1])]
+
+
+@functools.cache
+def sampled_on_one_device(scan_layers: bool) -> list[list[list[int]]]:
+    return sampled(decoder(scan_layers=scan_layers))
+
+
+@pytest.mark.parametrize(  # every two of the three together
+    ("scan_layers", "rules_in_scope", "kind"),
+    [
+        (False, False, AxisType.Auto),
+        (False, True, AxisType.Explicit),
+        (True, False, AxisType.Explicit),
+        (True, True, AxisType.Auto),
+    ],
+)
+def test_a_model_on_a_mesh_generates_the_same(
+    scan_layers: bool, rules_in_scope: bool, kind: AxisType
+) -> None:
+    model = decoder(scan_layers=scan_layers)
+    sx.shard(model, make_mesh(kind), DECODER_RULES)
+    with sx.axis_rules(DECODER_RULES if rules_in_scope else {}):
+        assert sampled(model) == sampled_on_one_device(scan_layers)
 
 
 def test_nothing_to_add_gives_the_prompts_back(model: Decoder) -> None:

@@ -64,12 +64,13 @@ def test_logits_and_files_are_those_of_transformers(
     peer = peers.make(tmp_path / "peer", name)
     expected = peers.logits(peer, TOKENS, MASK)
     kept = MASK if expected.ndim == 3 else np.array([True, False])  # its first token is padding
+    split = list(peers.CASES).index(name) % 2  # the form that is over a mesh
     for scanned in (False, True):
-        for where in (None, mesh):
-            model = from_pretrained(tmp_path / "peer", mesh=where, scan_layers=scanned)
-            found = np.asarray(run(model, TOKENS, MASK))
-            assert found.dtype == np.float32
-            np.testing.assert_allclose(found[kept], expected[kept], rtol=0, atol=2e-5)
+        where = mesh if scanned == split else None
+        model = from_pretrained(tmp_path / "peer", mesh=where, scan_layers=scanned)
+        found = np.asarray(run(model, TOKENS, MASK))
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found[kept], expected[kept], rtol=0, atol=2e-5)
         copy = tmp_path / f"copy {scanned}"
         save_pretrained(model, copy)
         assert tensors(copy) == tensors(tmp_path / "peer")

@@ -46,16 +46,23 @@ def unwrapped(x: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("index", INDICES.values(), ids=list(INDICES))
 def test_positional_indices_change_the_part_along_all_names(index: Any) -> None:
-    expected = np.stack([jnp.asarray(row)[plain(index)] for row in NUMBERS])
+    changes = {"set": -1.0, "add": 5.0, "multiply": 3.0, "min": 4.0, "apply": jnp.negative}
+
+    @jax.jit
+    def of_each_row(numbers: Any) -> Any:
+        parts = jnp.stack([row[plain(index)] for row in numbers])
+        return parts, {
+            name: jnp.stack([getattr(row.at[plain(index)], name)(value) for row in numbers])
+            for name, value in changes.items()
+        }
+
+    expected, changed = of_each_row(NUMBERS)
     assert np.array_equal(unwrapped(X[index]), expected)
     assert np.array_equal(unwrapped(X.at[index].get()), expected)
-    for name, value in [("set", -1.0), ("add", 5.0), ("mul", 3.0), ("multiply", 3.0), ("min", 4.0)]:
-        method = "multiply" if name == "mul" else name
-        rows = [getattr(jnp.asarray(row).at[plain(index)], method)(value) for row in NUMBERS]
-        changed = getattr(X.at[index], name)(value)
-        assert changed.dims == X.dims and np.array_equal(unwrapped(changed), np.stack(rows))
-    applied = [jnp.asarray(row).at[plain(index)].apply(jnp.negative) for row in NUMBERS]
-    assert np.array_equal(unwrapped(X.at[index].apply(jnp.negative)), np.stack(applied))
+    for name, value in {**changes, "mul": 3.0}.items():
+        found = getattr(X.at[index], name)(value)
+        rows = changed["multiply" if name == "mul" else name]
+        assert found.dims == X.dims and np.array_equal(unwrapped(found), rows)
 
 
 def test_values_meet_the_part_by_name_and_by_position() -> None:

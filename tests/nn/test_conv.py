@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as linen
@@ -30,12 +31,17 @@ def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
 def check_against_flax(layer: Any, peer: Any, x: np.ndarray) -> None:
     params = {"kernel": floats(*layer.kernel.shape) / 3, "bias": floats(*layer.bias.shape)}
     layer.kernel.value, layer.bias.value = params["kernel"], params["bias"]
-    expected, pull = jax.vjp(lambda p, x: peer.apply({"params": p}, x), params, x)
     graphdef, state = sx.split(layer)
-    found, ours = jax.vjp(lambda state, x: sx.merge(graphdef, state)(x), state, x)
+
+    @jax.jit
+    def both(params: Any, state: Any, x: Any) -> Any:
+        expected, pull = jax.vjp(lambda p, x: peer.apply({"params": p}, x), params, x)
+        found, ours = jax.vjp(lambda state, x: sx.merge(graphdef, state)(x), state, x)
+        weights = floats(*expected.shape)
+        return expected, found, pull(weights), ours(weights)
+
+    expected, found, (of_params, of_x), (our_params, our_x) = both(params, state, x)
     close(found, expected)
-    weights = floats(*expected.shape)
-    (of_params, of_x), (our_params, our_x) = pull(weights), ours(weights)
     close(our_x, of_x, 1e-4)
     for name, gradient in of_params.items():
         close(our_params[name], gradient, 2e-4)
@@ -139,13 +145,18 @@ def test_pooling_is_that_of_flax(rank: int, padding: Any, strides: int | None):
             {"count_include_pad": False},
         ),
     ):
-        found, pull = jax.vjp(lambda x, f=ours, o=options: f(x, window, **given, **o), x)
-        expected, their_pull = jax.vjp(
-            lambda x, f=peer, o=theirs: f(x, window, strides=steps, padding=pairs, **o), x
-        )
-        close(found, expected)
-        weights = floats(*expected.shape)
-        close(pull(weights)[0], their_pull(weights)[0])
+
+        def both(x: Any, ours: Any, peer: Any, options: Any, theirs: Any) -> Any:
+            found, pull = jax.vjp(lambda x: ours(x, window, **given, **options), x)
+            expected, their_pull = jax.vjp(
+                lambda x: peer(x, window, strides=steps, padding=pairs, **theirs), x
+            )
+            weights = floats(*expected.shape)
+            return (found, *pull(weights)), (expected, *their_pull(weights))
+
+        one = functools.partial(both, ours=ours, peer=peer, options=options, theirs=theirs)
+        for found, expected in zip(*jax.jit(one)(x), strict=True):
+            close(found, expected)
 
 
 def test_pooling_takes_integers_and_any_batch_dimensions():

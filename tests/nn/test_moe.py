@@ -31,14 +31,15 @@ def by_hand(moe: sx.nn.MoE, x: Any, places: int | None = None) -> np.ndarray:
     chances = np.asarray(jax.nn.softmax(tokens @ moe.router.kernel.value))
     chosen = np.argsort(-chances, axis=1, kind="stable")[:, : moe.top_k]
     y, used = np.zeros_like(tokens), np.zeros(4, int)
+    gate, up, down = (np.asarray(one.value) for one in (moe.gate, moe.up, moe.down))
     for choice in range(moe.top_k):
         for t, e in enumerate(chosen[:, choice]):
             used[e] += 1
             if places is not None and used[e] > places:
                 continue
             weight = chances[t, e] / (chances[t, chosen[t]].sum() if moe.normalise else 1)
-            gate, up, down = (one.value[e] for one in (moe.gate, moe.up, moe.down))
-            y[t] += weight * ((jax.nn.silu(tokens[t] @ gate) * (tokens[t] @ up)) @ down)
+            gated = tokens[t] @ gate[e]
+            y[t] += weight * ((gated / (1 + np.exp(-gated)) * (tokens[t] @ up[e])) @ down[e])
     return y.reshape(x.shape)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as linen
@@ -85,13 +86,14 @@ def test_an_rnn_has_the_results_and_gradients_of_flax(name: str, reverse: bool) 
         return loss, (carry, y)
 
     params = peer_params(name, cell)
-    (_, (carry, y)), gradients = jax.value_and_grad(peer_loss, (0, 1), has_aux=True)(params, x)
+    graded_peer = jax.jit(jax.value_and_grad(peer_loss, (0, 1), has_aux=True))
+    (_, (carry, y)), gradients = graded_peer(params, x)
 
     def loss(rnn: Any, x: Any) -> Any:
         carry, y = rnn(x, mask=REAL, return_carry=True)
         return (y * weights).sum() + sum(map(jnp.sum, jax.tree.leaves(carry))), (carry, y)
 
-    graded = sx.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    graded = sx.jit(sx.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (_, (our_carry, our_y)), (ours, of_x) = graded(rnn, x)
     close((peer_carry(name, our_carry), our_y), (carry, y))
     close(of_x, gradients[1], 2e-5)
@@ -196,28 +198,47 @@ def test_a_cell_of_ones_own_keeps_its_state_and_draws_anew_in_every_step() -> No
     close(rnn(x)["half"], jnp.cumsum(jnp.tile(rnn.cell.linear(x[:1]) / 2, (TIME, 1)), axis=0), 1e-5)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("split", ["out", "hidden"])
-@pytest.mark.parametrize(
-    ("name", "compiled"), [("simple", True), ("gru", True), ("lstm", True), ("lstm", False)]
-)
-def test_on_a_mesh_the_results_are_those_of_one_device(
-    name: str, kind: Any, split: str, compiled: bool
-) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-    cell, x = make(name), floats(BATCH, TIME, INPUTS)
-    both = sx.nn.Bidirectional(cell, make(name, seed=1))
+def run_both(both: Any, x: Any, mask: Any) -> Any:
     start = tuple(rnn.cell.initial_carry(x[:, 0]) for rnn in (both.forward, both.backward))
 
-    def run(both: Any, x: Any, mask: Any) -> Any:
-        def loss(both: Any, x: Any) -> Any:
-            y = both(x, mask=mask)
-            return (y**2).sum(), (y, both(x, start, mask=MASK), both(x))
+    def loss(both: Any, x: Any) -> Any:
+        y = both(x, mask=mask)
+        return (y**2).sum(), (y, both(x, start, mask=MASK), both(x))
 
-        (_, y), grads = sx.value_and_grad(loss, has_aux=True)(both, x)
-        return y, jax.tree.leaves(grads)
+    (_, y), grads = sx.value_and_grad(loss, has_aux=True)(both, x)
+    return y, jax.tree.leaves(grads)
 
-    expected = run(both, x, MASK)
+
+def make_both(name: str) -> Any:
+    return sx.nn.Bidirectional(make(name), make(name, seed=1))
+
+
+@functools.cache
+def on_one_device(name: str) -> Any:
+    return sx.jit(run_both)(make_both(name), floats(BATCH, TIME, INPUTS), MASK)
+
+
+# Every cell over both kinds of axes, and split both ways; each kind split both ways.
+@pytest.mark.parametrize(
+    ("name", "split", "kind", "compiled"),
+    [
+        ("simple", "out", AxisType.Auto, True),
+        ("simple", "hidden", AxisType.Explicit, True),
+        ("gru", "hidden", AxisType.Auto, True),
+        ("gru", "out", AxisType.Explicit, True),
+        ("lstm", "out", AxisType.Auto, True),
+        ("lstm", "hidden", AxisType.Explicit, True),
+        ("lstm", "hidden", AxisType.Auto, False),
+        ("lstm", "out", AxisType.Explicit, False),
+    ],
+)
+def test_on_a_mesh_the_results_are_those_of_one_device(
+    name: str, split: str, kind: Any, compiled: bool
+) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    x, expected = floats(BATCH, TIME, INPUTS), on_one_device(name)
+    both = make_both(name)
+    cell = both.forward.cell
     sx.shard(both, mesh, [(split, "model")])
     kernel = cell.recurrent.kernel
     assert kernel.value.sharding.spec == PartitionSpec(
@@ -226,7 +247,7 @@ def test_on_a_mesh_the_results_are_those_of_one_device(
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     mask = jax.device_put(MASK, NamedSharding(mesh, PartitionSpec("data", None)))
     with jax.set_mesh(mesh):
-        close((sx.jit(run) if compiled else run)(both, placed, mask), expected, 2e-5)
+        close((sx.jit(run_both) if compiled else run_both)(both, placed, mask), expected, 2e-5)
 
 
 def test_over_explicit_axes_a_split_time_is_made_whole() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -38,26 +39,37 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("how", ["all-gather", "ring", "ring-zigzag"])
-def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
-    kind: AxisType, how: Any, variant: str
-) -> None:
-    options, given = VARIANTS[variant]
-    mesh = mesh_of(kind)
+HOW = ["all-gather", "ring", "ring-zigzag"]
+KINDS = [AxisType.Auto, AxisType.Explicit]
 
-    def make() -> sx.nn.MultiHeadAttention:
-        return sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0), **options)
 
-    def loss(layer: Any, x: Any, given: Any) -> Any:
-        y = layer(x, **given)
-        return jnp.sum(jnp.sin(y)), y
+@sx.jit
+@sx.value_and_grad(has_aux=True)
+def sine(layer: Any, x: Any, given: Any) -> Any:
+    y = layer(x, **given)
+    return jnp.sum(jnp.sin(y)), y
 
+
+@functools.cache
+def of_the_whole(variant: str) -> Any:
+    """The layer of a variant, its input, result and gradients on one device."""
+    layer = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0), **VARIANTS[variant][0])
     x = jax.random.normal(jax.random.key(1), (BATCH, TIME, WIDTH))
-    step = sx.jit(sx.value_and_grad(loss, has_aux=True))
-    (_, y), gradients = step(make(), x, given)
-    layer = make()
+    (_, y), gradients = sine(layer, x, VARIANTS[variant][1])
+    return layer, x, y, gradients
+
+
+# Every variant each way; every variant, and every way, over both kinds of axes.
+@pytest.mark.parametrize(
+    ("how", "variant", "kind"),
+    [(how, v, KINDS[(i + j) % 2]) for i, how in enumerate(HOW) for j, v in enumerate(VARIANTS)],
+    ids=str,
+)
+def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
+    how: Any, variant: str, kind: AxisType
+) -> None:
+    alone, x, y, gradients = of_the_whole(variant)
+    mesh, layer, given = mesh_of(kind), sx.clone(alone), VARIANTS[variant][1]
     sx.shard(layer, mesh, RULES)
     with jax.set_mesh(mesh), sx.axis_rules(RULES), sx.parallel(context=how):
         spec = jax.P("data", "context")
@@ -68,7 +80,7 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
             else array
             for name, array in given.items()
         }
-        (_, found), found_gradients = step(layer, split, laid_out)
+        (_, found), found_gradients = sine(layer, split, laid_out)
     np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
     for one, other in zip(
         jax.tree.leaves(found_gradients), jax.tree.leaves(gradients), strict=True
@@ -76,12 +88,9 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("how", ["all-gather", "ring", "ring-zigzag"])
-@pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scanned"])
-def test_a_packed_batch_trains_split_as_whole_and_each_device_holds_less(
-    kind: AxisType, how: Any, scanned: bool
-) -> None:
+@functools.cache
+def packed_and_whole(scanned: bool) -> Any:
+    """A decoder, a packed batch, and on one device: loss, gradients and bytes of its step."""
     config = sx.models.DecoderConfig(
         num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, scan_layers=scanned
     )
@@ -90,22 +99,37 @@ def test_a_packed_batch_trains_split_as_whole_and_each_device_holds_less(
     batch = next(sx.train.PackedBatches(documents, batch_size=2, seq_len=64, passes=1))
     step = sx.jit(sx.value_and_grad(sx.models.next_token_loss))
     model = sx.models.Decoder(config, rngs=sx.Rngs(0))
-    expected, gradients = step(model, jax.tree.map(jnp.asarray, batch))
-    whole = step.lower(model, jax.tree.map(jnp.asarray, batch)).compile().memory_analysis()
+    arrays = jax.tree.map(jnp.asarray, batch)
+    program = step.lower(model, arrays).compile()
+    held = program.memory_analysis().temp_size_in_bytes
+    return model, batch, step, program(model, arrays), held
+
+
+# Each way in both forms of the model; each way, and each form, over both kinds of axes.
+@pytest.mark.parametrize(
+    ("how", "scanned", "kind"),
+    [(how, scanned, KINDS[(i + scanned) % 2]) for i, how in enumerate(HOW) for scanned in (0, 1)],
+    ids=str,
+)
+def test_a_packed_batch_trains_split_as_whole_and_each_device_holds_less(
+    how: Any, scanned: int, kind: AxisType
+) -> None:
+    alone, batch, step, (expected, gradients), whole = packed_and_whole(bool(scanned))
+    model = sx.clone(alone)
     mesh = jax.make_mesh((8,), ("context",), axis_types=(kind,))
     rules = {"seq": "context"}
     sx.shard(model, mesh, rules)
     with jax.set_mesh(mesh), sx.axis_rules(rules), sx.parallel(context=how):
         spec = jax.NamedSharding(mesh, jax.P(None, "context"))
         placed = jax.device_put(batch, spec)
-        found, found_gradients = step(model, placed)
-        split = step.lower(model, placed).compile().memory_analysis()
+        program = step.lower(model, placed).compile()
+        found, found_gradients = program(model, placed)
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
     for one, other in zip(
         jax.tree.leaves(found_gradients), jax.tree.leaves(gradients), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
-    assert split.temp_size_in_bytes < whole.temp_size_in_bytes / 2
+    assert program.memory_analysis().temp_size_in_bytes < whole / 2
 
 
 def split_call(kind: AxisType, how: Any, time: int, **options: Any) -> tuple[Any, Any, Any]:

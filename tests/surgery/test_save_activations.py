@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.surgery.decoders import TOKENS, close, decoder, in_every_layout, run
+from tests.surgery.decoders import TOKENS, close, decoder, run
 
 import shardax as sx
 from shardax import errors
@@ -25,8 +25,16 @@ def places(scanned: bool) -> list[str]:
     return [".embed", ".final_norm", *whole, *(layer + place for place in OF_A_LAYER)]
 
 
-@pytest.mark.parametrize("call", [run, sx.jit(run)], ids=["eager", "jit"])
-@in_every_layout
+@pytest.mark.parametrize(  # every two of scanned, tied (with remat) and compiled together
+    ("scanned", "tied", "remat", "call"),
+    [
+        (False, False, None, run),
+        (True, False, None, sx.jit(run)),
+        (False, True, "full", sx.jit(run)),
+        (True, True, "full", run),
+    ],
+    ids=["layers", "scanned-jit", "layers-tied-remat-jit", "scanned-tied-remat"],
+)
 def test_any_place_of_a_decoder_can_be_watched(
     scanned: bool, tied: bool, remat: Any, call: Callable[[Any], jax.Array]
 ) -> None:
