@@ -21,17 +21,18 @@ import shardax as sx
 
 FEATURES, HIDDEN, EXPERTS, TOP_K = 128, 256, 8, 2
 BATCH, TIME, FACTOR, RATE = 16, 128, 1.25, 1e-3
+QUICK = {"FEATURES": 8, "HIDDEN": 16, "TIME": 16}
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 
 
-def cases() -> Iterator[Case]:
-    """Yields a name, a step of the layer, and one by hand."""
-    for sizes, batch in (
-        ({"expert": 8}, ("expert",)),
-        ({"data": 2, "expert": 4}, ("data", "expert")),
+def cases(*, quick: bool = False) -> Iterator[Case]:
+    """Yields a name, a step of the layer, and one by hand; quickly, one of each mesh."""
+    for sizes, batch, quickly in (
+        ({"expert": 8}, ("expert",), "dropless"),
+        ({"data": 2, "expert": 4}, ("data", "expert"), "capacity"),
     ):
-        for dispatch in ("dropless", "capacity"):
+        for dispatch in [quickly] if quick else ["dropless", "capacity"]:
             name = f"experts, {dispatch}, " + " x ".join(f"{a}={n}" for a, n in sizes.items())
             yield name, *_pair(dispatch, sizes, batch)
 

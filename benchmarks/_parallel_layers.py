@@ -25,6 +25,7 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 LAYERS, STAGES, MICROBATCHES = 8, 4, 8
 ROWS, WIDTH, HIDDEN = 2048, 128, 512
 TIME, HEADS, HEAD_DIM = 2048, 4, 32
+QUICK = {"ROWS": 64, "WIDTH": 8, "HIDDEN": 16, "TIME": 64, "HEADS": 2, "HEAD_DIM": 4}
 
 
 class Block(sx.Module):
@@ -240,7 +241,7 @@ def ring_backward(saved: Any, given: jax.Array) -> Any:
 raw_ring.defvjp(ring_forward, ring_backward)
 
 
-def cases() -> Iterator[Case]:
-    """Name, by rule, by hand."""
+def cases(*, quick: bool = False) -> Iterator[Case]:
+    """Name, by rule, by hand; all when quick too."""
     yield from pipelines()
     yield from rings()

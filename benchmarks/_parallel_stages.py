@@ -25,6 +25,7 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 8, 1024, 256
 HIDDEN = (512, 1024, 768, 512)
 LAYERS = 2
+QUICK = {"ROWS": 32, "WIDTH": 8, "HIDDEN": (16, 32, 24, 16), "LAYERS": 1}
 
 
 class Block(sx.Module):
@@ -54,11 +55,11 @@ def mean_square(y: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.mean((y - target) ** 2)
 
 
-def cases() -> Iterator[Case]:
-    """GPipe and 1F1B."""
+def cases(*, quick: bool = False) -> Iterator[Case]:
+    """GPipe and 1F1B; quickly, 1F1B."""
     mesh = jax.make_mesh((2, STAGES), ("data", "stage"))
     x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b")[quick:]:
         stages = [Block(hidden, seed) for seed, hidden in enumerate(HIDDEN)]
         step = PipelineStep(
             stages,

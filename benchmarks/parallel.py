@@ -28,10 +28,15 @@ MODULES = ("_parallel_layers", "_parallel_experts", "_parallel_zero", "_parallel
 HEADERS = ("case", "shardax, ms", "by hand, ms", "ratio, least", "ratio, median")
 
 
-def cases(chosen: list[str]) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
-    """Name, by rule, by hand."""
+def cases(
+    chosen: list[str], *, quick: bool
+) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+    """Name, by rule, by hand; quickly, every form at a small size and on one mesh."""
     for name in chosen:
-        yield from importlib.import_module(name).cases()
+        module = importlib.import_module(name)
+        if quick:
+            vars(module).update(module.QUICK)
+        yield from module.cases(quick=quick)
 
 
 def repeated(run: Callable[[], Any]) -> Callable[[int], Any]:
@@ -54,9 +59,14 @@ def main() -> int:
     report = Report("parallel", vars(options))
     rows = []
     repeats = 1 if options.quick else options.repeats
-    for name, ours, by_hand in cases(options.modules):
+    for name, ours, by_hand in cases(options.modules, quick=options.quick):
         opponents = [Opponent("by hand", repeated(by_hand)), Opponent("shardax", repeated(ours))]
-        found = compare(measure(opponents, repeats=repeats, block_seconds=0.5), "by hand")
+        found = compare(
+            measure(
+                opponents, repeats=repeats, block_seconds=0.5, calls=1 if options.quick else None
+            ),
+            "by hand",
+        )
         record = found["shardax"].record() | {"name": name}
         hand = found["by hand"].record()
         report.records.append(record | {"by_hand_median_us": hand["median_us"]})

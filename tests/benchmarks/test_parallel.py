@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 def test_every_form_is_timed_beside_the_same_by_hand(tmp_path):
     written = run("parallel.py", tmp_path)
     names = " ".join(record["name"] for record in written["records"])
-    for form in ("gpipe", "circular", "ring", "experts", "ZeRO", "stages, 1f1b"):
+    forms = ("gpipe", "circular", "ring", "experts, dropless", "experts, capacity", "ZeRO",
+             "hierarchical sum", "stages, 1f1b")  # fmt: skip
+    for form in forms:
         assert form.lower() in names.lower(), names
     assert all(record["median_us"] > 0 for record in written["records"])
 
@@ -34,6 +36,7 @@ def test_a_published_model_is_searched_beside_its_published_layout(tmp_path):
     (record,) = written["records"]
     assert record["model"] == "llama-8b" and record["target"] == "gpu:h100:8x8"
     assert "layouts fit" in record["found"] and "published" in record["published"]
+    assert "schedule gpipe" in record["found"] and "failed" not in record["found"]
 
 
 @pytest.mark.slow
