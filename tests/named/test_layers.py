@@ -153,7 +153,7 @@ def loss(model, tokens):
 
 def test_rules_lay_a_model_out_and_training_over_a_mesh_is_as_without(mesh):
     alone, laid_out = Model(sx.Rngs(0)), Model(sx.Rngs(0))
-    expected, gradients = sx.value_and_grad(loss)(alone, TOKENS)
+    expected, gradients = sx.jit(sx.value_and_grad(loss))(alone, TOKENS)
     assert sx.shard(laid_out, mesh, RULES) is laid_out
     specs = {path: v.sharding.spec for path, v in sx.iter_variables(laid_out)}
     assert specs["up", "kernel"] == P(None, "model")

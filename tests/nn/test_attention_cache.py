@@ -38,9 +38,13 @@ def close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def in_parts(layer: Any, x: Any, sizes: list[int], kept: Any, **options: Any) -> Any:
+@sx.jit
+def call(layer: Any, x: Any, kept: Any = None, given: Any = None) -> Any:
+    return layer(x, cache=kept, **(given or {}))
+
+
+def in_parts(layer: Any, x: Any, sizes: list[int], kept: Any) -> Any:
     """Calls a layer on consecutive parts of a sequence, with a cache."""
-    call = sx.jit(lambda layer, part, kept: layer(part, cache=kept, **options))
     parts, start = [], 0
     for size in sizes:
         parts.append(call(layer, x[:, start : start + size], kept))
@@ -55,7 +59,7 @@ def in_parts(layer: Any, x: Any, sizes: list[int], kept: Any, **options: Any) ->
 )
 def test_a_sequence_in_parts_is_read_as_a_whole_one(sizes: list[int], options: dict[str, Any]):
     layer, x = attention(**options), floats(2, TIME, FEATURES)
-    close(in_parts(layer, x, sizes, cache(2, TIME + 2)), layer(x))
+    close(in_parts(layer, x, sizes, cache(2, TIME + 2)), call(layer, x))
 
 
 @pytest.mark.parametrize("length", [3, 4, 6])
@@ -63,7 +67,7 @@ def test_a_sequence_in_parts_is_read_as_a_whole_one(sizes: list[int], options: d
 def test_a_ring_holds_what_a_window_reads(length: int, sizes: list[int]):
     layer, x = attention(window=3), floats(2, TIME, FEATURES)
     kept = cache(2, length, ring=True)
-    close(in_parts(layer, x, sizes, kept), layer(x))
+    close(in_parts(layer, x, sizes, kept), call(layer, x))
     held = np.sort(np.asarray(kept.position.value))
     assert held.tolist() == [list(range(TIME - length, TIME))] * 2
 
@@ -74,13 +78,14 @@ def test_rows_padded_on_the_left_are_read_as_if_alone(ring: bool):
     real = np.arange(6) >= np.array([[0], [3]])
     kept = cache(2, 4 if ring else 12, ring=ring)
     first = layer(x[:, :6], mask=real[:, None, None], cache=kept)
-    rest = [layer(x[:, i : i + 1], cache=kept) for i in range(6, TIME)]
+    rest = [call(layer, x[:, i : i + 1], kept) for i in range(6, TIME)]
     found = jnp.concatenate([first, *rest], axis=1)
     close(found[0], layer(x[0]))
     close(found[1, 3:], layer(x[1, 3:]))
     # The same by positions, where -1 is padding.
     other = cache(2, 12)
-    close(layer(x[:, :6], positions=np.cumsum(real, 1) - 1, cache=other)[1, 3:], first[1, 3:])
+    by_position = {"positions": np.cumsum(real, 1) - 1}
+    close(call(layer, x[:, :6], other, by_position)[1, 3:], first[1, 3:])
     assert other.position.value[1, :6].tolist() == [-1, -1, -1, 0, 1, 2]
 
 

@@ -30,17 +30,17 @@ def test_the_page_holds_for_layers_in_a_list_and_an_own_head() -> None:
 
 
 def test_heads_ablated_by_name_are_those_whose_values_are_zero() -> None:
-    for scanned in (False, True):
-        attention = sx.select(decoder(scanned)).at_instances_of(sx.nn.MultiHeadAttention)
-        outputs = attention.at(lambda attention: attention.out.kernel)
+    def ablated(kernel: Any, heads: jax.Array) -> Any:
+        array = named.wrap(kernel.value, *kernel.axes).at[{"heads": heads}].set(0)
+        return kernel.replace(array.unwrap(*kernel.axes))
 
-        def ablated(kernel: Any, heads: jax.Array) -> Any:
-            array = named.wrap(kernel.value, *kernel.axes).at[{"heads": heads}].set(0)
-            return kernel.replace(array.unwrap(*kernel.axes))
-
-        for heads in (jnp.array(1), jnp.array([0, 3])):
-            found = run(outputs.apply(lambda kernel: ablated(kernel, heads)))  # noqa: B023
-            close(found, _without_heads(heads))
+    models, compiled = [decoder(scanned) for scanned in (False, True)], sx.jit(run)
+    for heads in (jnp.array(1), jnp.array([0, 3])):
+        expected = jax.jit(_without_heads)(heads)
+        for model in models:
+            attention = sx.select(model).at_instances_of(sx.nn.MultiHeadAttention)
+            outputs = attention.at(lambda attention: attention.out.kernel)
+            close(compiled(outputs.apply(lambda kernel: ablated(kernel, heads))), expected)  # noqa: B023
 
 
 def _without_heads(heads: jax.Array) -> jax.Array:
