@@ -362,6 +362,7 @@ def test_wrong_arguments_are_those_of_the_function() -> None:
 # --- what is kept ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_programs_that_are_gone_keep_no_function_alive() -> None:
     seen = Seen()
     function = doubling(seen, nondiff=True)

@@ -210,6 +210,7 @@ def test_an_exception_that_cannot_be_raised_here_is_told(worker, function, last_
     assert worker.submit(abs, -1).result() == 1
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_errors_and_their_tracebacks_are_garbage_like_any_other(worker):
     """Python up to 3.12.4 crashes when it collects a cycle with memory of a message in it."""
     for _ in range(5):

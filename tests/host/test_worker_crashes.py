@@ -103,6 +103,7 @@ def test_a_connection_to_a_worker_that_has_ended_is_an_error():
     assert has_ended(pid)
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_a_process_ends_with_the_worker_that_nobody_holds():
     worker = Worker()
     pid = worker.submit(there.process).result()

@@ -168,6 +168,7 @@ def initialise_twice(mesh: Mesh) -> list[weakref.ref[Any]]:
     return [weakref.ref(item) for item in (model, old, init, make)]
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_programs_keep_neither_functions_nor_models_alive(auto_mesh: Mesh) -> None:
     gc.collect()
     before = len(init_programs._programs)
@@ -177,6 +178,7 @@ def test_programs_keep_neither_functions_nor_models_alive(auto_mesh: Mesh) -> No
     assert len(init_programs._programs) == before
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_a_program_ends_with_any_of_its_functions(auto_mesh: Mesh) -> None:
     gc.collect()
     before = len(init_programs._programs)
@@ -201,6 +203,7 @@ def test_no_more_than_so_many_programs_are_remembered(
     assert counted.traces == 8
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_arguments_without_a_hash_and_methods_of_modules_work_without_memory(
     auto_mesh: Mesh,
 ) -> None:

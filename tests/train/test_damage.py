@@ -321,6 +321,7 @@ def test_a_second_trainer_in_the_folder_is_refused_and_the_first_goes_on(tmp_pat
     assert make_trainer(tmp_path, 6).run(resume=True, display=Quiet()).step == 6  # it is free
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_folder_that_goes_away_ends_the_run_with_a_clear_error(
@@ -357,6 +358,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
     tmp_path: Path, small_files: Callable[[int], None], capfd: Any, caplog: Any
 ) -> None:
@@ -379,6 +381,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
     assert capfd.readouterr().err == "" and caplog.text == ""
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_a_full_disk_ends_a_run_with_the_checkpoints_before(
     tmp_path: Path, small_files: Callable[[int], None], capfd: Any
 ) -> None:

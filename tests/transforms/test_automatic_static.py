@@ -342,6 +342,7 @@ def test_threads_may_crowd_each_others_programs_out(monkeypatch: pytest.MonkeyPa
         assert [*pool.map(lengths, ["a", "bb", "ccc", "dddd"])] == [{1.0}, {2.0}, {3.0}, {4.0}]
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_what_a_forgotten_program_was_compiled_for_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
