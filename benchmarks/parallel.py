@@ -58,15 +58,11 @@ def main() -> int:
     options = parser.parse_args()
     report = Report("parallel", vars(options))
     rows = []
-    repeats = 1 if options.quick else options.repeats
+    often: dict[str, Any] = {"repeats": options.repeats, "block_seconds": 0.5}
+    how: dict[str, Any] = {"repeats": 1, "calls": 1} if options.quick else often
     for name, ours, by_hand in cases(options.modules, quick=options.quick):
         opponents = [Opponent("by hand", repeated(by_hand)), Opponent("shardax", repeated(ours))]
-        found = compare(
-            measure(
-                opponents, repeats=repeats, block_seconds=0.5, calls=1 if options.quick else None
-            ),
-            "by hand",
-        )
+        found = compare(measure(opponents, **how), "by hand")
         record = found["shardax"].record() | {"name": name}
         hand = found["by hand"].record()
         report.records.append(record | {"by_hand_median_us": hand["median_us"]})

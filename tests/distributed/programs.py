@@ -171,9 +171,16 @@ def in_forms(names: list[str], folder: Path) -> list[Any]:
     found = []
     for form in forms.FORMS:
         if form.name in names:
-            loss, gradients = forms.run(form)
-            numbers = {str(path): whole(each) for path, each in gradients.flat().items()}
-            found.append([float(loss), numbers])
+            mesh, scope = mesh_of(form.sizes), sx.parallel(**form.settings)
+            model = sx.shard(forms.make_model(), mesh, form.rules)
+            with jax.set_mesh(mesh), sx.axis_rules(form.rules), scope:
+                loss, gradients = sx.jit(forms.step)(model, forms.make_batch())
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            arrays = {str(path): each for path, each in gradients.flat().items()}
+            arrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
+            found.append(
+                [float(loss), {path: np.asarray(x).tolist() for path, x in arrays.items()}]
+            )
     return found
 
 
@@ -376,6 +383,13 @@ class Repeated(sx.train.WholeBatches):
 
     def restore(self, state: Any) -> None:
         pass
+
+
+def several(programs: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What other programs return, one after another, each in a folder of its own."""
+    for name in programs:
+        (folder / name).mkdir(exist_ok=True)
+    return {name: globals()[name](given, folder / name) for name, given in programs.items()}
 
 
 def long_run(settings: dict[str, Any], folder: Path) -> Any:

@@ -70,9 +70,24 @@ def test_training_over_processes_gives_the_parameters_and_losses_of_one(
     assert rest == [[]] * (processes - 1), "only the main process prints"
 
 
-def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one(tmp_path: Path):
-    first, second = run("reduced", "bfloat16", tmp_path, processes=2, devices=2)
+NAMES = [form.name for form in forms.FORMS if np.prod(list(form.sizes.values())) == 4]
+
+
+@pytest.fixture(scope="module")
+def one_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What two processes found that ran several programs, and their folder."""
+    folder = tmp_path_factory.mktemp("several")
+    stopped = [({"data": 2, "model": 2}, False)]
+    programs = {"reduced": "bfloat16", "in_forms": NAMES, "stopped_by_one": stopped}
+    first, second = run("several", programs, folder, processes=2, devices=2)
     assert first == second
+    return first, folder
+
+
+def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one(
+    one_job: Any, tmp_path: Path
+):
+    first = one_job[0]["reduced"]
     alone = small_runs.make_trainer(tmp_path / "alone", 4)
     alone.run(display=small_runs.Quiet())
     # Adam's first steps are as long as its rate, 0.01, also by a gradient next to nothing.
@@ -80,15 +95,24 @@ def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one
     assert apart.mean() < 1e-4
 
 
-def test_forms_of_parallelism_over_processes_give_loss_and_gradients_of_one_device(tmp_path: Path):
-    names = [form.name for form in forms.FORMS if np.prod(list(form.sizes.values())) == 4]
-    first, second = run("in_forms", names, tmp_path, processes=2, devices=2)
-    assert first == second and len(first) == len(names) == 2
-    loss, gradients = forms.step(forms.make_model(), forms.make_batch())
+def test_forms_of_parallelism_over_processes_give_loss_and_gradients_of_one_device(one_job: Any):
+    first = one_job[0]["in_forms"]
+    assert len(first) == len(NAMES) == 2
+    loss, gradients = sx.jit(forms.step)(forms.make_model(), forms.make_batch())
     for value, found in first:
         assert value == pytest.approx(float(loss), abs=1e-5)
         for path, wanted in gradients.flat().items():
             np.testing.assert_allclose(found[str(path)], wanted, atol=2e-5, err_msg=str(path))
+
+
+def test_a_stop_that_one_process_asks_for_ends_all_at_one_step(one_job: Any) -> None:
+    ((step, eval_loss, best, share),) = one_job[0]["stopped_by_one"]
+    own = one_job[1] / "stopped_by_one" / "run0"
+    records = [r for r in sx.train.read_jsonl(own / "log.jsonl") if "eval_loss" in r]
+    shares = {record["step"]: record["eval_accuracy"] for record in records}
+    assert (step, records[-1]["eval_loss"]) == (3, eval_loss)
+    assert (best, share) == (max(shares, key=lambda at: shares[at]), max(shares.values()))
+    assert (own / "checkpoints" / f"{best:08}").is_dir()
 
 
 def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: Path):
@@ -219,15 +243,3 @@ def wait_for(condition, running) -> None:
     while not condition():
         assert time.monotonic() < limit and all(each.poll() is None for each in running)
         time.sleep(0.05)
-
-
-def test_a_stop_that_one_process_asks_for_ends_all_at_one_step(tmp_path: Path) -> None:
-    meshes = [({"data": 2, "model": 2}, False)]
-    (first,), (other,) = run("stopped_by_one", meshes, tmp_path, processes=2, devices=2)
-    assert first == other
-    step, eval_loss, best, share = first
-    records = [r for r in sx.train.read_jsonl(tmp_path / "run0" / "log.jsonl") if "eval_loss" in r]
-    shares = {record["step"]: record["eval_accuracy"] for record in records}
-    assert (step, records[-1]["eval_loss"]) == (3, eval_loss)
-    assert (best, share) == (max(shares, key=lambda at: shares[at]), max(shares.values()))
-    assert (tmp_path / "run0" / "checkpoints" / f"{best:08}").is_dir()

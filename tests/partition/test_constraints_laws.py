@@ -87,7 +87,7 @@ def seen_by_compiler(layout: Layout, body: Callable[[jax.Array], jax.Array]) -> 
     return found[0]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(layouts(), st.sampled_from(["given", "in scope", "of the array", "abstract"]))
 def test_in_a_program_a_constraint_is_what_the_compiler_lays_out(layout: Layout, how: str) -> None:
     mesh: Any = {"given": layout.mesh, "abstract": layout.mesh.abstract_mesh}.get(how)
@@ -117,7 +117,7 @@ def test_outside_of_programs_a_constraint_is_exact_and_idempotent(layout: Layout
     assert np.asarray(once).tobytes() == NUMBERS.tobytes()
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(layouts(), st.data())
 def test_inside_shard_map_only_the_axes_that_are_not_manual_take_part(
     layout: Layout, data: st.DataObject
@@ -139,7 +139,7 @@ def test_inside_shard_map_only_the_axes_that_are_not_manual_take_part(
     assert laid_out(types[-1]) == layout.wanted(without=manual | layout.axes_of_type(AxisType.Auto))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(layouts())
 def test_sharded_is_unsharded_to_the_bit_elementwise_and_closely_otherwise(layout: Layout) -> None:
     def elementwise(x: jax.Array, lay_out: Callable[[jax.Array], jax.Array]) -> jax.Array:

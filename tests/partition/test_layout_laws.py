@@ -103,7 +103,7 @@ def bits(tree: Any) -> list[bytes]:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(cases())
 def test_a_tree_lies_where_its_names_say_with_the_bits_that_it_has_unsharded(case: Case) -> None:
     tree = case.tree()
@@ -119,7 +119,7 @@ def test_a_tree_lies_where_its_names_say_with_the_bits_that_it_has_unsharded(cas
     assert bits(tree) == bits(case.tree())
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(cases())
 def test_what_is_computed_is_the_same_to_the_bit_elementwise_and_closely_otherwise(
     case: Case,
