@@ -157,12 +157,13 @@ def test_rounds_give_what_runs_of_layers_give(
     assert stack.stacked.mlp.up.kernel.sharding.spec[0] == "stage"
 
 
-# Of two stages with four layers each, every other layer stays.
 @pytest.mark.parametrize(
-    ("stages", "length", "microbatches", "layers"), [(4, 8, 8, 2), (4, 16, 4, 4), (2, 8, 2, 2)]
+    ("stages", "length", "microbatches", "permuted", "exchanged"),
+    # With fewer rounds than stages each layer of a stage, else all but those that stay.
+    [(4, 8, 8, 2, 0), (4, 16, 4, 0, 3), (2, 8, 2, 0, 2), (2, 6, 2, 0, 2)],
 )
 def test_rounds_send_layers_once_and_activations_at_every_tick(
-    stages: int, length: int, microbatches: int, layers: int
+    stages: int, length: int, microbatches: int, permuted: int, exchanged: int
 ) -> None:
     mesh = make_mesh({"stage": stages}, AxisType.Auto)
     stack = sx.nn.Stack(lambda: sx.nn.Linear(8, 8, use_bias=False, rngs=sx.Rngs(0)), length)
@@ -176,9 +177,11 @@ def test_rounds_send_layers_once_and_activations_at_every_tick(
     sent = {each.kind: 0.0 for each in facts.collectives}
     for each in facts.collectives:
         sent[each.kind] += each.wire_bytes
+    layer = 8 * 8 * 4
     assert sent == {
         # Rows of a microbatch at every tick, and before the first a stage's layers for others.
-        "collective-permute": ticks * 16 // microbatches * 8 * 4 + layers * 8 * 8 * 4,
+        "collective-permute": ticks * 16 // microbatches * 8 * 4 + permuted * layer,
+        **({"all-to-all": exchanged * layer} if exchanged else {}),
         "all-reduce": 2 * (stages - 1) / stages * 16 * 8 * 4,  # results, to all stages
     }
     assert facts.matmul_flops == ticks * 2 * 16 // microbatches * 8 * 8

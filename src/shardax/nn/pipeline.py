@@ -13,7 +13,8 @@ arXiv:2104.04473, section 2.2, one layer a turn). A tick is R times shorter, so 
 about R times smaller, while R times as many microbatches are handed on. A round takes
 max(M, S) ticks: in the first stage a microbatch waits for its turn. Arrays of a model are in the
 order of layers, stage by stage; before the first tick each stage sends the layers of others to
-them, and their gradients and states come back after the last: each of its layers, there and back.
+them, and their gradients and states come back after the last: with fewer rounds than stages each of
+its layers, else 2 (S - 1) / S of their bytes and what the last layers leave free.
 
 Results do not depend on the mesh. Microbatch i of M has the rows i, i + M, i + 2M, ... The state of
 a layer goes from one microbatch to the next; each microbatch draws its random numbers from keys of
@@ -87,35 +88,79 @@ class Stages:
 
     def to_rounds(self, tree: Any, rounds: int, dim: int = 0) -> Any:
         """Gives each stage its layer of every round, from layers in order."""
-        moves = _moves(self.count, rounds)
-        sent = [(move.place, move.pairs) for move in moves]
-        return self._exchanged(tree, dim, sent, [move.round for move in moves])
+        return self._exchanged(tree, rounds, dim, in_order=True)
 
     def to_layers(self, tree: Any, rounds: int, dim: int = 0) -> Any:
         """The inverse of ``to_rounds``."""
-        moves = _moves(self.count, rounds)
-        sent = [(move.round, [(there, here) for here, there in move.pairs]) for move in moves]
-        return self._exchanged(tree, dim, sent, [move.place for move in moves])
+        return self._exchanged(tree, rounds, dim, in_order=False)
 
-    def _exchanged(self, tree: Any, dim: int, sent: list[Any], to: list[Any]) -> Any:
-        if len(sent) == 1 or self.axis is None:
+    def _exchanged(self, tree: Any, rounds: int, dim: int, *, in_order: bool) -> Any:
+        if rounds == 1 or self.axis is None:
             return tree
-        axis, stage = self.axis, self.index()
-        # In which move each place of a stage is filled.
-        filled = jnp.asarray(np.argsort(np.array(to), axis=0).T)[stage]
+        # Permutations send no padding. Many of them take compilers long, and an exchange of many
+        # layers has little padding: none where stages divide rounds.
+        how = self._permuted if rounds < self.count else self._all_to_all
+        exchange = how(rounds, dim, in_order)
 
         def exchanged(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 made = exchanged(jax.random.key_data(x))
                 return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
+            return exchange(x)
+
+        return jax.tree.map(exchanged, tree)
+
+    def _permuted(self, rounds: int, dim: int, in_order: bool) -> Callable[[jax.Array], jax.Array]:
+        """Exchanges layers by permutations of stages."""
+        axis, stage, moves = self.axis, self.index(), _moves(self.count, rounds)
+        if in_order:
+            sent, filled = [(m.place, m.pairs) for m in moves], [m.round for m in moves]
+        else:
+            back = [[(there, here) for here, there in m.pairs] for m in moves]
+            sent = [(m.round, pairs) for m, pairs in zip(moves, back, strict=True)]
+            filled = [m.place for m in moves]
+        # In which move each place of a stage is filled.
+        order = jnp.asarray(np.argsort(np.array(filled), axis=0).T)[stage]
+
+        def exchange(x: jax.Array) -> jax.Array:
             parts = []
             for place, pairs in sent:
                 own = jnp.asarray(place)[stage]
                 part = jax.lax.dynamic_index_in_dim(x, own, dim, keepdims=False)
                 parts.append(jax.lax.ppermute(part, axis, pairs))
-            return jnp.take(jnp.stack(parts, dim), filled, axis=dim)
+            return jnp.take(jnp.stack(parts, dim), order, axis=dim)
 
-        return jax.tree.map(exchanged, tree)
+        return exchange
+
+    def _all_to_all(
+        self, rounds: int, dim: int, in_order: bool
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Exchanges layers by one all-to-all."""
+        # Layer l is in place l % rounds of stage l // rounds; in rounds in place l // stages of
+        # stage l % stages.
+        axis, own, count = self.axis, self.index(), self.count
+        every = np.arange(count)
+        # The most layers that one stage has for another; what is less is sent all the same.
+        slots = np.arange(-(-rounds // count))
+        if in_order:
+            first = (every - own * rounds) % count  # the first place for each stage
+            send = first[:, None] + count * slots[None]
+            layer = np.arange(rounds) * count + own
+            source, slot = layer // rounds, layer % rounds // count
+        else:
+            first = (own - every * rounds) % count
+            send = (every[:, None] * rounds + first[:, None] + count * slots[None]) // count
+            layer = own * rounds + np.arange(rounds)
+            source, slot = layer % count, layer % rounds // count
+        send = jnp.minimum(send, rounds - 1).reshape(-1)
+
+        def exchange(x: jax.Array) -> jax.Array:
+            parts = jnp.take(jnp.moveaxis(x, dim, 0), send, axis=0)
+            parts = parts.reshape(count, len(slots), *parts.shape[1:])
+            parts = jax.lax.all_to_all(parts, axis, 0, 0, tiled=True)
+            return jnp.moveaxis(parts[source, slot], 0, dim)
+
+        return exchange
 
     def of_last(self, tree: Any) -> Any:
         """Returns what the last stage has, in all stages."""
