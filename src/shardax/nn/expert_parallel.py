@@ -11,6 +11,9 @@ Its buffer has room for the most rows that can come: of n devices with t tokens 
 and e experts a device, ``n * t * min(k, e)`` rows; under a capacity no more than the places of
 those e experts. XLA for CPU has no ragged exchange: there each device sends every other
 ``t * min(k, e)`` rows, or as many as places, and pads with zeros.
+
+Where only tokens are split, each device sorts its own, and has all experts. The compiler would
+gather the tokens of all devices to sort them.
 """
 
 from __future__ import annotations
@@ -125,7 +128,9 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> 
     outside = found(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
     split = Split(mesh, experts, (), outside, outside)
     rows = [size / split.size(axes) for size, axes in zip(x.shape[:-1], outside, strict=True)]
-    if not experts or len(kernel) % split.size(experts) or not all(r.is_integer() for r in rows):
+    if len(kernel) % split.size(experts) or not all(r.is_integer() for r in rows):
+        return None
+    if not split.axes and not experts:
         return None
     rest = tuple(axis for axis in experts if axis not in split.axes)
     if rest:
@@ -186,18 +191,22 @@ def by_expert(
     if places is not None:
         chunk = min(chunk, local * places)
         received = min(chunk * devices, received, local * places)
-    exchange = _Exchange(split.experts, devices, local, experts.size, chunk, received)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     numbers = jax.lax.iota(jnp.int32, flat.size)
     inverse = jnp.zeros_like(order, jnp.int32).at[order].set(numbers, unique_indices=True)
     sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
-    table = jax.lax.all_gather(sizes, split.experts).reshape(devices, count)
     # Gradients are summed over the hidden layer's axes where they are those of tokens.
     x = _varying(x, frozenset(split.hidden))
-    rows = _to_experts(exchange, table, _spread(choices, x, order, inverse))
-    y = compute(rows, exchange.parts(table)[0].sum(axis=0))
-    y = _sorted_back(_from_experts(exchange, table, y), order, inverse)
+    rows = _spread(choices, x, order, inverse)
+    if devices == 1:
+        y = compute(rows, sizes)
+    else:
+        exchange = _Exchange(split.experts, devices, local, experts.size, chunk, received)
+        table = jax.lax.all_gather(sizes, split.experts).reshape(devices, count)
+        rows = _to_experts(exchange, table, rows)
+        y = _from_experts(exchange, table, compute(rows, exchange.parts(table)[0].sum(axis=0)))
+    y = _sorted_back(y, order, inverse)
     y = (y.reshape(tokens, choices, -1) * weights[..., None]).sum(axis=1)
     return jax.lax.psum(y, split.hidden) if split.hidden else y
 
