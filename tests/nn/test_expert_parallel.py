@@ -108,6 +108,30 @@ def test_results_losses_and_gradients_are_those_of_one_device(dispatch: str, pla
     assert dropped.any() == (dispatch == "capacity")
 
 
+TOKENS_ALONE: list[tuple[dict[str, int], dict[str, Any], P]] = [
+    ({"data": 8}, {"batch": "data"}, P("data")),
+    ({"data": 4, "model": 2}, {"batch": "data", "embed": "data", "mlp": "model"}, P("data")),
+    ({"data": 2, "context": 4}, {"batch": "data", "seq": "context"}, P("data", "context")),
+]
+
+
+@pytest.mark.parametrize("place", range(3), ids=lambda place: str(TOKENS_ALONE[place][:2]))
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_where_tokens_alone_are_split_each_device_sorts_its_own(
+    kind: AxisType, dispatch: str, place: int
+):
+    sizes, rules, spec = TOKENS_ALONE[place]
+    found, text = on_mesh(lambda: make(dispatch), sizes, rules, spec, kind)
+    assert_alike(found, step(make(dispatch), X))
+    facts = read_program(text, sizes)
+    tokens = X.size * 4  # bytes of all tokens; of the rows of all, twice as many
+    sent = [each.payload for each in facts.collectives if each.kind != "all-reduce"]
+    kernel = 8 * 8 * 16 * 4 // sizes.get("model", 1)  # gathered where it is split by the batch
+    assert not {tokens, 2 * tokens} & {*sent} - ({kernel} if "embed" in rules else set())
+    assert exchanges(text) == 0
+
+
 @pytest.mark.parametrize("sizes", [{"expert": 8}, {"data": 2, "expert": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 def test_wire_bytes_are_those_counted_by_hand(dispatch: str, sizes: dict[str, int]):
