@@ -91,7 +91,7 @@ def test_on_shards_every_shard_has_its_own_state(run: Callable[..., Any], auto_m
     sharded = sx.shard_map(
         one, mesh=auto_mesh, in_specs=(P("data"), P("data")), out_specs=P("data")
     )
-    assert jnp.allclose(sx.jit(sharded)(lanes, xs), sx.jit(one)(expected, xs))
+    assert jnp.allclose(sharded(lanes, xs), sx.jit(one)(expected, xs))
     assert lanes.count.value.tolist() == expected.count.value.tolist()
 
 
