@@ -288,6 +288,35 @@ def test_stages_send_activations_once_a_tick_and_no_parameters(kind: AxisType) -
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "circular"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_bfloat16_gives_what_one_device_gives_up_to_its_rounding(
+    kind: AxisType, schedule: str
+) -> None:
+    x = batch()[0].astype("bfloat16")
+
+    @sx.jit
+    def gradients(stack: Any, x: jax.Array) -> Any:
+        return sx.grad(lambda stack, x: jnp.sum(stack(x).astype("float32") ** 2), argnums=(0, 1))(
+            stack, x
+        )
+
+    def make() -> Any:
+        layer = lambda: sx.nn.Linear(8, 8, dtype="bfloat16", rngs=sx.Rngs(0))  # noqa: E731
+        return sx.nn.Stack(layer, 8, microbatches=4, schedule=schedule)
+
+    wanted = gradients(make(), x)
+    mesh = make_mesh({"data": 2, "stage": 4}, kind)
+    with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage", "batch": "data"}):
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        found = gradients(sx.shard(make(), mesh), jax.device_put(x, rows))
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        scale = max(1.0, float(jnp.abs(other).max()))
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03 * scale
+        )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
 def test_remat_gives_the_same_numbers_in_less_memory(schedule: str) -> None:
     x, mask = (jnp.tile(item, (16, *[1] * (item.ndim - 1))) for item in batch())
     mesh = make_mesh({"stage": 4}, AxisType.Auto)

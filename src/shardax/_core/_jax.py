@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer as Tracer
 
 if TYPE_CHECKING:
@@ -186,3 +187,24 @@ def varying_axes(array: Any) -> frozenset[str]:
     # 0.10 to 0.12; abstract values that are no arrays have no such thing.
     found = getattr(jax.typeof(array), "manual_axis_type", None)
     return frozenset() if found is None else found.varying
+
+
+def sum_over(x: jax.Array, axes: Any) -> jax.Array:
+    """Returns the sum over manual mesh axes (``shard_map``)."""
+    return _wide_on_cpu(lambda x: jax.lax.psum(x, axes), x)
+
+
+def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Marks a value as one that may differ along manual axes; its gradient is summed over them."""
+    return _wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
+
+
+def _wide_on_cpu(function: Any, x: jax.Array) -> jax.Array:
+    """Runs a function, and its transpose, in float32 on CPUs."""
+    # XLA for CPU ends the process where narrow floats are summed over some of a mesh's axes while
+    # it lays out the others ("Invalid binary instruction opcode copy"; 0.10 to 0.12).
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4):
+        return function(x)
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: function(x.astype(jnp.float32)).astype(x.dtype), default=function
+    )

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax._core._jax import varying_axes
+from shardax._core._jax import sum_over, varying, varying_axes
 from shardax.nn.linear import explicit_entries
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import AnyMesh, resolve_mesh
@@ -79,8 +79,13 @@ class Split(NamedTuple):
             *(specs[: len(kernel)] for kernel, specs in by_kernel),
         )
         make: Any = _nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
+
+        def entered(x: Any, logits: Any, counted: Any, *kernels: Any) -> Any:
+            # Their gradients are summed over the tokens of all devices, as ``varying`` says.
+            return compute(x, logits, counted, *_varying(kernels, frozenset(self.axes)))
+
         region: Any = make(
-            compute,
+            entered if make is jax.shard_map else compute,
             mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
             in_specs=given,
             out_specs=(tokens, _spec()),
@@ -197,7 +202,7 @@ def by_expert(
     inverse = jnp.zeros_like(order, jnp.int32).at[order].set(numbers, unique_indices=True)
     sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
     # Gradients are summed over the hidden layer's axes where they are those of tokens.
-    x = _varying(x, frozenset(split.hidden))
+    x, weights = _varying((x, weights), frozenset(split.hidden))
     rows = _spread(choices, x, order, inverse)
     if devices == 1:
         y = compute(rows, sizes)
@@ -208,7 +213,7 @@ def by_expert(
         y = _from_experts(exchange, table, compute(rows, exchange.parts(table)[0].sum(axis=0)))
     y = _sorted_back(y, order, inverse)
     y = (y.reshape(tokens, choices, -1) * weights[..., None]).sum(axis=1)
-    return jax.lax.psum(y, split.hidden) if split.hidden else y
+    return sum_over(y, split.hidden) if split.hidden else y
 
 
 # The cotangents of a permutation are gathered too: a sum by index is slower on all platforms.
@@ -326,7 +331,7 @@ def _varying(tree: Any, axes: frozenset[str]) -> Any:
 
     def marked(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return varying(x, missing)
 
     return jax.tree.map(marked, tree)
 
@@ -341,7 +346,7 @@ def _shared(ct: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _summed(ct: jax.Array, axes: Axes) -> jax.Array:
-    return jax.lax.psum(ct, axes) if axes else ct
+    return sum_over(ct, axes) if axes else ct
 
 
 # --- The exchange ---

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from shardax._core._jax import sum_over, varying, varying_axes
 from shardax._core.errors import StackError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
@@ -72,7 +73,12 @@ class Stages:
         """Marks values that stages have alike as such that may differ."""
         if self.axis is None:
             return tree
-        return jax.tree.map(lambda x: jax.lax.pcast(x, (self.axis,), to="varying"), tree)
+        axis = self.axis
+
+        def marked(x: Any) -> Any:
+            return x if axis in varying_axes(x) else varying(jnp.asarray(x), (axis,))
+
+        return jax.tree.map(marked, tree)
 
     def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
         """Returns values whole along the axis, where their type has it."""
@@ -170,7 +176,7 @@ class Stages:
 
         def chosen(x: jax.Array) -> jax.Array:
             number = x.astype(jnp.int8) if x.dtype == bool else x
-            found = jax.lax.psum(jnp.where(is_last, number, jnp.zeros_like(number)), self.axis)
+            found = sum_over(jnp.where(is_last, number, jnp.zeros_like(number)), self.axis)
             return found.astype(x.dtype)
 
         return jax.tree.map(chosen, tree)
@@ -505,6 +511,8 @@ class _Pipeline:
     def _region(self, own: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]) -> Any:
         stages, step = self.stages, self.step
         stage, rounds = stages.index(), self.rounds
+        # Marked here, so that their gradients are summed as ``varying`` says.
+        shared, x, parts, same = stages.varying((shared, x, parts, same))
         counts = {path: jnp.asarray(shared[path]) for path in step.counts}
         # A stream advances as in one call.
         fresh = step.random - step.shared
