@@ -287,6 +287,25 @@ def test_stages_send_activations_once_a_tick_and_no_parameters(kind: AxisType) -
     assert not gathered or kind is AxisType.Explicit
 
 
+@pytest.mark.parametrize("policy", [None, "full", "dots_saveable"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounds_keep_no_copy_of_a_layer_for_each_tick(dtype: str, policy: str | None) -> None:
+    def make() -> Any:
+        layer = lambda: sx.nn.Linear(128, 128, dtype=dtype, rngs=sx.Rngs(0))  # noqa: E731
+        return sx.nn.Stack(layer, 8, remat=policy, schedule="circular")
+
+    def peak(microbatches: int) -> int:
+        step = sx.jit(sx.value_and_grad(lambda stack, x: stack(x).astype("float32").sum()))
+        with sx.parallel(microbatches=microbatches):
+            compiled = step.lower(sx.shard(make(), mesh), jnp.ones((16, 128), dtype)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    mesh = make_mesh({"stage": 4}, AxisType.Auto)
+    with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
+        # Twice as many microbatches of half the rows: 16 ticks more, and rows as before.
+        assert peak(16) - peak(8) < 2 * 128 * 128 * 4
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "circular"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_bfloat16_gives_what_one_device_gives_up_to_its_rounding(

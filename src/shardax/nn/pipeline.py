@@ -414,18 +414,22 @@ def run_pipeline(
     stacked: Any,
     is_shared: Callable[[Path, Any], bool],
     run: Run,
+    run_whole: Run,
     x: Any,
     given: list[Any],
     *,
+    policy: Any,
     axis_name: str,
     length: int,
     microbatches: int,
     schedule: str,
 ) -> Any:
     """Runs layers over a batch in microbatches, and writes their state."""
-    # ``given`` has None for arguments that are not arrays.
+    # ``given`` has None for arguments that are not arrays. ``run`` keeps for the gradient what the
+    # policy says, ``run_whole`` everything.
     stages = find_stages(axis_name, length)
-    step = Step(stacked, run, is_shared, microbatches)
+    in_rounds = schedule == "circular" and 1 < stages.count < length
+    step = Step(stacked, run_whole if in_rounds else run, is_shared, microbatches)
     rows = check_rows(x, microbatches)
 
     def whole(x: Any, given: list[Any]) -> Any:
@@ -436,7 +440,7 @@ def run_pipeline(
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
 
     def compute(values: dict[Path, Any], x: Any, given: list[Any]) -> Any:
-        call = _Pipeline(step, stages, length, microbatches, schedule)
+        call = _Pipeline(step, stages, length, microbatches, schedule, policy)
         pairs = list(zip(given, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
         same = [None if of_row else g for g, of_row in pairs]
@@ -471,10 +475,11 @@ class _Pipeline:
     """One call: what each stage does at each tick."""
 
     def __init__(
-        self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str
+        self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str, policy: Any
     ) -> None:
         self.step = step
         self.stages = stages
+        self.policy = policy
         self.microbatches = microbatches
         in_rounds = schedule == "circular" and stages.axis is not None
         self.rounds = length // stages.count if in_rounds else 1
@@ -519,6 +524,19 @@ class _Pipeline:
         own = stages.to_rounds(jax.tree.map(jnp.asarray, own), rounds)
         written = {path: own[path] for path in step.written}
 
+        def work(
+            own: Any, present: Any, entering: Any, given: list[Any], turn: Any, number: Any
+        ) -> Any:
+            layers, state = self._of_round(own, turn), self._of_round(present, turn)
+            values = {**layers, **state, **shared, **entering[1]}
+            values |= {path: layers[path] for path in fresh}
+            return *step(values, entering[0], given, self.length, number), state
+
+        if rounds > 1:
+            # The layers of a round are taken out at each tick: kept for the gradient, there would
+            # be a copy of them for each.
+            work = jax.checkpoint(work, policy=_keeping(self.policy), prevent_cse=False)
+
         def tick(carry: Any, time: Any) -> Any:
             arriving, waiting, present, results = carry
             begun, ended = time - stage, time - stage - (rounds - 1) * self.period
@@ -535,10 +553,7 @@ class _Pipeline:
                 g if part is None else _part(part, number)
                 for g, part in zip(same, parts, strict=True)
             ]
-            layers, state = self._of_round(own, turn), self._of_round(present, turn)
-            values = {**layers, **state, **shared, **entering[1]}
-            values |= {path: layers[path] for path in fresh}
-            y, after, sown = step(values, entering[0], given, self.length, number)
+            y, after, sown, state = work(own, present, entering, given, turn, number)
             leaving = (y, {path: after.get(path, entering[1][path]) for path in counts})
             later = {path: after.get(path, value) for path, value in state.items()}
             present = self._with_round(present, turn, _choose(at_work, later, state))
@@ -589,6 +604,20 @@ class _Pipeline:
         begun = self.period * jnp.arange(self.rounds)[None]
         ticks = stage + begun + jnp.arange(self.microbatches)[:, None]
         return jnp.take(by_tick[:, 0], ticks, axis=0)
+
+
+_TAKEN = frozenset({"dynamic_slice", "squeeze", "reshape", "convert_element_type", "transpose"})
+
+
+def _keeping(policy: Any) -> Any:
+    """Returns a policy that keeps no layers of a round, nor casts of them."""
+    if policy is None:
+        return None
+
+    def keeps(primitive: Any, *arrays: Any, **options: Any) -> Any:
+        return primitive.name not in _TAKEN and policy(primitive, *arrays, **options)
+
+    return keeps
 
 
 def _ticks(stages: int, microbatches: int, rounds: int) -> int:

@@ -108,12 +108,14 @@ def rematerialised(
     # In a loop the compiler cannot undo it, so nothing has to prevent that.
     if policy is None:
         return function
-    chosen: Any = policy
+    return remat(function, policy=_jax_policy(policy), prevent_cse=not in_loop)
+
+
+def _jax_policy(policy: Policy) -> Any:
+    """Returns the policy as ``jax.checkpoint`` takes it."""
     if isinstance(policy, str):
-        chosen = None if policy == "full" else getattr(jax.checkpoint_policies, policy)
-    elif isinstance(policy, tuple):
-        chosen = _by_name(policy)
-    return remat(function, policy=chosen, prevent_cse=not in_loop)
+        return None if policy == "full" else getattr(jax.checkpoint_policies, policy)
+    return _by_name(policy) if isinstance(policy, tuple) else policy
 
 
 @functools.lru_cache(maxsize=256)
@@ -295,11 +297,13 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         args, kwargs = treedef.unflatten(leaves)
         return layer(x, *args, **kwargs)
 
-    def run(stacked: Any, x: Any, given: list[Any], length: int) -> Any:
+    def run(
+        stacked: Any, x: Any, given: list[Any], length: int, policy: Policy = stack.remat
+    ) -> Any:
         by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
         of_layer = StateAxes({is_shared: None, ...: 0}) if stack.shared else 0
         loop = scan(
-            rematerialised(body, stack.remat, in_loop=True),
+            rematerialised(body, policy, in_loop=True),
             in_axes=(Carry, of_layer, by_layer),
             out_axes=Carry,
             length=length,
@@ -316,8 +320,12 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         stack.stacked,
         is_shared,
         run,
+        functools.partial(run, policy=None),
         x,
         given,
+        policy=jax.checkpoint_policies.everything_saveable
+        if stack.remat is None
+        else _jax_policy(stack.remat),
         axis_name=stack.axis_name,
         length=stack.length,
         microbatches=microbatches,
