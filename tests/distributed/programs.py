@@ -172,7 +172,7 @@ def in_forms(names: list[str], folder: Path) -> list[Any]:
     for form in forms.FORMS:
         if form.name in names:
             mesh, scope = mesh_of(form.sizes), sx.parallel(**form.settings)
-            model = sx.shard(forms.make_model(), mesh, form.rules)
+            model = sx.shard(sx.clone(forms.whole()), mesh, form.rules)
             with jax.set_mesh(mesh), sx.axis_rules(form.rules), scope:
                 loss, gradients = sx.jit(forms.step)(model, forms.make_batch())
             everywhere = NamedSharding(mesh, PartitionSpec())

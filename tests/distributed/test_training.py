@@ -98,7 +98,7 @@ def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one
 def test_forms_of_parallelism_over_processes_give_loss_and_gradients_of_one_device(one_job: Any):
     first = one_job[0]["in_forms"]
     assert len(first) == len(NAMES) == 2
-    loss, gradients = sx.jit(forms.step)(forms.make_model(), forms.make_batch())
+    loss, gradients = sx.jit(forms.step)(forms.whole(), forms.make_batch())
     for value, found in first:
         assert value == pytest.approx(float(loss), abs=1e-5)
         for path, wanted in gradients.flat().items():

@@ -203,7 +203,7 @@ def by_expert(
     sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
     # Gradients are summed over the hidden layer's axes where they are those of tokens.
     x, weights = _varying((x, weights), frozenset(split.hidden))
-    rows = _spread(choices, x, order, inverse)
+    rows: Any = _spread(choices, x, order, inverse)
     if devices == 1:
         y = compute(rows, sizes)
     else:

@@ -307,7 +307,7 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
             in_axes=(Carry, of_layer, by_layer),
             out_axes=Carry,
             length=length,
-            unroll=stack.unroll,
+            unroll=stack.unroll if length > 1 else True,
             metadata={PARTITION_NAME: stack.axis_name},
         )
         return loop(x, stacked, given)

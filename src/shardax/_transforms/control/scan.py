@@ -581,9 +581,13 @@ class _Scan(LoopBody):
         def one(carry: Any, part: Any) -> Any:
             return self.step(carry, *part)
 
-        carry, rows = jax.lax.scan(
-            one, self.start(), slices, length=size, reverse=reverse, unroll=unroll
-        )
+        if size == 1 and unroll is True:  # no loop at all
+            carry, row = one(self.start(), jax.tree.map(lambda leaf: leaf[0], slices))
+            rows = jax.tree.map(lambda leaf: leaf[None], row)
+        else:
+            carry, rows = jax.lax.scan(
+                one, self.start(), slices, length=size, reverse=reverse, unroll=unroll
+            )
         return self.mapped.apply_outputs(self._assemble(carry, rows), rows[2])
 
     def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
