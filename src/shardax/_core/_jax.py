@@ -195,7 +195,8 @@ def sum_over(x: jax.Array, axes: Any) -> jax.Array:
 
 
 def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Marks a value as one that may differ along manual axes; its gradient is summed over them."""
+    """Marks a value as one that may differ along manual axes."""
+    # Its gradient is summed over them.
     return _wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
 
 

@@ -610,7 +610,7 @@ _TAKEN = frozenset({"dynamic_slice", "squeeze", "reshape", "convert_element_type
 
 
 def _keeping(policy: Any) -> Any:
-    """Returns a policy that keeps no layers of a round, nor casts of them."""
+    """Returns a policy that keeps no layers of a round."""
     if policy is None:
         return None
 
