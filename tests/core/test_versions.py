@@ -226,6 +226,25 @@ def varying_axes() -> None:
     assert seen == [{"data"}, {"model"}, {"data", "model"}, frozenset(), frozenset()]
 
 
+def sums_of_narrow_floats() -> None:
+    # Beside an axis of the compiler, also where the gradient of a value is summed.
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def region(x: Any, w: Any) -> Any:
+        return _jax.sum_over(x @ _jax.varying(w, ("data",)), ("data",))
+
+    summed = jax.shard_map(
+        region, mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), axis_names={"data"}
+    )
+    for dtype in ("bfloat16", "float32"):
+        x, w = jnp.arange(8.0, dtype=dtype).reshape(2, 4), jnp.ones((4, 4), dtype)
+        found, back = jax.vjp(lambda w, x=x: jax.jit(summed)(x, w), w)
+        (gradient,) = back(jnp.ones_like(found))
+        assert (found.dtype, gradient.dtype) == (dtype, dtype)
+        assert found.tolist() == [[28.0] * 4]
+        assert gradient.tolist() == [[4.0] * 4, [6.0] * 4, [8.0] * 4, [10.0] * 4]
+
+
 PROMISES: dict[str, Callable[[], None]] = {
     "INLINE": inline,
     "Tracer": tracer,
@@ -243,6 +262,9 @@ PROMISES: dict[str, Callable[[], None]] = {
     "user_line": user_line,
     "jit_options": jit_options,
     "varying_axes": varying_axes,
+    "sum_over": sums_of_narrow_floats,
+    "varying": sums_of_narrow_floats,
+    "_wide_on_cpu": sums_of_narrow_floats,
 }
 
 
