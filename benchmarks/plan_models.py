@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--processes", type=int, default=2, help="that compile")
-    parser.add_argument("--within", type=float, default=1.1, help="of the least rough estimate")
+    parser.add_argument("--within", type=float, default=1.15, help="of the least rough estimate")
     parser.add_argument("--compiler", default="auto", help="as plan.search takes it")
     options = parser.parse_args()
     report = Report("plan_models", vars(options))
