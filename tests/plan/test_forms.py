@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from tests.plan.steps import decoder, param
 import shardax as sx
 from shardax import plan
 from shardax.plan import NamedShape
+from shardax.plan.searching import search as searching
 from shardax.plan.searching.search import explore
 
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}
@@ -88,6 +90,29 @@ def test_a_search_over_stages_varies_microbatches_and_keeps_what_divides_rows() 
         (("data", 4), ("stage", 2)): {2, 4},  # of 4 rows of a device
         (("data", 2), ("stage", 4)): {4, 8},
     }
+
+
+@pytest.mark.parametrize(("of_each", "forms"), [(0, 1), (1, 2)])
+def test_the_most_promising_of_each_form_are_compiled_whatever_the_estimate(
+    of_each: int, forms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "FEW", 0)
+    monkeypatch.setattr(searching, "OF_EACH_FORM", of_each)
+    found = plan.search(
+        *stacked(),
+        "cpu:8",
+        mesh_axes=("data", "stage"),
+        parallel={"microbatches": [4], "schedule": ["gpipe"]},
+        top=1,
+        within=1.0,
+        finalists=0,
+        effort="screen",
+        compiler="estimate",
+        cache=None,
+        progress=False,
+    )
+    fitting = re.search(r"compiled: (\d+) fits; left out by a rough estimate", found.notes[1])
+    assert fitting is not None and int(fitting[1]) == forms
 
 
 def test_the_vocabulary_is_split_over_stages_as_it_is_used_outside_of_them() -> None:

@@ -50,7 +50,7 @@ _SMALL_SHARE = 0.01  # of all elements: smaller arguments do not decide whether 
 _SLICE_AXIS = "slice"  # the mesh axis whose positions are slices, where a search makes the meshes
 _MOST_REPEATED = 1.05  # how much more work than in the best candidate devices may do
 
-_FORMS = {"stage": None, "context": "seq", "expert": "expert"}  # and the names that they split
+FORMS = {"stage": None, "context": "seq", "expert": "expert"}  # and the names that they split
 SETTINGS = ("microbatches", "schedule", "context", "zero", "optimizer_memory")
 _PER_STAGE = (1, 2, 4)  # microbatches of a stage, where none are given
 
@@ -114,9 +114,9 @@ def _names_of_forms(dimensions: DimensionModel, meshes: Meshes) -> dict[str, lis
     found: dict[str, list[str]] = {}
     stored = {name for _, names in dimensions.arguments for name in strings(names)}
     for axis in dict.fromkeys(axis for mesh in meshes for axis, _ in mesh):
-        if axis not in _FORMS:
+        if axis not in FORMS:
             continue
-        wanted = _FORMS[axis]
+        wanted = FORMS[axis]
         names = [wanted] if wanted else sorted(dimensions.looped & stored)
         if not names or not set(names) <= set(dimensions.names):
             what = (
@@ -419,7 +419,7 @@ def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEn
     axes = [
         axis
         for axis, size in mesh
-        if size > 1 and axis not in _FORMS and not (inner_only and axis == _SLICE_AXIS)
+        if size > 1 and axis not in FORMS and not (inner_only and axis == _SLICE_AXIS)
     ]
     counts = range(2, len(axes) + 1)
     several = [found for count in counts for found in itertools.combinations(axes, count)]

@@ -40,6 +40,7 @@ from shardax.plan.searching import candidates as candidate_search
 from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
 from shardax.plan.searching.dimensions import DimensionModel, ProductDimension, trace_dimensions
 
+OF_EACH_FORM = 6  # of pipelines, split sequences and others, are compiled in any case
 FEW = 32  # of so many candidates all are compiled, however rough estimates differ
 _MORE_FINALISTS = 3  # how many times as many are compiled, if some do not fit with full effort
 _BYTES = 2  # of an element, as computed with
@@ -95,8 +96,9 @@ def search(
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
             to a fifth too low.
         within: Of more than 32 candidates those are compiled first whose rough estimate is at most
-            so many times the least; the next 32, if fewer than ``top`` of these fit, and so on.
-            None compiles all.
+            so many times the least, and of several forms of parallelism (pipelines, split
+            sequences, experts) the 6 most promising of each; the next 32, if fewer than ``top`` of
+            these fit, and so on. None compiles all.
         compiler: ``"auto"``, ``"target"`` or ``"estimate"``, as for ``compare``.
         processes: How many processes compile; None for one per core.
         cache: Folder for compiled programs, ``"default"`` for that of this user, None for none.
@@ -336,6 +338,16 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
     return total
 
 
+def _best_of_forms(pairs: Sequence[tuple[float, Layout]]) -> set[Layout]:
+    """Returns the most promising layouts of each form, if there are several forms."""
+    found: dict[frozenset[str], list[Layout]] = {}
+    for _, layout in pairs:  # the most promising first
+        sizes = layout.sizes
+        form = frozenset(axis for axis in candidate_search.FORMS if sizes.get(axis, 1) > 1)
+        found.setdefault(form, []).append(layout)
+    return {each for of_form in found.values() for each in of_form[:OF_EACH_FORM] if len(found) > 1}
+
+
 @dataclass(frozen=True)
 class _PipelineCost:
     """What a rough estimate needs to know of a layout's pipeline."""
@@ -432,9 +444,18 @@ class _Search:
         many = sum(len(variant.layouts) for variant in self._variants) > FEW
         limit = within if within is not None and many else float("inf")
         waiting = [list(zip(each.rough, each.layouts, strict=True)) for each in self._variants]
+        # Forms of parallelism differ in what a rough estimate leaves out, so each is compiled.
+        first = [_best_of_forms(pairs) for pairs in waiting]
         while any(waiting):
-            stages = [[layout for rough, layout in each if rough <= limit] for each in waiting]
-            waiting = [[pair for pair in each if pair[0] > limit] for each in waiting]
+            chosen = [
+                [pair for pair in pairs if pair[0] <= limit or pair[1] in best]
+                for pairs, best in zip(waiting, first, strict=True)
+            ]
+            stages = [[layout for _, layout in pairs] for pairs in chosen]
+            waiting = [
+                [pair for pair in pairs if pair[0] > limit and pair[1] not in best]
+                for pairs, best in zip(waiting, first, strict=True)
+            ]
             self._compile(stages, "screen", "screening")
             if sum(each.outcome == "fits" for each in self._reports.values()) >= enough:
                 break
