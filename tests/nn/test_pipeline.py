@@ -257,6 +257,34 @@ def test_each_microbatch_draws_by_itself_and_a_stream_advances_as_in_one_call() 
     assert int(rngs.noise.count) == int(stack.stacked.stream.count) == 3
 
 
+class Pair(sx.Module):
+    """Two blocks, which are a stack of their own."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.inner = sx.nn.Stack(lambda: Block(rngs), 2, axis_name="inner")
+
+    def __call__(self, x: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+        """Runs both."""
+        return self.inner(x, mask, scale=scale)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
+def test_a_scope_cuts_the_batch_once_also_for_stacks_of_stacks(schedule: str) -> None:
+    def make(microbatches: int | None) -> Any:
+        rngs = sx.Rngs(params=0, dropout=1)
+        return sx.nn.Stack(lambda: Pair(rngs), 4, microbatches=microbatches)
+
+    x, mask = batch()
+    wanted = all_that_leaves(make(4), x, mask)  # rows that the inner stacks could not cut again
+    mesh = make_mesh({"stage": 2}, AxisType.Auto)
+    with sx.parallel(microbatches=4, schedule=schedule):
+        alone = all_that_leaves(make(None), x, mask)
+        with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
+            found = all_that_leaves(sx.shard(make(None), mesh), x, mask)
+    assert_alike(alone, wanted)
+    assert_alike(found, wanted)
+
+
 def test_what_is_sown_again_is_appended() -> None:
     x, mask = batch()
     stack = make_stack(2)

@@ -28,6 +28,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -51,7 +52,12 @@ from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
 from shardax.nn.parameters import as_size
 from shardax.nn.pipeline import run_pipeline
-from shardax.partition.context import SCHEDULES, current_microbatches, current_schedule
+from shardax.partition.context import (
+    SCHEDULES,
+    SettingsScope,
+    current_microbatches,
+    current_schedule,
+)
 
 POLICY_NAMES = (
     "dots_saveable",
@@ -289,13 +295,18 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = rest
     is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
+    # A cache is written for the whole batch, token by token.
+    whole = any(isinstance(one, Object) for one in given)
+    microbatches = None if whole else stack.microbatches or current_microbatches()
 
     def body(x: Any, layer: Any, given: list[Any]) -> Any:
         leaves = [
             one if item is None else item.value for one, item in zip(given, static, strict=True)
         ]
         args, kwargs = treedef.unflatten(leaves)
-        return layer(x, *args, **kwargs)
+        # What a layer is given is one microbatch: a scope does not cut it again in stacks inside.
+        with SettingsScope("microbatches", microbatches=None) if microbatches else nullcontext():
+            return layer(x, *args, **kwargs)
 
     def run(
         stacked: Any, x: Any, given: list[Any], length: int, policy: Policy = stack.remat
@@ -312,9 +323,7 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         )
         return loop(x, stacked, given)
 
-    # A cache is written for the whole batch, token by token.
-    microbatches = stack.microbatches or current_microbatches()
-    if microbatches is None or any(isinstance(one, Object) for one in given):
+    if microbatches is None:
         return run(stack.stacked, x, given, stack.length)
     return run_pipeline(
         stack.stacked,

@@ -193,6 +193,7 @@ def parallel(
     Args:
         microbatches: In how many parts ``nn.Stack`` runs a batch. Where the rules lay its layers
             over a mesh axis, it is a pipeline of as many stages as that axis has parts.
+            Stacks inside of its layers run a microbatch as it comes.
         schedule: In which order stages of a pipeline have layers. ``"gpipe"``, the default: a run
             of layers each. ``"circular"``: one layer a turn, in as many rounds as a stage has
             layers, so that stages are idle for less time, and send more.

@@ -339,7 +339,7 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
 
 
 def _best_of_forms(pairs: Sequence[tuple[float, Layout]]) -> set[Layout]:
-    """Returns the most promising layouts of each form, if there are several forms."""
+    """Returns the most promising layouts of each of several forms."""
     found: dict[frozenset[str], list[Layout]] = {}
     for _, layout in pairs:  # the most promising first
         sizes = layout.sizes
