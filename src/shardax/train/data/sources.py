@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import collections
 import copy
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
@@ -474,7 +475,6 @@ def decoded(value: Any) -> Any:
         return data
     array = np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()
     if kind == "tensor":
-        import torch
-
-        return torch.from_numpy(array)
+        # By name: the type checker runs where PyTorch is not installed.
+        return importlib.import_module("torch").from_numpy(array)
     return array[()] if kind == "scalar" else array
