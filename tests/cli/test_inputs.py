@@ -10,7 +10,8 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from shardax.cli.inputs import CommandError, is_target, parse_mesh, use_devices
+from shardax.cli.inputs import is_target, parse_mesh, use_devices
+from shardax.errors import CommandError
 
 AXES = ("data", "model")
 

@@ -15,10 +15,9 @@ from tests.plan.samples import sample_reports
 
 import shardax as sx
 from shardax.cli import main
-from shardax.cli.inputs import CommandError
 from shardax.cli.plan import as_planned, own_step, preset_step
+from shardax.errors import CommandError, PlanInterrupted
 from shardax.plan import Plan
-from shardax.plan.errors import PlanInterrupted
 from shardax.plan.inputs import Inputs
 from shardax.plan.rules_file import read_rules
 

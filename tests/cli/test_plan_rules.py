@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 import shardax as sx
 from shardax._core.graph.paths import format_path
 from shardax.cli import main
-from shardax.cli.inputs import CommandError, load_rules
+from shardax.cli.inputs import load_rules
 from shardax.cli.runs import read_settings
+from shardax.errors import CommandError
 from shardax.partition.rules import Rules
 
 FSDP = """

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from shardax.cli.inputs import PRESETS, CommandError, find_preset
+from shardax.cli.inputs import PRESETS, find_preset
 from shardax.cli.runs import RunSettings, find_run, read_settings, write_settings
+from shardax.errors import CommandError
 
 SETTINGS = RunSettings(
     model=PRESETS["tiny"].model,

@@ -22,13 +22,8 @@ from shardax._core.init import defaults
 from shardax._core.init import rng as key_reuse
 from shardax._transforms.jit.jit import comparing
 from shardax.config import configure as configure_module
-from shardax.config.configure import (
-    ConfiguredTooLateError,
-    ConfigureError,
-    backend_runs,
-    check_settings,
-    usable_platform,
-)
+from shardax.config.configure import backend_runs, check_settings, usable_platform
+from shardax.errors import ConfiguredTooLateError, ConfigureError
 
 
 def everything() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.strategies import assert_equal_values
 
 import shardax as sx
-from shardax._core.errors import AbstractValueError, VariableValueError
+from shardax.errors import AbstractValueError, VariableValueError
 
 FLOATS, INTS = jnp.asarray([[1.5, -2.0], [0.5, 3.0]]), jnp.asarray([[5, 2], [3, 7]])
 ARITHMETIC = [

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax._core.errors import BindError, FilterError, LabelConflictError
+from shardax.errors import BindError, FilterError, LabelConflictError
 
 
 class Pair(NamedTuple):

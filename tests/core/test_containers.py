@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._core.errors import StaticAttributeError
 from shardax._core.object import epoch
+from shardax.errors import StaticAttributeError
 
 # --- a random sequence of operations does the same to a List and a list ---
 

@@ -19,8 +19,8 @@ from shardax._core.cross_process import (
     packed,
     restored_mesh,
 )
-from shardax._core.errors import PickleReadError
 from shardax._core.state.state import columns, format_axes, layout_text
+from shardax.errors import PickleReadError
 
 
 def test_a_packed_array_is_an_array_again() -> None:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax._core.errors import DeviceError, DtypeError
 from shardax._core.init import defaults
+from shardax.errors import DeviceError, DtypeError
 
 
 @pytest.fixture(autouse=True)

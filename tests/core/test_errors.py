@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 import shardax as sx
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 ERRORS = [
     error

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.strategies import Custom, models
 
 import shardax as sx
-from shardax._core.errors import FilterError
 from shardax._core.state.filters import to_predicate, to_predicates
+from shardax.errors import FilterError
 
 PARAM, CUSTOM, STAT = sx.Param(1.0), Custom(1.0), sx.BatchStat(1.0)
 TAGGED = sx.Param(1.0, tag="slow")

@@ -16,8 +16,8 @@ import pytest
 from tests.strategies import Node, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError, ShardaxError, TraceLeakError
 from shardax._core.frames import Frame, local, owner_here, resolve
+from shardax.errors import ForeignMutationError, ShardaxError, TraceLeakError
 
 
 def _model() -> Node:

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax._core.errors import (
+from shardax._core.object import epoch
+from shardax.errors import (
+    CheckpointMismatchError,
     FrozenVariableError,
     MetadataError,
     StateMismatchError,
     StaticAttributeError,
     UnboundVariableError,
 )
-from shardax._core.object import epoch
-from shardax.train.errors import CheckpointMismatchError
 
 
 class Tied(sx.Module):

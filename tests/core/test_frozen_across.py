@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardax as sx
-from shardax._core.errors import FrozenVariableError
+from shardax.errors import FrozenVariableError
 from shardax.nn.stack import stack_layers, unstack_layers
 
 X = jnp.ones((2, 4))

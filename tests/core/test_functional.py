@@ -13,7 +13,7 @@ import pytest
 from tests.strategies import Node, assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import FilterError, ReadOnlyCopyError, StateMismatchError
+from shardax.errors import FilterError, ReadOnlyCopyError, StateMismatchError
 
 
 class Layer(sx.Module):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax._core.errors import RepeatedKeyError
 from shardax._core.init.rng import check_whole_process
+from shardax.errors import RepeatedKeyError
 
 X = jnp.ones(3)
 

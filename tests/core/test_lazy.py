@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.strategies import assert_equal_values
 
 import shardax as sx
-from shardax._core.errors import MissingRngsError, ShardaxError
 from shardax._core.init.lazy import Init, KeySource, LazyKey
+from shardax.errors import MissingRngsError, ShardaxError
 
 INITIALIZERS = {
     "normal": jax.nn.initializers.normal(0.02),

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax._core.errors import MetadataError
 from shardax._core.graph.static import Metadata, check_axes
+from shardax.errors import MetadataError
 
 
 def test_metadata_is_equal_by_axes_and_entries_whatever_their_order() -> None:

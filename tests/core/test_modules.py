@@ -16,13 +16,13 @@ import pytest
 from tests.strategies import Node, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import (
+from shardax._core.object import epoch
+from shardax.errors import (
     MissingAttributeError,
     ReservedNameError,
     StateMismatchError,
     StaticAttributeError,
 )
-from shardax._core.object import epoch
 
 
 class Pair(NamedTuple):

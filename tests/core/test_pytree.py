@@ -13,8 +13,8 @@ import pytest
 from tests.strategies import Node, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import ReadOnlyCopyError
 from shardax._core.graph.flatten import has_objects
+from shardax.errors import ReadOnlyCopyError
 
 
 class Attention(sx.Module):

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._core.errors import ReservedNameError, SeedError, UnknownStreamError
 from shardax._core.init.lazy import KeySource
 from shardax._core.init.rng import seed_source
+from shardax.errors import ReservedNameError, SeedError, UnknownStreamError
 
 
 def bits(key: jax.Array) -> tuple[int, ...]:

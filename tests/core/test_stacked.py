@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from tests.strategies import assert_equal_values, assert_same_model, models
 
 import shardax as sx
-from shardax._core.errors import StackError
 from shardax._core.graph.views import (
     LazyStack,
     part_of,
@@ -25,6 +24,7 @@ from shardax._core.graph.views import (
     with_part,
 )
 from shardax._core.init.lazy import Init, LazyKey
+from shardax.errors import StackError
 
 initializers = jax.nn.initializers
 INITIALIZERS = {

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from tests.strategies import Node, assert_equal_values, models
 
 import shardax as sx
-from shardax._core.errors import FilterError
+from shardax.errors import FilterError
 
 
 def _model() -> Node:

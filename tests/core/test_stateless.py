@@ -11,7 +11,7 @@ import pytest
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import (
+from shardax.errors import (
     BindError,
     FrozenVariableError,
     LabelConflictError,

@@ -14,8 +14,8 @@ import pytest
 from tests.strategies import Custom, assert_equal_values
 
 import shardax as sx
-from shardax._core.errors import MetadataError, VariableValueError
 from shardax._core.object import epoch
+from shardax.errors import MetadataError, VariableValueError
 
 BUILT_IN = [
     *(sx.Variable, sx.Param, sx.BatchStat, sx.Cache, sx.Intermediate, sx.Perturbation),

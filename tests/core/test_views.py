@@ -15,9 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError, LayerViewError
 from shardax._core.graph.views import _known, stack_objects, view
-from shardax._transforms.errors import OutputError
+from shardax.errors import ForeignMutationError, LayerViewError, OutputError
 
 
 class Layer(sx.Module):

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardax.errors import HloReadError
 from shardax.hlo import Collective, ProgramFacts, read_program
-from shardax.hlo.program import HloReadError
 
 MESH = {"data": 2, "model": 4}
 ROWS = "replica_groups=[2,4]<=[8]"  # along model

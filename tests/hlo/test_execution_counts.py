@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from shardax.errors import HloReadError
 from shardax.hlo import matmul_flops, parse, read_program
 from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import count_executions, trip_count
-from shardax.hlo.program import HloReadError
 
 LOOP = """\
 HloModule loop

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 from tests.hlo.compilers import COMPILERS
 
+from shardax.errors import HloReadError
 from shardax.hlo import matmul_flops, parse, read_program
-from shardax.hlo.program import HloReadError
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardax.errors import HloReadError
 from shardax.hlo.collectives import Groups, groups_of
-from shardax.hlo.program import HloReadError, Instruction
+from shardax.hlo.program import Instruction
 
 
 def groups(attributes: str, devices: int = 8) -> Groups:

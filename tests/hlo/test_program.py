@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardax.errors import HloReadError
 from shardax.hlo import ArrayShape, Program, parse, read_program
 from shardax.hlo.execution_counts import trip_count
-from shardax.hlo.program import HloReadError
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*/*/*.hlo.gz"))
 

@@ -16,7 +16,7 @@ import pytest
 from tests.host.exported_models import Counter
 
 import shardax as sx
-from shardax.host.errors import (
+from shardax.errors import (
     ArtifactDamagedError,
     ArtifactEnvironmentError,
     ArtifactNotFoundError,

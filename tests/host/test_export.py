@@ -20,8 +20,7 @@ from tests.host.exported_models import round_trip as round_trip
 from tests.strategies import models
 
 import shardax as sx
-from shardax._core.errors import PickleWriteError
-from shardax.host.errors import ArtifactCallError
+from shardax.errors import ArtifactCallError, PickleWriteError
 from shardax.host.export.exporting import write_weights
 from shardax.host.export.loading import Weights
 from shardax.host.export.signature import from_json, structure, to_json

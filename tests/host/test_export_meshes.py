@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tests.host.exported_models import run_python
 
 import shardax as sx
-from shardax._transforms.errors import MeshError
-from shardax.host.errors import ArtifactEnvironmentError
+from shardax.errors import ArtifactEnvironmentError, MeshError
 
 
 class Summing(sx.Module):

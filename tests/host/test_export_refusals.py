@@ -18,9 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.host.exported_models import Counter, Noisy
 
 import shardax as sx
-from shardax._core.errors import AbstractValueError
-from shardax.host.errors import ArtifactExistsError, ExportError
-from shardax.random.stream import TracedDrawError
+from shardax.errors import AbstractValueError, ArtifactExistsError, ExportError, TracedDrawError
 
 FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 

@@ -22,8 +22,7 @@ from tests.host.ways import FLOAT, Seen, doubling, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax._transforms.errors import ArgumentError, StaticArgumentError
-from shardax.host.errors import HostSpecError
+from shardax.errors import ArgumentError, HostSpecError, StaticArgumentError
 
 host_function = sx.host.host_function
 

@@ -14,7 +14,7 @@ from tests.host.ways import doubling, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax._transforms.errors import DifferentiationError, TangentError
+from shardax.errors import DifferentiationError, TangentError
 
 host_function = sx.host.host_function
 

@@ -13,8 +13,7 @@ from tests.host.ways import same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError
-from shardax._transforms.errors import ClosureError, DifferentiationError
+from shardax.errors import ClosureError, DifferentiationError, ForeignMutationError
 
 host_function = sx.host.host_function
 

@@ -15,7 +15,7 @@ from tests.host.ways import FLOAT, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.host.errors import HostResultError
+from shardax.errors import HostResultError
 
 host_function = sx.host.host_function
 

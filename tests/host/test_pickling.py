@@ -21,7 +21,7 @@ from tests.host.pickled import Box, Custom, Holder, Placed
 from tests.strategies import assert_equal_values, assert_same_model, models
 
 import shardax as sx
-from shardax._core.errors import PickleWriteError
+from shardax.errors import PickleWriteError
 
 WAYS = {
     "pickle": lambda tree: pickle.loads(pickle.dumps(tree)),

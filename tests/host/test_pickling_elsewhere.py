@@ -23,7 +23,7 @@ from tests.host.pickled import Holder, Placed, run
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import (
+from shardax.errors import (
     LayoutLostWarning,
     PickleReadError,
     PickleWriteError,

@@ -13,7 +13,7 @@ import pytest
 from jax.test_util import check_grads
 
 import shardax as sx
-from shardax.host.errors import HostSpecError
+from shardax.errors import HostSpecError
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("PyTorch is missing: pip install torch==2.13.0", allow_module_level=True)

@@ -19,9 +19,8 @@ from tests.models.small import BATCH, SMALL
 from tests.models.test_meshes import wire_bytes
 
 import shardax as sx
-from shardax.errors import LayerConfigError
+from shardax.errors import LayerConfigError, LayerInputError
 from shardax.models import blockwise_cross_entropy, cross_entropy
-from shardax.nn.parameters import LayerInputError
 
 RULES = sx.models.DECODER_RULES
 RANDOM = np.random.default_rng(0)

@@ -21,9 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.models.small import BATCH, SMALL, TOKENS
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError
+from shardax.errors import LayerConfigError, LayerInputError
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
-from shardax.nn.parameters import LayerInputError
 
 
 def make(**changes: Any) -> Decoder:

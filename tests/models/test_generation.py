@@ -15,8 +15,8 @@ from jax.sharding import AxisType
 from tests.conftest import make_mesh
 
 import shardax as sx
+from shardax.errors import GenerationError
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig, generate
-from shardax.models.generation import GenerationError
 
 PROMPTS = [[104, 101, 108, 108, 111], [7], list(range(20, 31)), [1, 2, 3]]
 SIZES: dict[str, Any] = {"num_layers": 2, "embed_dim": 32, "num_kv_heads": 4, "head_dim": 8}

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
+from shardax.errors import LayerInputError
 from shardax.models import cross_entropy, next_token_loss
-from shardax.nn.parameters import LayerInputError
 
 LOGITS = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32) * 3
 TARGETS = np.random.default_rng(1).integers(0, 8, (4, 6), np.int32)

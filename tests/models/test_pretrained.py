@@ -17,8 +17,8 @@ import pytest
 from tests.models import peers
 
 import shardax as sx
+from shardax.errors import PretrainedError
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
-from shardax.models.families import PretrainedError
 
 pytest.importorskip("torch", reason="pip install torch")
 pytest.importorskip("transformers", reason="pip install transformers")

@@ -17,7 +17,7 @@ from tests.models.small import BATCH, TOKENS
 from tests.strategies import assert_equal_values
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError
+from shardax.errors import LayerConfigError
 from shardax.models import DECODER_RULES, Decoder, generate, next_token_loss
 from shardax.nn import unstack_state
 

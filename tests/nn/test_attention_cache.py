@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerInputError
 from shardax.partition import Rules
 
 FEATURES, HEADS, KV_HEADS, HEAD, TIME = 16, 8, 4, 4, 9

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError, SharedWriteError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError, SharedWriteError
 
 P = PartitionSpec
 STATS = sx.StateAxes({sx.BatchStat: 0, ...: None})

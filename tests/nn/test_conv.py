@@ -14,8 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError
 
 SIZES = {1: (9,), 2: (9, 7), 3: (6, 7, 5)}
 

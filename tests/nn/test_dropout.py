@@ -10,9 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._core.errors import MissingRngsError
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError, MissingRngsError
 
 ONES = np.ones((200, 100), np.float32)
 

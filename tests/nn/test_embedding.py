@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError
 
 
 def test_lookup_takes_rows_and_attend_multiplies_by_them():

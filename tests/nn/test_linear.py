@@ -12,9 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._core.errors import MissingRngsError
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError, MissingRngsError
 
 
 def floats(*shape: int) -> np.ndarray:

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax._core.errors import SeedError
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError, SeedError
 
 MASK = jnp.tril(jnp.ones((1, 3, 3), bool))
 X = np.random.default_rng(4).normal(size=(3, 4)).astype(np.float32)

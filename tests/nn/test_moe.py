@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError
 
 DISPATCHES = ("dense", "dropless", "capacity")
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError
 
 
 def rows(scale: float = 1.0, offset: float = 0.0) -> np.ndarray:

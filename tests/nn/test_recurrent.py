@@ -14,8 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._transforms.errors import LayerConfigError
-from shardax.nn.parameters import LayerInputError
+from shardax.errors import LayerConfigError, LayerInputError
 
 INPUTS, FEATURES, BATCH, TIME = 3, 4, 4, 6
 # Our class, the peer's, the letters of its gates in our order.

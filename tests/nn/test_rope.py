@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax._transforms.errors import LayerConfigError
+from shardax.errors import LayerConfigError, LayerInputError
 from shardax.nn import rotate, rotation
-from shardax.nn.parameters import LayerInputError
 
 QUERY, KEY = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
 

@@ -18,10 +18,14 @@ from jax.sharding import PartitionSpec as P
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import StackError
-from shardax._transforms.errors import CarryError, LayerConfigError, MappedShardingError
+from shardax.errors import (
+    CarryError,
+    LayerConfigError,
+    MappedShardingError,
+    PartitionCheckError,
+    StackError,
+)
 from shardax.nn import Stack, stack_layers, unstack_layers
-from shardax.partition.errors import PartitionCheckError
 
 
 class Block(sx.Module):

@@ -14,7 +14,7 @@ import pytest
 from tests.strategies import assert_equal_values
 
 import shardax as sx
-from shardax._core.errors import StateMismatchError
+from shardax.errors import StateMismatchError
 from shardax.models import Decoder, DecoderConfig, next_token_loss
 from shardax.nn import Stack, stack_state, unstack_state
 from shardax.train import Optimizer, checkpoint

@@ -19,8 +19,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._core.errors import MetadataError, ShardaxError
-from shardax._transforms.errors import BoxError, MeshError, PartitioningUnspecifiedError
+from shardax.errors import (
+    BoxError,
+    MeshError,
+    MetadataError,
+    PartitioningUnspecifiedError,
+    RulesError,
+    ShardaxError,
+)
 from shardax.partition import (
     PARTITION_NAME,
     AxisMetadata,
@@ -32,7 +38,6 @@ from shardax.partition import (
     unbox,
 )
 from shardax.partition.boxes.boxes import inserted, without
-from shardax.partition.errors import RulesError
 
 LAYERS = {PARTITION_NAME: "layers"}
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.partition.own_boxes import Split
 
 import shardax as sx
-from shardax._transforms.errors import NoMeshError
+from shardax.errors import NoMeshError, NoRulesError, PartitionCheckError
 from shardax.partition import (
     AxisMetadata,
     LogicallyPartitioned,
@@ -32,7 +32,6 @@ from shardax.partition import (
     to_variables,
     unbox,
 )
-from shardax.partition.errors import NoRulesError, PartitionCheckError
 
 RULES = sx.Rules({"embed": "data", "mlp": "model", "rest": None})
 ARRAY = np.arange(128.0, dtype=np.float32).reshape(8, 16)

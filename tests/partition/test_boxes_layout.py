@@ -16,7 +16,14 @@ from jax.sharding import PartitionSpec as P
 from tests.partition.own_boxes import Split
 
 import shardax as sx
-from shardax._transforms.errors import BoxError, NoMeshError
+from shardax.errors import (
+    AxisNamesError,
+    BoxError,
+    ConstraintError,
+    NoMeshError,
+    NoRulesError,
+    PartitionCheckError,
+)
 from shardax.partition import (
     LogicallyPartitioned,
     Partitioned,
@@ -26,12 +33,6 @@ from shardax.partition import (
     logical_to_mesh_sharding,
     unbox,
     with_logical_constraint,
-)
-from shardax.partition.errors import (
-    AxisNamesError,
-    ConstraintError,
-    NoRulesError,
-    PartitionCheckError,
 )
 
 RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model")})

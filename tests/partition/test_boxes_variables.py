@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.strategies import assert_equal_values, variables
 
 import shardax as sx
-from shardax._core.errors import VariableValueError
-from shardax._transforms.errors import BoxError
+from shardax.errors import BoxError, VariableValueError
 from shardax.partition import (
     PARTITION_NAME,
     LogicallyPartitioned,

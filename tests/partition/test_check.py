@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import PathKey
+from shardax.errors import PartitionCheckError, ShardaxError
 from shardax.partition import Diagnostic, LogicallyPartitioned, Rules
 from shardax.partition.checker import spec_for
-from shardax.partition.errors import PartitionCheckError, raise_on_errors
+from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import TreeInventory
 from shardax.partition.rules import mesh_axes_of
 from shardax.partition.tree_layout import TreeLayout

@@ -13,8 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._transforms.errors import MeshError, NoMeshError
-from shardax.partition.errors import AxisNamesError, ConstraintError, NoRulesError
+from shardax.errors import AxisNamesError, ConstraintError, MeshError, NoMeshError, NoRulesError
 
 RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model"), "seq": None})
 UNCONSTRAINED = P.UNCONSTRAINED

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._transforms.errors import MeshError, NoMeshError
+from shardax.errors import MeshError, NoMeshError, NoRulesError, PartitionCheckError
 from shardax.partition import (
     PARTITION_NAME,
     LogicallyPartitioned,
@@ -33,7 +33,6 @@ from shardax.partition import (
     with_logical_partitioning,
     with_partitioning,
 )
-from shardax.partition.errors import NoRulesError, PartitionCheckError
 
 RULES = sx.Rules({"batch": "data", "mlp": "model", "embed": None, "layers": None})
 DEPTH, EMBED, MLP, BATCH = 3, 8, 16, 4

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._core.errors import ShardaxError
+from shardax.errors import PartitionCheckError, ShardaxError
 from shardax.partition import (
     PARTITION_NAME,
     LogicallyPartitioned,
@@ -30,7 +30,6 @@ from shardax.partition import (
     to_variables,
     unbox,
 )
-from shardax.partition.errors import PartitionCheckError
 
 NAME = st.sampled_from(["a", "b", "x", "y", "", "a b"])
 ENTRY = st.one_of(

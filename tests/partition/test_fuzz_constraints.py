@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.partition.nonsense import PHASES, entries, meshes, mostly, nonsense, rules
 
 import shardax as sx
-from shardax._core.errors import ShardaxError
-from shardax.partition.errors import PartitionCheckError
+from shardax.errors import PartitionCheckError, ShardaxError
 
 shapes = st.lists(st.sampled_from([8, 16, 24, 3, 0]), min_size=2, max_size=3).map(tuple)
 names = mostly(st.lists(entries, min_size=3, max_size=3), nonsense | st.just("embed"))

@@ -26,7 +26,7 @@ from tests.partition.nonsense import (
 )
 
 import shardax as sx
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 
 @st.composite

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.errors import PartitionCheckError
 from shardax.partition import initialization as init_programs
 from shardax.partition import with_logical_partitioning
-from shardax.partition.errors import PartitionCheckError
 
 RULES = sx.Rules({"embed": None, "mlp": "model"})
 UNIFORM = jax.nn.initializers.uniform()

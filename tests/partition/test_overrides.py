@@ -16,9 +16,7 @@ from tests.partition.models import RULES, Layer, Tower, assert_same_bits, values
 
 import shardax as sx
 from shardax import train
-from shardax._core.errors import FilterError
-from shardax._transforms.errors import MeshError
-from shardax.partition.errors import OverrideError, PartitionCheckError
+from shardax.errors import FilterError, MeshError, OverrideError, PartitionCheckError
 
 PARAMETER_RULES = {"mlp": "model", "batch": "data"}
 ZERO = {sx.OptState: {"embed": "data"}}

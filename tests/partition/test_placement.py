@@ -21,12 +21,16 @@ from jax.sharding import PartitionSpec as P
 from tests.partition.models import RULES, Tower, assert_same_bits, kernel, values
 
 import shardax as sx
-from shardax._core.errors import MissingRngsError, ReadOnlyCopyError
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import InitializerProgram, LazyValue, initializer_program
-from shardax._transforms.errors import MeshError, NoMeshError
+from shardax.errors import (
+    MeshError,
+    MissingRngsError,
+    NoMeshError,
+    PartitionCheckError,
+    ReadOnlyCopyError,
+)
 from shardax.models.decoder import DECODER_RULES, Decoder, DecoderConfig
-from shardax.partition.errors import PartitionCheckError
 
 INITIALIZERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "zeros": (jax.nn.initializers.zeros, (8, 16)),

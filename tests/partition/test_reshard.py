@@ -15,8 +15,7 @@ from jax.sharding import AxisType, Mesh
 from tests.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
-from shardax._transforms.errors import MeshError
-from shardax.partition.errors import OverrideError, PlacementError
+from shardax.errors import MeshError, OverrideError, PlacementError
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import shardax as sx
-from shardax._transforms.errors import MeshError, NoMeshError
-from shardax.partition.errors import PartitionCheckError
+from shardax.errors import MeshError, NoMeshError, PartitionCheckError
 from shardax.partition.rules import assign
 
 MESH = AbstractMesh((2, 4), ("data", "model"))

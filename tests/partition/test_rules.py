@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from shardax._core.errors import ShardaxError
-from shardax.partition.context import logical_to_mesh_axes
-from shardax.partition.errors import (
+from shardax.errors import (
     AxisConflictError,
     AxisNamesError,
     RulesError,
+    ShardaxError,
     UnmappedAxisError,
 )
+from shardax.partition.context import logical_to_mesh_axes
 from shardax.partition.rules import Rules, mesh_axes_of
 
 ANY = PartitionSpec.UNCONSTRAINED

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardax._transforms.errors import MeshError
+from shardax.errors import MeshError, RulesError
 from shardax.partition.context import axis_rules, current_rules, logical_to_mesh_axes, resolve_rules
-from shardax.partition.errors import RulesError
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
 

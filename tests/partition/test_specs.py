@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 from tests.partition.models import RULES, Tower, kernel
 
 import shardax as sx
-from shardax._transforms.errors import NoMeshError
+from shardax.errors import NoMeshError, PartitionCheckError
 from shardax.partition import batch_sharding, logical_to_mesh_axes
-from shardax.partition.errors import PartitionCheckError
 
 TOWER_SPECS = {
     ("embed",): P("model", "data"),

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.errors import PartitionCheckError
 from shardax.partition import (
     LogicallyPartitioned,
     Partitioned,
@@ -23,7 +24,6 @@ from shardax.partition import (
     with_logical_partitioning,
     with_partitioning,
 )
-from shardax.partition.errors import PartitionCheckError
 
 RULES = sx.Rules({"layers": None, "embed": "data", "mlp": "model"})
 UNIFORM = jax.nn.initializers.uniform(0.3)

@@ -12,9 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from tests.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
-from shardax._core.errors import ReadOnlyCopyError
-from shardax._transforms.errors import MeshError
-from shardax.partition.errors import PartitionCheckError
+from shardax.errors import MeshError, PartitionCheckError, ReadOnlyCopyError
 
 
 def devices_of(tree: Any) -> set[Any]:

@@ -12,7 +12,7 @@ import pytest
 
 import shardax as sx
 from shardax import plan
-from shardax.plan.errors import LayoutAssertionError, PlanFileError, PlanInputError, TargetError
+from shardax.errors import LayoutAssertionError, PlanFileError, PlanInputError, TargetError
 
 BATCH, EMBED, MLP = 32, 64, 256
 MESH = {"data": 2, "model": 4}

@@ -18,9 +18,8 @@ from tests.plan.installed import GPU, INSTALLED, TPU, needs
 
 import shardax as sx
 from shardax import hlo, plan
-from shardax.hlo.program import CompilerFailedError
+from shardax.errors import CompilerFailedError, CompilerMissingError, PlanInputError, TargetError
 from shardax.plan.compile.compilers import CompilerInfo, EstimateCompiler, TpuCompiler, with_options
-from shardax.plan.errors import CompilerMissingError, PlanInputError, TargetError
 from shardax.plan.hardware.hardware import HARDWARE
 
 SIZES = {"data": 2, "model": 4}

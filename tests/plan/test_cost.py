@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax import hlo, plan
-from shardax.plan.errors import HardwareError, PlanInputError, TargetError
+from shardax.errors import HardwareError, PlanInputError, TargetError
 from shardax.plan.hardware.cost import collective_time
 from shardax.plan.records import Layout, LayoutReport, TimeBand
 

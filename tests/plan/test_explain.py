@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.plan.samples import array, gather, report, sample_reports
 
-from shardax.plan.errors import PlanInputError
+from shardax.errors import PlanInputError
 from shardax.plan.report.explanation import BY, diff, explain, groups
 
 FSDP, BOTH, DP, TP, *_ = sample_reports()

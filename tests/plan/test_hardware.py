@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax import plan
+from shardax.errors import HardwareError, PlanFileError
 from shardax.plan.compile.compilers import target_config
-from shardax.plan.errors import HardwareError, PlanFileError
 from shardax.plan.hardware.hardware import HARDWARE
 
 TABLE = dict(HARDWARE)

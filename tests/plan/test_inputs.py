@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax import models, train
+from shardax.errors import PlanInputError
 from shardax.partition import LogicallyPartitioned
 from shardax.plan.compile.evaluate import lower, lower_alone
-from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs, NamedShape
 from shardax.plan.records import ArrayLayout, Layout
 

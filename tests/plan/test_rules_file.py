@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from shardax.partition.errors import RulesError
+from shardax.errors import RulesError
 from shardax.partition.rules import Rules
 from shardax.plan.rules_file import (
     NamedRules,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax import plan
-from shardax.plan.errors import TargetError
+from shardax.errors import TargetError
 from shardax.plan.hardware.hardware import HARDWARE
 from shardax.plan.hardware.targets import factorizations, nearest_topologies, topology_exists
 

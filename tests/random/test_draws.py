@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardax as sx
-from shardax._core.errors import DeviceError, DtypeError, ShardaxError
-from shardax.random.stream import DrawError, _program
+from shardax.errors import DeviceError, DrawError, DtypeError, ShardaxError
+from shardax.random.stream import _program
 
 SHAPE = (8, 16)
 LOGITS = np.linspace(-3, 3, 8 * 16 * 3, dtype=np.float32).reshape(8, 16, 3)

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._core.errors import SeedError
 from shardax._core.init.lazy import _seed_words
 from shardax._core.init.rng import seed_source
+from shardax.errors import SeedError
 from shardax.random import StreamState
 
 

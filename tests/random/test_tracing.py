@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import shardax as sx
-from shardax.random.stream import TracedDrawError
+from shardax.errors import TracedDrawError
 
 X = jnp.ones(8)
 

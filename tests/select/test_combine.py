@@ -13,7 +13,7 @@ from tests.select.test_edits import Layer, Model, Pair, takes
 from tests.strategies import assert_same_model
 
 import shardax as sx
-from shardax._select.places import CombineError
+from shardax.errors import CombineError
 
 HOLE = sx.Hole()
 

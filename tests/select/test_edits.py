@@ -14,14 +14,16 @@ from tests.select.test_selecting import takes
 from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
-from shardax._core.errors import LayerViewError, MetadataError, StaticAttributeError
 from shardax._core.object import epoch
-from shardax._select.places import (
+from shardax.errors import (
     EmptySelectionError,
+    LayerViewError,
+    MetadataError,
     SelectionCountError,
     SelectionError,
     SelectionPathError,
     StaleSelectionError,
+    StaticAttributeError,
 )
 
 

@@ -11,9 +11,8 @@ import pytest
 from tests.select.test_edits import Layer, Model
 
 import shardax as sx
-from shardax._core.errors import FrozenVariableError, StaticAttributeError, TraceLeakError
 from shardax._core.object import epoch
-from shardax._select.places import SelectionError
+from shardax.errors import FrozenVariableError, SelectionError, StaticAttributeError, TraceLeakError
 
 
 @pytest.fixture

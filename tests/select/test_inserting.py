@@ -11,7 +11,7 @@ import pytest
 from tests.select.test_edits import Layer, Model, Pair
 
 import shardax as sx
-from shardax._select.places import SelectionError
+from shardax.errors import SelectionError
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 
 import shardax as sx
-from shardax._core.errors import ShardaxError
 from shardax._core.object import epoch
 from shardax._core.variable import ArrayAttribute
 from shardax._select.places import HolderGraph, children
+from shardax.errors import ShardaxError
 
 
 class Around(sx.Module):

@@ -12,7 +12,7 @@ from tests.select.test_selecting import Block, Model, Pair, takes
 
 import shardax as sx
 from shardax._core.object import epoch
-from shardax._select.places import SelectionCountError, SelectionError, StaleSelectionError
+from shardax.errors import SelectionCountError, SelectionError, StaleSelectionError
 
 
 @pytest.fixture

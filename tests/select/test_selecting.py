@@ -12,7 +12,7 @@ import pytest
 from tests.strategies import Pair
 
 import shardax as sx
-from shardax._select.places import SelectionError, SelectionIndexError, SelectionPathError
+from shardax.errors import SelectionError, SelectionIndexError, SelectionPathError
 
 
 class Block(sx.Module):

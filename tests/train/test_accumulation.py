@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.errors import CarryError
+from shardax.errors import AccumulationError, CarryError
 from shardax.train.accumulation import accumulated_value_and_grad, split_batch
-from shardax.train.errors import AccumulationError
 
 
 class Net(sx.Module):

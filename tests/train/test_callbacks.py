@@ -11,8 +11,8 @@ import pytest
 from tests.train.small_runs import Quiet, eval_batches, make_trainer, state_of
 
 import shardax as sx
+from shardax.errors import TrainerError
 from shardax.train import BestCheckpoint, EarlyStopping, Event
-from shardax.train.errors import TrainerError
 
 
 def worsening() -> dict[str, Any]:

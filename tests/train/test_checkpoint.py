@@ -15,8 +15,15 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import shardax as sx
-from shardax._core.errors import AbstractValueError
-from shardax.partition.errors import PartitionCheckError
+from shardax.errors import (
+    AbstractValueError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointValueError,
+    DataPositionError,
+    PartitionCheckError,
+)
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract, shardings
@@ -24,13 +31,6 @@ from shardax.train import checkpoint_format
 from shardax.train.checkpoint import Checkpoints, restore, save
 from shardax.train.data.batches import TrainBatches
 from shardax.train.data.text import ByteText
-from shardax.train.errors import (
-    CheckpointExistsError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointValueError,
-    DataPositionError,
-)
 from shardax.train.optimizer import Optimizer
 
 RULES = Rules({"vocab": "model", "embed": None, "mlp": "model"})

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import shardax as sx
+from shardax.errors import CheckpointExistsError, CheckpointValueError, CheckpointWriteError
 from shardax.train.checkpoint import Checkpoints
-from shardax.train.errors import CheckpointExistsError, CheckpointValueError, CheckpointWriteError
 
 
 def make_weight() -> sx.Param[Any]:

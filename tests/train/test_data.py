@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardax.errors import DataPositionError, WindowError
 from shardax.train.data.batches import (
     DataPosition,
     EvalBatches,
@@ -20,7 +21,6 @@ from shardax.train.data.batches import (
 )
 from shardax.train.data.sources import Positioned
 from shardax.train.data.text import ByteText, TextPart
-from shardax.train.errors import DataPositionError, WindowError
 
 
 def numbered_text(length: int) -> ByteText:

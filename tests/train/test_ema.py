@@ -15,8 +15,8 @@ from jax.sharding import AxisType
 from tests.train.small_runs import Bigram, Quiet, eval_batches, make_trainer, state_of
 
 import shardax as sx
+from shardax.errors import TrainerError
 from shardax.train import EMA
-from shardax.train.errors import TrainerError
 
 
 def model_of(dtype: Any) -> Any:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax.train.log as log_module
-from shardax.train.errors import LogError
+from shardax.errors import LogError
 from shardax.train.log import JsonlLog, read_jsonl
 
 names = st.text(min_size=1, max_size=5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import shardax as sx
-from shardax.train.errors import MetricError
+from shardax.errors import MetricError
 from shardax.train.metrics import Accuracy, Average, MultiMetric, Perplexity, Welford
 
 ROWS = 12  # one size, since each compiles anew; weights of zero make it smaller

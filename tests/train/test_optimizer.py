@@ -14,8 +14,7 @@ import pytest
 from tests.train.towers import PATHS, TRANSFORMATIONS, Tower, X, loss, params_of, train_step
 
 import shardax as sx
-from shardax.errors import ArgumentError
-from shardax.train.errors import GradientMismatchError, OptimizerStateError
+from shardax.errors import ArgumentError, GradientMismatchError, OptimizerStateError
 from shardax.train.optimizer import Optimizer
 
 GRAPHDEF, _, REST = sx.split(Tower(), sx.Param, ...)

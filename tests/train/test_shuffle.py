@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardax.errors import WindowError
 from shardax.train.data.text import hash64, mix64, permute
-from shardax.train.errors import WindowError
 
 
 def test_mix64_gives_the_published_splitmix64_sequence():

@@ -15,7 +15,7 @@ import pytest
 from tests.train.small_runs import BATCH, SEQ, Bigram, Quiet, eval_batches, make_trainer
 
 import shardax as sx
-from shardax.train.errors import TrainerError
+from shardax.errors import TrainerError
 from shardax.train.speed import Throughput, utilization_of
 
 

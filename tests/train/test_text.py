@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardax.errors import TextNotFoundError, TextSourceError
 from shardax.train.data.text import ByteText, TextPart, open_text
-from shardax.train.errors import TextNotFoundError, TextSourceError
 
 
 @given(

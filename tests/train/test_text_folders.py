@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardax.errors import TextNotFoundError, TextSourceError
 from shardax.train.data.text import ByteText
-from shardax.train.errors import TextNotFoundError, TextSourceError
 
 
 @pytest.fixture

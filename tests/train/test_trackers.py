@@ -13,8 +13,8 @@ import pytest
 from tests.train.small_runs import Quiet, eval_batches, make_trainer
 
 import shardax as sx
+from shardax.errors import LogError, TrainerError
 from shardax.train import JsonlLog, TensorBoardLog, read_jsonl
-from shardax.train.errors import LogError, TrainerError
 
 accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator",

@@ -29,9 +29,8 @@ from tests.train.small_runs import (
 )
 
 import shardax as sx
+from shardax.errors import PartitionCheckError, TrainerError
 from shardax.models import next_token_loss
-from shardax.partition.errors import PartitionCheckError
-from shardax.train.errors import TrainerError
 
 STEPS = 12
 

@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.train.small_runs import RULES, Bigram, Quiet, eval_batches, make_trainer, raw, state_of
 
 import shardax as sx
-from shardax._transforms.errors import NoMeshError
-from shardax.partition.errors import OverrideError, PartitionCheckError
-from shardax.train.errors import TrainerError
+from shardax.errors import NoMeshError, OverrideError, PartitionCheckError, TrainerError
 
 STEPS = 6
 ZERO: dict[str, Any] = {"overrides": {sx.OptState: {"embed": "data"}}}

@@ -15,9 +15,9 @@ from jax.sharding import AxisType
 from tests.train.small_runs import TRAIN, Bigram, Quiet, eval_batches, make_trainer, state_of
 
 import shardax as sx
+from shardax.errors import MetricError, TrainerError
 from shardax.models import next_token_loss
 from shardax.train import metrics
-from shardax.train.errors import MetricError, TrainerError
 
 
 def with_accuracy(model: Any, batch: Any) -> Any:

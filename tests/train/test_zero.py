@@ -18,10 +18,9 @@ from tests.train.small_runs import RULES as RUN_RULES
 from tests.train.small_runs import Quiet, make_trainer
 
 import shardax as sx
-from shardax.errors import LayerConfigError, OverrideError
+from shardax.errors import LayerConfigError, OverrideError, TrainerError
 from shardax.hlo.analyze import read_program
 from shardax.train import data_parallel_value_and_grad
-from shardax.train.errors import TrainerError
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 EMBED, HIDDEN, ROWS = 64, 128, 16

@@ -22,8 +22,8 @@ from tests.transforms.examples import Scale
 from tests.transforms.test_dispatch import python_calls
 
 import shardax as sx
-from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.jit import jit as memory
+from shardax.errors import StaticArgumentError
 
 
 class Mode(enum.IntEnum):

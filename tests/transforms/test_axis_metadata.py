@@ -18,8 +18,8 @@ from tests.strategies import assert_same_model
 from tests.transforms.examples import Box
 
 import shardax as sx
-from shardax._core.errors import MetadataError
 from shardax._core.graph.static import Metadata
+from shardax.errors import MetadataError
 from shardax.partition import PARTITION_NAME
 
 NAMED = {PARTITION_NAME: "layers"}

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._core.errors import FilterError
-from shardax._transforms.errors import (
+from shardax.errors import (
     AmbiguousBatchError,
     AxisSizeError,
+    FilterError,
     InconsistentAliasingError,
     PrefixError,
 )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Many, Scale, step, values
 
 import shardax as sx
-from shardax._transforms.errors import ArgumentError, BoundedLoopError, CarryError, DecisionError
+from shardax.errors import ArgumentError, BoundedLoopError, CarryError, DecisionError
 
 MODES = ("no", "store", "recompute")
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError, PrefixError
+from shardax.errors import BoxError, PartitioningUnspecifiedError, PrefixError
 from shardax.partition import PARTITION_NAME, AxisMetadata, LogicallyPartitioned, Partitioned
 
 LAYERS = {PARTITION_NAME: "layers"}

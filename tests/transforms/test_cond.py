@@ -16,8 +16,13 @@ from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError
-from shardax._transforms.errors import ArgumentError, BranchError, DecisionError, OutputError
+from shardax.errors import (
+    ArgumentError,
+    BranchError,
+    DecisionError,
+    ForeignMutationError,
+    OutputError,
+)
 
 
 class Noisy(sx.Module):

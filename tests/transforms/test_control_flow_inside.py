@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Scale
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError
-from shardax._transforms.errors import SharedWriteError
+from shardax.errors import ForeignMutationError, SharedWriteError
 
 
 class Dropped(sx.Module):

@@ -18,7 +18,7 @@ from tests.transforms.examples import Box, Scale, Tied
 from tests.transforms.rules import Sine, X, flat, tenfold
 
 import shardax as sx
-from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError
+from shardax.errors import DifferentiationError, InconsistentAliasingError
 
 
 def _plain(model: Sine, x: Any) -> Any:

@@ -11,8 +11,14 @@ from tests.transforms.examples import Box, Scale, values
 from tests.transforms.rules import Sine, X, flat, tenfold
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError, ShardaxError
-from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError, TangentError
+from shardax.errors import (
+    ClosureError,
+    DifferentiationError,
+    ForeignMutationError,
+    OutputError,
+    ShardaxError,
+    TangentError,
+)
 
 # --- state that the forward writes ---
 

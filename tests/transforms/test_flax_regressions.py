@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError
+from shardax.errors import ForeignMutationError, ReadOnlyCopyError
 
 P = PartitionSpec
 

@@ -12,8 +12,7 @@ import pytest
 from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError
-from shardax._transforms.errors import DifferentiationError
+from shardax.errors import DifferentiationError, ForeignMutationError
 
 Two = collections.namedtuple("Two", "model batch")
 

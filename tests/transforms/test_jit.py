@@ -18,8 +18,7 @@ import pytest
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
-from shardax._core.errors import TraceLeakError
-from shardax._transforms.errors import ArgumentError, OutputError
+from shardax.errors import ArgumentError, OutputError, TraceLeakError
 
 Two = collections.namedtuple("Two", "first second")
 

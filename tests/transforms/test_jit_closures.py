@@ -11,7 +11,7 @@ import pytest
 from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError, TraceLeakError
+from shardax.errors import ForeignMutationError, TraceLeakError
 
 current = Scale()
 

@@ -12,7 +12,7 @@ import pytest
 from tests.transforms.examples import Scale, values
 
 import shardax as sx
-from shardax._transforms.errors import DonationError
+from shardax.errors import DonationError
 
 
 def _grow(model: Scale, by: Any) -> Any:

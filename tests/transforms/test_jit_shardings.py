@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
-from shardax._transforms.errors import InconsistentAliasingError, PrefixError
+from shardax.errors import InconsistentAliasingError, PrefixError
 
 P = PartitionSpec
 Sharding = Callable[..., NamedSharding]

@@ -13,7 +13,7 @@ import pytest
 from tests.transforms.examples import Box, Scale
 
 import shardax as sx
-from shardax._transforms.errors import DonationError, StaticArgumentError, StructureMismatchError
+from shardax.errors import DonationError, StaticArgumentError, StructureMismatchError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.strategies import assert_same_model
 
 import shardax as sx
-from shardax._transforms.errors import (
-    DonationError,
-    LayerConfigError,
-    PrefixError,
-    StaticArgumentError,
-)
+from shardax.errors import DonationError, LayerConfigError, PrefixError, StaticArgumentError
 
 X = jnp.linspace(-1, 1, 8).reshape(2, 4)
 TRACES: list[Any] = []

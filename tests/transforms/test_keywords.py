@@ -11,7 +11,7 @@ import pytest
 from tests.transforms.examples import Scale, values
 
 import shardax as sx
-from shardax._transforms.errors import AxisSizeError, DifferentiationError, PrefixError
+from shardax.errors import AxisSizeError, DifferentiationError, PrefixError
 
 XS = jnp.arange(6.0).reshape(3, 2)
 BY_TYPE = sx.StateAxes({sx.Param: 0, ...: None})

@@ -14,8 +14,7 @@ from tests.transforms.examples import Scale, Tied, values
 from tests.transforms.pure import pure_of, touch
 
 import shardax as sx
-from shardax._core.errors import ShardaxError
-from shardax._transforms.errors import OutputError, StaticArgumentError
+from shardax.errors import OutputError, ShardaxError, StaticArgumentError
 
 
 def _avals(variables: Any) -> list[str]:

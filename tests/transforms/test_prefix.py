@@ -14,10 +14,9 @@ from tests.strategies import models
 from tests.transforms.examples import Box, Scale, Tied
 
 import shardax as sx
-from shardax._core.errors import FilterError
 from shardax._core.graph.flatten import flatten
-from shardax._transforms.errors import InconsistentAliasingError, PrefixError
 from shardax._transforms.lift.prefix import alias_paths, consistent, expand
+from shardax.errors import FilterError, InconsistentAliasingError, PrefixError
 
 Two = collections.namedtuple("Two", "left right")
 

@@ -19,8 +19,7 @@ from tests.strategies import assert_same_model
 from tests.transforms.examples import Box, Tied
 
 import shardax as sx
-from shardax._core.errors import FilterError, ShardaxError
-from shardax._transforms.errors import InconsistentAliasingError, PrefixError
+from shardax.errors import FilterError, InconsistentAliasingError, PrefixError, ShardaxError
 
 MESH = make_mesh(jax.sharding.AxisType.Auto)
 

@@ -19,8 +19,13 @@ from tests.transforms.examples import Scale, values
 from tests.transforms.pure import touch
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError, ShardaxError
-from shardax._transforms.errors import ArgumentError, OutputError, StaticArgumentError
+from shardax.errors import (
+    ArgumentError,
+    ForeignMutationError,
+    OutputError,
+    ShardaxError,
+    StaticArgumentError,
+)
 
 FEW = settings(max_examples=8)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._transforms.errors import ArgumentError, DecisionError
+from shardax.errors import ArgumentError, DecisionError
 
 # function, its derivative, whether a number is in the domain, a stand-in
 SINGULAR: dict[str, tuple[Any, Any, Callable[[Any], Any], float]] = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardax as sx
-from shardax._transforms.errors import (
+from shardax.errors import (
     ArgumentError,
     AxisSizeError,
     CarryError,

@@ -25,7 +25,7 @@ from tests.transforms.sharded import (
 )
 
 import shardax as sx
-from shardax._transforms.errors import InconsistentAliasingError, PrefixError
+from shardax.errors import InconsistentAliasingError, PrefixError
 
 # --- shards and writes ---
 

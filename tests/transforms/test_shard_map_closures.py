@@ -13,8 +13,7 @@ from tests.transforms.examples import Box
 from tests.transforms.sharded import RULES, Block, P, Table, batch, close
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError
-from shardax._transforms.errors import OutputError
+from shardax.errors import ForeignMutationError, OutputError
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])

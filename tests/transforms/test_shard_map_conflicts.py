@@ -12,7 +12,7 @@ from tests.strategies import assert_same_model
 from tests.transforms.sharded import BY_TYPE, P, Table, spec_of
 
 import shardax as sx
-from shardax._transforms.errors import SharedWriteError
+from shardax.errors import SharedWriteError
 
 
 def test_different_values_for_a_variable_that_is_not_split_are_refused(mesh: Mesh) -> None:

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from tests.transforms.sharded import BY_TYPE, RULES, Block, P, Table, batch, close, spec_of
 
 import shardax as sx
-from shardax._core.errors import AbstractValueError
-from shardax._transforms.errors import (
+from shardax.errors import (
+    AbstractValueError,
     ArgumentError,
     AxisSizeError,
     MeshError,

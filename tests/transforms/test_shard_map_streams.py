@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tests.transforms.sharded import P
 
 import shardax as sx
-from shardax._transforms.errors import OutputError, SharedWriteError
+from shardax.errors import OutputError, SharedWriteError
 
 
 def test_a_stream_under_mesh_axes_is_split_and_moves_on_by_one_draw(mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from tests.transforms.sharded import BY_TYPE, RULES, P, Table, batch, close
 
 import shardax as sx
-from shardax._transforms.errors import SharedWriteError
+from shardax.errors import SharedWriteError
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["grad inside", "grad outside"])

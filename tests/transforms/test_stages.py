@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
-from shardax._transforms.errors import StructureMismatchError
+from shardax.errors import StructureMismatchError
 
 P = PartitionSpec
 

@@ -15,14 +15,15 @@ from tests.transforms.examples import Box, Scale, Tied, values
 from tests.transforms.pure import floating, pure_of, touch
 
 import shardax as sx
-from shardax._core.errors import AbstractValueError, ShardaxError
-from shardax._transforms.errors import (
+from shardax._transforms.grad.grad import replaced
+from shardax.errors import (
+    AbstractValueError,
     ArgumentError,
     DifferentiationError,
     InconsistentAliasingError,
+    ShardaxError,
     TangentError,
 )
-from shardax._transforms.grad.grad import replaced
 
 FEW = settings(max_examples=15)
 FLOAT0 = np.zeros((), jax.dtypes.float0)

@@ -14,7 +14,7 @@ from tests.strategies import assert_equal_values
 from tests.transforms.examples import XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
 import shardax as sx
-from shardax._core.errors import AbstractValueError
+from shardax.errors import AbstractValueError
 
 # --- what is mapped ---
 

@@ -12,13 +12,15 @@ from tests.strategies import assert_same_model
 from tests.transforms.examples import SHARED, XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError, ReadOnlyCopyError, TraceLeakError
-from shardax._transforms.errors import (
+from shardax.errors import (
     AxisSizeError,
+    ForeignMutationError,
     InconsistentAliasingError,
     OutputError,
     PrefixError,
+    ReadOnlyCopyError,
     SharedWriteError,
+    TraceLeakError,
 )
 
 # --- closures ---

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 from tests.strategies import assert_equal_values
 
 import shardax as sx
-from shardax._core.errors import ForeignMutationError
-from shardax._transforms.errors import AxisSizeError, OutputError
+from shardax.errors import AxisSizeError, ForeignMutationError, OutputError
 
 ONES = jnp.ones((3, 64))
 WITH_SHARED_STREAMS = sx.StateAxes({sx.RngState: None, ...: 0})

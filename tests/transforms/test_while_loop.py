@@ -15,12 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
-from shardax._transforms.errors import (
-    ArgumentError,
-    CarryError,
-    DecisionError,
-    DifferentiationError,
-)
+from shardax.errors import ArgumentError, CarryError, DecisionError, DifferentiationError
 
 
 def _below(limit: int) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
 from shardax._core.graph.paths import format_path
-from shardax.partition.errors import PartitionCheckError
+from shardax.errors import PartitionCheckError
 from shardax.view.parameter_table import ParameterRow, format_bytes, format_count
 
 RULES = sx.models.DECODER_RULES

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.partition.errors import PartitionCheckError
-from shardax.view.shardings import ShardingViewError, sharding_text
+from shardax.errors import PartitionCheckError, ShardingViewError
+from shardax.view.shardings import sharding_text
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
 
