@@ -8,6 +8,8 @@ examples share a namespace and run from top to bottom, as a reader would run the
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import os
 import shutil
@@ -43,6 +45,7 @@ if "SHARDAX_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["SHARDAX_CACHE_DIR"], ignore_errors=True)
 
 import jax
+import jaxlib
 import pytest
 from hypothesis import HealthCheck, settings
 from sybil import Sybil
@@ -52,6 +55,16 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 DEVICES = 8
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
+# Compiled programs, for the next run and for other workers. The folder may be lost at any time.
+# JAX's own key covers versions, flags and devices. Only this process uses the folder: those that
+# tests kill could leave half an entry.
+PROGRAMS = Path(
+    os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    or Path(__file__).parent / ".cache" / f"programs-{jaxlib.__version__}"
+)
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Implicit rank promotion hides shape errors; the library must never need it.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -70,6 +83,37 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("shardax")
+
+MOST_BYTES = 2 * 2**30  # of a worker, until it gives up the compiled programs that it holds
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, or 0 where the system does not say it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def pytest_sessionstart() -> None:
+    """Begins the cache of programs anew where it has grown to a gigabyte."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and PROGRAMS.is_dir():
+        with os.scandir(PROGRAMS) as entries:
+            size = sum(entry.stat().st_size for entry in entries)
+        if size > 2**30:
+            shutil.rmtree(PROGRAMS, ignore_errors=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    """Keeps the memory of a worker below about 3 GB: JAX's caches grow without bound."""
+    if _resident_bytes() > MOST_BYTES:
+        jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # of glibc
+            ctypes.CDLL(None).malloc_trim(0)
+
 
 EXAMPLES = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"])
 ROOT = Path(__file__).parent

@@ -28,7 +28,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -295,18 +294,13 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = rest
     is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
-    # A cache is written for the whole batch, token by token.
-    whole = any(isinstance(one, Object) for one in given)
-    microbatches = None if whole else stack.microbatches or current_microbatches()
 
     def body(x: Any, layer: Any, given: list[Any]) -> Any:
         leaves = [
             one if item is None else item.value for one, item in zip(given, static, strict=True)
         ]
         args, kwargs = treedef.unflatten(leaves)
-        # What a layer is given is one microbatch: a scope does not cut it again in stacks inside.
-        with SettingsScope("microbatches", microbatches=None) if microbatches else nullcontext():
-            return layer(x, *args, **kwargs)
+        return layer(x, *args, **kwargs)
 
     def run(
         stacked: Any, x: Any, given: list[Any], length: int, policy: Policy = stack.remat
@@ -323,23 +317,27 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         )
         return loop(x, stacked, given)
 
-    if microbatches is None:
+    # A cache is written for the whole batch, token by token.
+    microbatches = stack.microbatches or current_microbatches()
+    if microbatches is None or any(isinstance(one, Object) for one in given):
         return run(stack.stacked, x, given, stack.length)
-    return run_pipeline(
-        stack.stacked,
-        is_shared,
-        run,
-        functools.partial(run, policy=None),
-        x,
-        given,
-        policy=jax.checkpoint_policies.everything_saveable
-        if stack.remat is None
-        else _jax_policy(stack.remat),
-        axis_name=stack.axis_name,
-        length=stack.length,
-        microbatches=microbatches,
-        schedule=stack.schedule or current_schedule(),
-    )
+    # What a layer is given is one microbatch: the scope does not cut it again in stacks inside.
+    with SettingsScope("microbatches", microbatches=None):
+        return run_pipeline(
+            stack.stacked,
+            is_shared,
+            run,
+            functools.partial(run, policy=None),
+            x,
+            given,
+            policy=jax.checkpoint_policies.everything_saveable
+            if stack.remat is None
+            else _jax_policy(stack.remat),
+            axis_name=stack.axis_name,
+            length=stack.length,
+            microbatches=microbatches,
+            schedule=stack.schedule or current_schedule(),
+        )
 
 
 def _is_stacked(given: Any, axis_name: str) -> bool:

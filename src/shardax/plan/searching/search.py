@@ -345,7 +345,9 @@ def _best_of_forms(pairs: Sequence[tuple[float, Layout]]) -> set[Layout]:
         sizes = layout.sizes
         form = frozenset(axis for axis in candidate_search.FORMS if sizes.get(axis, 1) > 1)
         found.setdefault(form, []).append(layout)
-    return {each for of_form in found.values() for each in of_form[:OF_EACH_FORM] if len(found) > 1}
+    if len(found) < 2:
+        return set()
+    return {each for of_form in found.values() for each in of_form[:OF_EACH_FORM]}
 
 
 @dataclass(frozen=True)
