@@ -17,7 +17,7 @@ def with_values(model: M, seed: int = 0) -> M:
     """Gives each ``Param`` a random value of NumPy in place, and returns the model.
 
     No initializer is traced or compiled, which takes about 0.1 s for each new shape. Kernels have
-    the scale of LeCun's initializer; vectors are near one, so that a scale scales and a bias counts.
+    the scale of LeCun's initializer; vectors are near one, so that scales and biases count.
     """
     generator = np.random.default_rng(seed)
     for _, variable in sx.iter_variables(model):
