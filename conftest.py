@@ -155,18 +155,31 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | Non
     return None
 
 
+pytest_plugins = ["tests.suite.limits"]
+
+
+# The ids of tests that were skipped for want of a package. CI runs these again where it is.
+_skipped: set[str] = set()
+
+
+def _package_that_is_missing(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Returns the reason of a skip for want of a package, or ""."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    # The last are the words of `pytest.importorskip` without a reason.
+    is_package = report.skipped and ("install" in reason or "could not import" in reason)
+    return reason if is_package else ""
+
+
 def _fail_if_a_package_is_missing(report: pytest.CollectReport | pytest.TestReport) -> None:
     """Where every package is installed, as by CI, a skip that asks for one is a failure.
 
     ``EVERY_PACKAGE="but plan-tpu plan-gpu"`` names extras that another run has.
     """
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    reason = _package_that_is_missing(report)
     elsewhere = os.environ.get("EVERY_PACKAGE", "").split()[1:]
     if (
         "EVERY_PACKAGE" in os.environ
-        and report.skipped
-        # The last are the words of `pytest.importorskip` without a reason.
-        and ("install" in reason or "could not import" in reason)
+        and reason
         and not any(f"shardax[{extra}]" in reason for extra in elsewhere)
     ):
         report.outcome = "failed"
@@ -187,3 +200,21 @@ def pytest_make_collect_report() -> Iterator[None]:
     report = yield
     _fail_if_a_package_is_missing(report)
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes a skip for want of a package, also of other workers."""
+    if _package_that_is_missing(report):
+        _skipped.add(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Notes a module that skips as a whole."""
+    if _package_that_is_missing(report):
+        _skipped.add(report.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    """Writes the ids of skipped tests to the file that ``RECORD_SKIPPED`` names."""
+    if "RECORD_SKIPPED" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        Path(os.environ["RECORD_SKIPPED"]).write_text("\n".join(sorted(_skipped)))

@@ -9,7 +9,6 @@ count all threads and the child processes that a test waited for.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,17 +17,14 @@ from typing import Any
 
 import pytest
 
+from tests.suite.limits import cpu_seconds
+
 DEAREST = 30
 STAGES = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compiling",
 }
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and of the children it has waited for."""
-    return sum(os.times()[:4])
 
 
 class StageIntervals:
@@ -101,7 +97,7 @@ class Times:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Sends a worker's seconds outside of tests: imports, collection, hooks."""
-        outside = sum(os.times()[:4]) - self.in_tests
+        outside = cpu_seconds() - self.in_tests
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["outside_tests"] = outside
         elif not session.config.getoption("numprocesses", None):
