@@ -51,6 +51,7 @@ from hypothesis import HealthCheck, settings
 from sybil import Sybil
 from sybil.example import SybilFailure
 from sybil.parsers.markdown import PythonCodeBlockParser
+from tests.suite import compat
 
 DEVICES = 8
 
@@ -156,6 +157,15 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | Non
 
 
 pytest_plugins = ["tests.suite.limits"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that CI repeats on the newest JAX."""
+    chosen = compat.read()
+    for item in items:
+        if not chosen.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
+            item.add_marker(pytest.mark.compat)
 
 
 # The ids of tests that were skipped for want of a package. CI runs these again where it is.
