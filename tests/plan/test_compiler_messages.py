@@ -52,7 +52,7 @@ def exchanged(
     return answer.report.warnings
 
 
-def test_what_the_partitioner_makes_whole_is_said_with_its_argument_or_operation() -> None:
+def test_full_replication_by_partitioner_names_its_source() -> None:
     assert full_rematerializations(f"something else\n{SAID}{SAID}more") == (("x", CHANGE),)
     escaped = SAID.replace('"x"', "\"batch[\\'x\\']\"")  # as XLA prints a key
     assert full_rematerializations(escaped) == (("batch['x']", CHANGE),)
@@ -79,9 +79,7 @@ def test_a_warning_names_the_argument_or_the_line(name: str, start: str) -> None
     assert warning.endswith(f"({CHANGE}).")
 
 
-def test_an_array_that_xla_makes_whole_is_a_warning_also_if_the_program_was_kept(
-    tmp_path: Path,
-) -> None:
+def test_full_replication_warns_also_for_cached_programs(tmp_path: Path) -> None:
     first = exchanged(tmp_path)
     why = (
         "is made whole on every device to be split in another way: XLA knows no exchange for it. "
@@ -105,7 +103,7 @@ def test_the_compilers_of_targets_are_heard_too(tmp_path: Path, target: str) -> 
     assert starts[1].startswith("The result of jit(step)/sharding_constraint")
 
 
-def test_an_error_stream_that_is_no_file_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_stream_without_file_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     with capfd.disabled():
         kept = os.dup(2)
         read, write = os.pipe()

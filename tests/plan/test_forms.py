@@ -56,7 +56,7 @@ def trained(**changes: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("microbatches", [4, 8])
-def test_a_pipeline_is_planned_with_its_bubble_sends_and_idle_work(microbatches: int) -> None:
+def test_pipeline_plan_has_bubble_sends_and_idle_work(microbatches: int) -> None:
     (report,) = plan.compare(
         *stacked(),
         {"pipeline": {"layers": "stage"}},
@@ -76,7 +76,7 @@ def test_a_pipeline_is_planned_with_its_bubble_sends_and_idle_work(microbatches:
     assert f"pipeline idle for {3 / ticks:.0%}" in plan.explain(report)
 
 
-def test_a_search_over_stages_varies_microbatches_and_keeps_what_divides_rows() -> None:
+def test_stage_search_varies_microbatches_that_divide_rows() -> None:
     _, found = explore(*stacked(), "cpu:8", mesh_axes=("data", "stage"))
     by_mesh: dict[Any, set[Any]] = {}
     for layout in found.layouts:
@@ -93,7 +93,7 @@ def test_a_search_over_stages_varies_microbatches_and_keeps_what_divides_rows() 
 
 
 @pytest.mark.parametrize(("of_each", "forms"), [(0, 1), (1, 2)])
-def test_the_most_promising_of_each_form_are_compiled_whatever_the_estimate(
+def test_best_of_each_form_is_always_compiled(
     of_each: int, forms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(searching, "FEW", 0)
@@ -115,7 +115,7 @@ def test_the_most_promising_of_each_form_are_compiled_whatever_the_estimate(
     assert fitting is not None and int(fitting[1]) == forms
 
 
-def test_the_vocabulary_is_split_over_stages_as_it_is_used_outside_of_them() -> None:
+def test_vocabulary_is_split_over_stages() -> None:
     step, args = trained(num_layers=4)
     _, found = explore(
         step,
@@ -130,7 +130,7 @@ def test_the_vocabulary_is_split_over_stages_as_it_is_used_outside_of_them() -> 
     assert best.parallel == (("microbatches", 4), ("schedule", "gpipe"))
 
 
-def test_a_layout_of_the_plan_runs_under_its_settings_as_one_device_does() -> None:
+def test_planned_layout_runs_with_single_device_results() -> None:
     step, (model, batch) = decoder(num_layers=4)
     found = plan.search(
         step,
@@ -160,7 +160,7 @@ def test_a_layout_of_the_plan_runs_under_its_settings_as_one_device_does() -> No
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_zero_splits_the_optimizers_state_alone_along_axes_that_only_split_the_batch() -> None:
+def test_zero_splits_only_the_optimizer_state() -> None:
     step, args = trained()
     found = plan.search(
         step,
@@ -186,7 +186,7 @@ def test_zero_splits_the_optimizers_state_alone_along_axes_that_only_split_the_b
     assert not any("mlp=data" in each.layout.name and "zero" in each.layout.name for each in found)
 
 
-def test_experts_take_the_batch_along_and_the_plan_says_what_it_assumes() -> None:
+def test_experts_share_the_batch_axis_with_stated_assumption() -> None:
     x = NamedShape((64, 8), "float32", ("batch", "embed"))
     moe = sx.nn.MoE(8, 16, num_experts=4, rngs=sx.Rngs(0))
 
@@ -202,7 +202,7 @@ def test_experts_take_the_batch_along_and_the_plan_says_what_it_assumes() -> Non
     assert any("all experts get equally many tokens" in each for each in best.warnings)
 
 
-def test_the_optimizers_state_can_be_on_the_host_or_have_rules_of_its_own() -> None:
+def test_optimizer_state_accepts_host_memory_and_own_rules() -> None:
     step, args = trained()
     rules = {"plain": [("batch", "data")]}
 
@@ -240,7 +240,7 @@ def made_with(remat: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("target", [TPU])
-def test_activations_that_the_host_keeps_by_name_leave_the_devices_peak(target: str) -> None:
+def test_host_offloaded_activations_lower_the_device_peak(target: str) -> None:
     found = plan.search(
         made_with,
         (),
@@ -276,7 +276,7 @@ def test_activations_that_the_host_keeps_by_name_leave_the_devices_peak(target: 
         ({"mesh_axes": ("data", "expert")}, "'expert' needs a dimension called 'expert'"),
     ],
 )
-def test_what_cannot_be_searched_is_refused_before_anything_is_compiled(
+def test_unsearchable_options_are_refused_before_compiling(
     options: dict[str, Any], message: str
 ) -> None:
     kernel = param((EMBED, EMBED), "in", "out")
@@ -285,12 +285,12 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_compiled(
         plan.search(lambda kernel, x: x @ kernel.value, (kernel, x), "cpu:8", **options, **FAST)
 
 
-def test_a_state_of_an_optimizer_that_is_not_there_is_refused() -> None:
+def test_optimizer_memory_without_optimizer_is_refused() -> None:
     with pytest.raises(sx.errors.PlanInputError, match=r"has none.*sx.train.Optimizer"):
         plan.search(*stacked(), "cpu:8", parallel={"optimizer_memory": ["pinned_host"]}, **FAST)
 
 
-def test_settings_are_kept_by_files_of_plans_and_of_rules(tmp_path: Any) -> None:
+def test_parallel_settings_round_trip_through_files(tmp_path: Any) -> None:
     layout = plan.Layout(
         "all",
         (("layers", "stage"),),

@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_what_breaks_a_process_fails_one_layout_with_its_last_lines(tmp_path: Path) -> None:
+def test_process_failure_fails_one_layout_with_last_output(tmp_path: Path) -> None:
     _, args = perceptron()
     layouts = [
         layout("before", batch="data"),
@@ -102,7 +102,7 @@ def interrupted_search(pids: list[int]) -> None:
         list(pool.evaluate([layout("one", hang="data"), layout("two", batch="data")], begun=begun))
 
 
-def test_processes_end_with_the_pool_also_in_the_middle_of_a_compile() -> None:
+def test_interrupting_a_compile_ends_all_processes() -> None:
     pids: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted_search(pids)
@@ -110,7 +110,7 @@ def test_processes_end_with_the_pool_also_in_the_middle_of_a_compile() -> None:
     assert not any(map(is_running, pids))
 
 
-def test_a_step_that_cannot_be_sent_is_refused_before_any_process_starts() -> None:
+def test_unpicklable_step_is_refused_before_processes_start() -> None:
     lock = threading.Lock()
     _, args = perceptron()
     with pytest.raises(sx.errors.PlanInputError) as error:
@@ -119,9 +119,7 @@ def test_a_step_that_cannot_be_sent_is_refused_before_any_process_starts() -> No
     assert "defined at the top of a module" in str(error.value)
 
 
-def test_where_cloudpickle_would_send_it_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_cloudpickle_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     _, args = perceptron()
     with pytest.raises(sx.errors.PlanInputError) as error:
@@ -129,9 +127,7 @@ def test_where_cloudpickle_would_send_it_the_extra_is_named(
     assert "cannot be sent without cloudpickle (pip install 'shardax[plan]'): " in str(error.value)
 
 
-def test_a_step_that_processes_cannot_import_is_the_callers_fault_not_a_layouts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unimportable_step_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     only_here = types.ModuleType("only_here")
     exec("def step(model, x):\n    return (x @ model.up.value).sum()", only_here.__dict__)
@@ -231,7 +227,7 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def test_processes_compile_steps_of_every_form_as_this_process_does() -> None:
+def test_process_reports_equal_local_ones_for_all_steps() -> None:
     def found(report: plan.LayoutReport) -> Any:
         wire = report.wire_bytes("kind")
         return report.outcome, report.reason, report.peak_bytes, report.flops, wire
@@ -249,7 +245,7 @@ def test_processes_compile_steps_of_every_form_as_this_process_does() -> None:
     assert {outcome for outcome, *_ in here.values()} == {"fits"}
 
 
-def test_a_jitted_step_of_a_module_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_level_jitted_step_is_sent_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with PoolEvaluator(Inputs(decorated, (W, X)), TARGET, processes=1, cache=None) as pool:
         (answer,) = pool.evaluate([layout("dp", batch="data")])
@@ -268,7 +264,7 @@ def test_numbers_beside_arrays_reach_the_step() -> None:
     assert (answer.report.outcome, answer.report.reason) == ("fits", "")
 
 
-def test_a_source_that_changes_meanwhile_ends_the_search_with_what_to_do(
+def test_source_changed_during_search_is_refused_with_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "changing_step.py"
