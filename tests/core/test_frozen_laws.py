@@ -42,9 +42,7 @@ def test_bind_undoes_unbind(filters: tuple[Any, ...], model: Any) -> None:
 @FILTERS
 @given(model=models())
 @settings(max_examples=12)
-def test_what_unbind_takes_is_what_the_filters_match_in_order_under_their_paths(
-    filters: tuple[Any, ...], model: Any
-) -> None:
+def test_law_unbind_takes_filter_matches_in_order(filters: tuple[Any, ...], model: Any) -> None:
     expected = list(sx.iter_variables(model, *filters))
     slots, variables = sx.unbind(model, *filters)
     _, frozen = sx.unbind(model, *filters, freeze=True)
@@ -63,7 +61,7 @@ def test_thaw_undoes_freeze_with_new_variables(model: Any) -> None:
 
 
 @given(model=models())
-def test_frozen_values_put_into_slots_are_the_frozen_model(model: Any) -> None:
+def test_law_binding_frozen_values_restores_frozen_model(model: Any) -> None:
     slots, frozen = sx.unbind(model, freeze=True)
     assert_same_model(sx.bind(slots, frozen), sx.freeze(model))
     assert jax.tree.leaves(slots) == []
@@ -71,9 +69,7 @@ def test_frozen_values_put_into_slots_are_the_frozen_model(model: Any) -> None:
 
 @given(model=models(), changes=edits())
 @settings(max_examples=15)
-def test_taking_out_and_putting_in_leave_the_model_and_its_cache_as_they_were(
-    model: Any, changes: list[Edit]
-) -> None:
+def test_law_unbind_and_bind_leave_the_model_unchanged(model: Any, changes: list[Edit]) -> None:
     structure, values, at = sx.graphdef(model), sx.state(model), epoch.current
     slots, frozen = sx.unbind(model, freeze=True)
     other = sx.thaw(sx.bind(slots, frozen))
@@ -87,9 +83,7 @@ def test_taking_out_and_putting_in_leave_the_model_and_its_cache_as_they_were(
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
 @given(model=models())
 @settings(max_examples=15)
-def test_every_form_survives_every_way_to_copy_a_model(
-    duplicate: Callable[[Any], Any], model: Any
-) -> None:
+def test_law_every_form_survives_every_copy(duplicate: Callable[[Any], Any], model: Any) -> None:
     slots, frozen = sx.unbind(model, sx.Param, freeze=True)
     half = sx.freeze(slots, sx.BatchStat)
     copied = duplicate(half)

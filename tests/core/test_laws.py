@@ -53,7 +53,7 @@ def test_a_copy_has_equal_structure_sharing_and_values(
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
 @given(model=models(), changes=edits())
 @settings(max_examples=15)
-def test_a_copy_is_independent_of_what_it_was_copied_from(
+def test_law_copy_is_independent_of_its_original(
     duplicate: Callable[[Any], Any], model: Any, changes: list[Edit]
 ) -> None:
     structure, values = sx.graphdef(model), sx.state(model)
@@ -66,9 +66,7 @@ def test_a_copy_is_independent_of_what_it_was_copied_from(
 
 
 @given(model=models(), changes=edits())
-def test_a_remembered_flattening_equals_a_fresh_one_after_any_edits(
-    model: Any, changes: list[Edit]
-) -> None:
+def test_law_cached_flattening_equals_fresh_one(model: Any, changes: list[Edit]) -> None:
     for change in changes:
         sx.graphdef(model)
         apply_edit(model, change)

@@ -89,7 +89,7 @@ def seen_by_compiler(layout: Layout, body: Callable[[jax.Array], jax.Array]) -> 
 
 @settings(max_examples=20)
 @given(layouts(), st.sampled_from(["given", "in scope", "of the array", "abstract"]))
-def test_in_a_program_a_constraint_is_what_the_compiler_lays_out(layout: Layout, how: str) -> None:
+def test_law_compiler_layout_equals_the_constraint(layout: Layout, how: str) -> None:
     mesh: Any = {"given": layout.mesh, "abstract": layout.mesh.abstract_mesh}.get(how)
 
     def body(x: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def test_in_a_program_a_constraint_is_what_the_compiler_lays_out(layout: Layout,
 
 @settings(max_examples=30)
 @given(layouts())
-def test_outside_of_programs_a_constraint_is_exact_and_idempotent(layout: Layout) -> None:
+def test_law_eager_constraint_is_exact_and_idempotent(layout: Layout) -> None:
     once = sx.constrain(layout.place(), NAMES, rules=layout.rules)
     wanted = NamedSharding(layout.mesh, P(*(target for _, target in layout.rules)))
     assert once.sharding.is_equivalent_to(wanted, len(SHAPE))
@@ -119,7 +119,7 @@ def test_outside_of_programs_a_constraint_is_exact_and_idempotent(layout: Layout
 
 @settings(max_examples=20)
 @given(layouts(), st.data())
-def test_inside_shard_map_only_the_axes_that_are_not_manual_take_part(
+def test_law_inside_shard_map_only_nonmanual_axes_count(
     layout: Layout, data: st.DataObject
 ) -> None:
     axes = layout.mesh.axis_names
@@ -141,7 +141,7 @@ def test_inside_shard_map_only_the_axes_that_are_not_manual_take_part(
 
 @settings(max_examples=15)
 @given(layouts())
-def test_sharded_is_unsharded_to_the_bit_elementwise_and_closely_otherwise(layout: Layout) -> None:
+def test_law_sharded_computation_matches_unsharded(layout: Layout) -> None:
     def elementwise(x: jax.Array, lay_out: Callable[[jax.Array], jax.Array]) -> jax.Array:
         # No product that is added to: fused, that rounds once, and a constraint may part the two.
         return lay_out(jnp.sqrt(jnp.abs(lay_out(x / 3)))) / 7

@@ -24,7 +24,7 @@ on_no_mesh = mostly(st.sampled_from([None, "error", "ignore"]), nonsense)
 
 @settings(max_examples=200, phases=PHASES)
 @given(shapes, names, mesh_options, mesh_options, rules, on_no_mesh, st.booleans())
-def test_a_constraint_keeps_the_numbers_or_raises_our_error(
+def test_law_constraint_keeps_numbers_or_raises_shardax_error(
     shape: Any, names: Any, mesh: Any, scope: Any, rules: Any, policy: Any, compiled: bool
 ) -> None:
     if isinstance(names, list) and shape != (8, 16):  # mostly as many as there are dimensions
@@ -59,7 +59,7 @@ def test_a_constraint_keeps_the_numbers_or_raises_our_error(
 
 @settings(max_examples=200, phases=PHASES)
 @given(rules, mesh_options)
-def test_rules_are_made_and_judged_or_refused_by_our_error(rules: Any, mesh: Any) -> None:
+def test_law_rules_are_validated_or_raise_shardax_error(rules: Any, mesh: Any) -> None:
     try:
         made = sx.Rules(rules)
         findings = made.check(mesh)

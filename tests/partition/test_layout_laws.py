@@ -105,7 +105,7 @@ def bits(tree: Any) -> list[bytes]:
 
 @settings(max_examples=25)
 @given(cases())
-def test_a_tree_lies_where_its_names_say_with_the_bits_that_it_has_unsharded(case: Case) -> None:
+def test_law_placed_tree_keeps_bits_and_named_layout(case: Case) -> None:
     tree = case.tree()
     wanted = sx.shardings(tree, case.mesh, case.rules).flat()
     assert sx.shard(tree, case.mesh, case.rules) is tree
@@ -121,9 +121,7 @@ def test_a_tree_lies_where_its_names_say_with_the_bits_that_it_has_unsharded(cas
 
 @settings(max_examples=10)
 @given(cases())
-def test_what_is_computed_is_the_same_to_the_bit_elementwise_and_closely_otherwise(
-    case: Case,
-) -> None:
+def test_law_sharded_results_match_unsharded(case: Case) -> None:
     @sx.jit
     def run(tree: Any) -> Any:
         for part in tree.parts:
