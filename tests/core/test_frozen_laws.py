@@ -19,9 +19,9 @@ from tests.strategies import (
     models,
     objects_of,
 )
+from tests.structure import structure_epoch
 
 import shardax as sx
-from shardax._core.object import epoch
 
 FILTERS = pytest.mark.parametrize(
     "filters", [(), (sx.Param,), ("slow",), (sx.PathContains("kernel"), sx.Cache)], ids=repr
@@ -70,10 +70,10 @@ def test_law_binding_frozen_values_restores_frozen_model(model: Any) -> None:
 @given(model=models(), changes=edits())
 @settings(max_examples=15)
 def test_law_unbind_and_bind_leave_the_model_unchanged(model: Any, changes: list[Edit]) -> None:
-    structure, values, at = sx.graphdef(model), sx.state(model), epoch.current
+    structure, values, at = sx.graphdef(model), sx.state(model), structure_epoch()
     slots, frozen = sx.unbind(model, freeze=True)
     other = sx.thaw(sx.bind(slots, frozen))
-    assert epoch.current == at
+    assert structure_epoch() == at
     for change in changes:
         apply_edit(other, change)
     assert sx.graphdef(model) == structure

@@ -19,9 +19,9 @@ from tests.strategies import (
     models,
     objects_of,
 )
+from tests.structure import advance_structure_epoch
 
 import shardax as sx
-from shardax._core.object import epoch
 
 
 def through_many_states(model: Any) -> Any:
@@ -71,7 +71,7 @@ def test_law_cached_flattening_equals_fresh_one(model: Any, changes: list[Edit])
         sx.graphdef(model)
         apply_edit(model, change)
     remembered = sx.graphdef(model)
-    epoch.advance()
+    advance_structure_epoch()
     assert remembered == sx.graphdef(model)
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from tests.strategies import Node, OtherNode, assert_same_model, models
+from tests.structure import advance_structure_epoch, structure_epoch
 
 import shardax as sx
 from shardax._core.graph.flatten import Flat, build, flatten, flatten_roots
-from shardax._core.object import epoch
 
 
 def _model() -> Node:
@@ -235,26 +235,26 @@ def _refused(act: Callable[[], Any]) -> None:
 def test_write_to_flattened_model_advances_the_epoch(
     change: Callable[[Any], Any], walked: Node
 ) -> None:
-    before, structure = epoch.current, sx.graphdef(walked)
+    before, structure = structure_epoch(), sx.graphdef(walked)
     change(walked)
-    assert epoch.current == before + 1
+    assert structure_epoch() == before + 1
     assert sx.graphdef(walked) != structure
 
 
 @pytest.mark.parametrize("change", STRUCTURAL.values(), ids=STRUCTURAL.keys())
 def test_write_to_unflattened_model_keeps_the_epoch(change: Callable[[Any], Any]) -> None:
     model = _model()
-    before = epoch.current
+    before = structure_epoch()
     if change is not STRUCTURAL["pop"]:  # which itself flattens
         change(model)
-    assert epoch.current == before
+    assert structure_epoch() == before
 
 
 @pytest.mark.parametrize("change", NOT_STRUCTURAL.values(), ids=NOT_STRUCTURAL.keys())
 def test_nothing_else_advances_the_epoch(change: Callable[[Any], Any], walked: Node) -> None:
-    before, remembered = epoch.current, flatten(walked)
+    before, remembered = structure_epoch(), flatten(walked)
     change(walked)
-    assert epoch.current == before
+    assert structure_epoch() == before
     assert flatten(walked) is remembered
 
 
@@ -278,9 +278,9 @@ def test_object_joining_flattened_model_is_seen() -> None:
     sx.graphdef(model)
     model.late = late
     sx.graphdef(model)
-    before = epoch.current
+    before = structure_epoch()
     late.w = sx.Param(1.0)
-    assert epoch.current == before + 1
+    assert structure_epoch() == before + 1
     assert ("late", "w") in sx.graphdef(model).leaf_paths
 
 
@@ -309,11 +309,11 @@ def test_edits_by_one_thread_reach_other_threads() -> None:
 
 
 def test_epochs_advanced_by_many_threads_are_all_counted() -> None:
-    before = epoch.current
+    before = structure_epoch()
     with ThreadPoolExecutor(4) as pool:
-        for _ in pool.map(lambda _: [epoch.advance() for _ in range(500)], range(4)):
+        for _ in pool.map(lambda _: [advance_structure_epoch() for _ in range(500)], range(4)):
             pass
-    assert epoch.current == before + 2000
+    assert structure_epoch() == before + 2000
 
 
 # --- memory ---

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.strategies import Custom, assert_equal_values
+from tests.structure import structure_epoch
 
 import shardax as sx
-from shardax._core.object import epoch
 from shardax.errors import MetadataError, VariableValueError
 
 BUILT_IN = [
@@ -95,11 +95,11 @@ def test_indexed_write_works_on_numpy_lazy_and_nested() -> None:
 def test_writing_a_value_is_never_a_structural_change() -> None:
     variable = sx.Param(jnp.ones(2))
     sx.graphdef(sx.List([variable]))
-    before = epoch.current
+    before = structure_epoch()
     variable.value = jnp.ones(5, jnp.int8)
     variable[...] = {"now": jnp.ones(2), "a": (jnp.zeros(1),)}
     variable.value = _ones((3,))
-    assert epoch.current == before
+    assert structure_epoch() == before
 
 
 def _ones(shape: tuple[int, ...]) -> sx.Init:
@@ -167,12 +167,12 @@ def test_metadata_is_read_only_except_by_set_metadata() -> None:
 def test_only_effective_metadata_changes_are_structural() -> None:
     variable, unseen = sx.Param(1.0, note=1), sx.Param(1.0)
     sx.graphdef([variable])
-    before = epoch.current
+    before = structure_epoch()
     variable.set_metadata(note=1)
     unseen.set_metadata(note=1)
-    assert epoch.current == before
+    assert structure_epoch() == before
     variable.set_metadata(note=True)
-    assert epoch.current == before + 1
+    assert structure_epoch() == before + 1
 
 
 # --- copies ---
