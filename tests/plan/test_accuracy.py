@@ -9,6 +9,7 @@ that the reader of programs agrees with such counts to the byte is tested in ``t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -274,6 +275,7 @@ def dtype_of(compiler: str) -> str:
     return "float32" if compiler == "cpu" else "bfloat16"
 
 
+@functools.cache
 def planned(name: str, compiler: str) -> plan.LayoutReport:
     case = CASES[name]
     target = {"cpu": "cpu:8", "gpu": "gpu:h100:1x8"}.get(compiler, "tpu:v5e:2x4")
