@@ -6,14 +6,13 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.core.elsewhere import in_another_process
 
 import shardax as sx
 from shardax.errors import BindError, FilterError, LabelConflictError
@@ -113,13 +112,7 @@ def test_a_variable_alone_is_a_tree() -> None:
 
 
 def test_labels_are_the_same_in_every_process() -> None:
-    program = (
-        "import jax.numpy as jnp, pickle, sys, shardax as sx\n"
-        "slots, frozen = sx.unbind(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), freeze=True)\n"
-        "sys.stdout.buffer.write(pickle.dumps((slots, frozen)))"
-    )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-    slots, frozen = pickle.loads(out)
+    slots, frozen = in_another_process()["unbound"]
     mine, values = sx.unbind(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), freeze=True)
     assert sx.graphdef(slots) == sx.graphdef(mine) and hash(frozen) == hash(values)
     assert frozen == values

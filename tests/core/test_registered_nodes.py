@@ -289,9 +289,10 @@ class Slotted:
 CHANGEABLE = {"dataclass": Pair, "with keys": Keyed, "without keys": Plain, "slots": Slotted}
 every_changeable = pytest.mark.parametrize("kind", CHANGEABLE.values(), ids=CHANGEABLE.keys())
 # What stands beside the array that is assigned: the node is an array attribute, or part of a model.
-every_neighbour = pytest.mark.parametrize(
-    "beside", [lambda: jnp.ones(2), lambda: sx.Param(jnp.ones(2))], ids=["array", "Param"]
-)
+NEIGHBORS: dict[str, Callable[[], Any]] = {
+    "array": lambda: jnp.ones(2),
+    "Param": lambda: sx.Param(jnp.ones(2)),
+}
 # How a model holds the node, and the way to it.
 PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "attribute": (lambda node: node, lambda held: held),
@@ -299,15 +300,19 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dict of tuples": (lambda node: {"k": (node, 1)}, lambda held: held["k"][0]),
     "node": (lambda node: Pair(node, sx.Param(1.0)), lambda held: held.a),
 }
-every_place = pytest.mark.parametrize(("wrap", "reach"), PLACES.values(), ids=PLACES.keys())
+# Every kind in every place, and each of both beside each of two neighbors.
+CASES = [
+    (kind, ("array", "Param")[(row + column) % 2], place)
+    for row, kind in enumerate(CHANGEABLE)
+    for column, place in enumerate(PLACES)
+]
 
 
-@every_changeable
-@every_neighbour
-@every_place
+@pytest.mark.parametrize(("kind_name", "neighbor", "place"), CASES)
 def test_an_array_assigned_in_place_is_the_models(
-    kind: Any, beside: Any, wrap: Any, reach: Any
+    kind_name: str, neighbor: str, place: str
 ) -> None:
+    kind, beside, (wrap, reach) = CHANGEABLE[kind_name], NEIGHBORS[neighbor], PLACES[place]
     model = sx.Module()
     model.held = wrap(kind(beside(), jnp.zeros(3)))
 

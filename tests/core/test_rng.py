@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.elsewhere import in_another_process
 
 import shardax as sx
 from shardax._core.init.lazy import KeySource
@@ -158,23 +157,11 @@ def test_a_scope_of_keys_and_of_seeds_agree() -> None:
     assert bits(seeded.scope("a")()) == bits(keyed.scope("a")())
 
 
-PRINT_KEYS = """
-import jax, numpy as np, shardax as sx
-rngs = sx.Rngs(0, dropout=1)
-rngs.dropout()
-keys = [rngs(), rngs.dropout(), rngs.scope("block").dropout(), rngs.fork().params()]
-print([np.asarray(jax.random.key_data(key)).tolist() for key in keys])
-"""
-
-
 def test_another_process_draws_the_same_numbers() -> None:
     here = sx.Rngs(0, dropout=1)
     here.dropout()
     keys = [here(), here.dropout(), here.scope("block").dropout(), here.fork().params()]
-    there = subprocess.run(
-        [sys.executable, "-c", PRINT_KEYS], capture_output=True, text=True, check=True
-    )
-    assert there.stdout.strip() == str([list(bits(key)) for key in keys])
+    assert in_another_process()["keys"] == [list(bits(key)) for key in keys]
 
 
 # --- forks ---

@@ -104,7 +104,7 @@ def test_outside_of_programs_sharded_arrays_arrive_whole(mesh: Mesh) -> None:
 
 LARGE = """
     import faulthandler, os
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(1000, exit=True)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import PartitionSpec as P

@@ -24,7 +24,8 @@ def worker():
         yield worker
 
 
-def test_crash_fails_pending_calls_and_worker_restarts(worker):
+def test_crash_fails_calls_loses_values_and_restarts_worker(worker):
+    kept = worker.put(3)
     before = worker.submit(there.process).result()
     crashing, waiting = worker.submit(there.crash), worker.submit(there.nap, 0.0)
     with pytest.raises(errors.WorkerCrashedError, match=r"crash was lost while it ran.*SIGKILL"):
@@ -33,6 +34,8 @@ def test_crash_fails_pending_calls_and_worker_restarts(worker):
         waiting.result()
     assert "idempotent=True" in str(waiting.exception())
     assert worker.submit(there.process).result() != before
+    with pytest.raises(errors.RemoteValueError, match="started anew"):
+        kept.get()
 
 
 def test_what_is_marked_idempotent_is_run_again(worker, tmp_path):
@@ -41,14 +44,6 @@ def test_what_is_marked_idempotent_is_run_again(worker, tmp_path):
     second = worker.request(there.add, [1, 2], idempotent=True)
     assert first.result() != before
     assert second.result() == 3
-
-
-def test_kept_values_are_lost_after_a_crash(worker):
-    kept = worker.put(3)
-    with pytest.raises(errors.WorkerCrashedError):
-        worker.submit(there.crash).result()
-    with pytest.raises(errors.RemoteValueError, match="started anew"):
-        kept.get()
 
 
 def test_uninterruptible_call_ends_the_worker_process(worker, tmp_path):

@@ -34,7 +34,7 @@ def test_remote_works_as_call_decorator_and_with_options(worker):
 
     assert remote(there.process, executor=worker)() == worker.info()["pid"]
     assert (negative(3), negative.submit(x=4).result(), kept([5]).get()) == (-3, -4, [5])
-    assert repr(negative).startswith("RemoteFunction(test_it_calls")
+    assert repr(negative).startswith("RemoteFunction(test_remote_works")
 
 
 def test_methods_partials_and_modules_run_on_a_copy(worker):

@@ -193,7 +193,8 @@ def test_vmapped_layers_initialise_and_scan_by_name(auto_mesh: Mesh) -> None:
     assert layers.value.sharding == NamedSharding(auto_mesh, P(None, None, "model"))
     with jax.set_mesh(auto_mesh), sx.axis_rules(RULES):
         found = jax.jit(run)(batch(), layers)
-    np.testing.assert_allclose(found, run(batch(), init(jax.random.key(0))), rtol=2e-5, atol=1e-5)
+    expected = jax.jit(lambda x, key: run(x, init(key)))(batch(), jax.random.key(0))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
 
 
 def test_no_device_holds_more_than_its_shards(mesh: Mesh) -> None:
@@ -312,7 +313,7 @@ def train(wrap: Wrap, mesh: Mesh, steps: int = 3) -> tuple[list[float], Any]:
 
 
 def test_both_versions_train_as_one_device_does(auto_mesh: Mesh) -> None:
-    alone = init_state(by_name, jax.random.key(0))
+    alone = jax.jit(lambda key: init_state(by_name, key))(jax.random.key(0))
     step = jax.jit(lambda state, x: train_step(by_name, state, x, constrained=False))
     expected = []
     for _ in range(3):

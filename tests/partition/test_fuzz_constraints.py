@@ -16,7 +16,9 @@ from tests.partition.nonsense import PHASES, entries, meshes, mostly, nonsense, 
 import shardax as sx
 from shardax.errors import PartitionCheckError, ShardaxError
 
-shapes = st.lists(st.sampled_from([8, 16, 24, 3, 0]), min_size=2, max_size=3).map(tuple)
+shapes = st.sampled_from(
+    [(8, 16), (24, 8), (3, 16), (24, 3), (0, 8), (8, 16, 24), (24, 3, 8), (16, 8, 0)]
+)
 names = mostly(st.lists(entries, min_size=3, max_size=3), nonsense | st.just("embed"))
 mesh_options = st.one_of(meshes(), st.none())
 on_no_mesh = mostly(st.sampled_from([None, "error", "ignore"]), nonsense)

@@ -185,8 +185,19 @@ def test_dependent_lazy_values_are_computed_after_their_sources(auto_mesh: Mesh)
 # --- the same numbers on every mesh ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (8, 1), (1, 1)], ids=str)
-@pytest.mark.parametrize("name", INITIALIZERS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, (2, 4)) for name in INITIALIZERS),
+        # One that is computed in parts, one that is not, and one without random numbers.
+        *(
+            (name, shape)
+            for name in ("normal", "orthogonal", "zeros")
+            for shape in [(8, 1), (1, 1)]
+        ),
+    ],
+    ids=str,
+)
 def test_every_initializer_is_bitwise_equal_across_meshes(
     name: str, shape: tuple[int, int]
 ) -> None:
@@ -324,9 +335,8 @@ def test_peak_memory_is_shards_plus_one_array(mesh: Mesh, monkeypatch: pytest.Mo
 
 def test_moving_frees_each_array_before_the_next(auto_mesh: Mesh) -> None:
     size = 4 * 256 * 512
-    model = [
-        sx.Param(jnp.full((256, 512), i, jnp.float32), axes=("embed", "mlp")) for i in range(6)
-    ]
+    numbers = [np.full((256, 512), i, np.float32) for i in range(6)]
+    model = [sx.Param(jnp.asarray(each), axes=("embed", "mlp")) for each in numbers]
     first = jax.devices()[0]
     before = bytes_per_device()[first]
     seen = []

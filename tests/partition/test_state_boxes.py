@@ -147,9 +147,9 @@ def test_step_over_mesh_equals_single_device_step(wrap: Any, make: Any, auto_mes
     with jax.set_mesh(auto_mesh), sx.axis_rules(RULES):
         after, value = step(state, x)
     assert specs_of(after) == before
-    alone, expected = jax.jit(lambda state, x: train_step(optimizer, state, x))(
-        init_state(wrap, optimizer, key), x
-    )
+    alone, expected = jax.jit(
+        lambda key, x: train_step(optimizer, init_state(wrap, optimizer, key), x)
+    )(key, x)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -331,14 +331,16 @@ def test_script_needs_no_guard_and_its_processes_end(tmp_path: Path) -> None:
     """A search at the top of a script; the process of a second one ends with the script."""
     script, noted = tmp_path / "script.py", tmp_path / "pid"
     script.write_text(SCRIPT + HANGING.format(noted=str(noted)))
-    with (tmp_path / "log").open("w+") as log:
-        run = subprocess.Popen([sys.executable, "-u", script], stdout=log, stderr=log)
-        wait_for(lambda: run.poll() is not None or (noted.exists() and noted.read_text()), 240)
-        said = (tmp_path / "log").read_text()
-        assert run.poll() is None, said
-        assert "batch=data (2)" in said
-        pid = int(noted.read_text())
-        assert pid != run.pid
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        run = subprocess.Popen([sys.executable, "-u", script], stdout=file, stderr=file)
+    try:
+        wait_for(lambda: run.poll() is not None or (noted.exists() and noted.read_text()), 1800)
+        assert run.poll() is None, log.read_text()
+    finally:
         run.kill()
         run.wait()
-    wait_for(lambda: has_ended(pid), 240)
+    assert "batch=data (2)" in log.read_text()
+    pid = int(noted.read_text())
+    assert pid != run.pid
+    wait_for(lambda: has_ended(pid), 1800)

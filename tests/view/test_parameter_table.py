@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._core.graph.paths import format_path
 from shardax.errors import PartitionCheckError
 from shardax.view.parameter_table import ParameterRow, format_bytes, format_count
 
@@ -40,10 +39,9 @@ def test_bytes_per_device_are_those_that_sharding_allocates(mesh: Mesh) -> None:
     assert set(bytes_by_device(model).values()) == {table.bytes_per_device}
     assert table.nbytes == sum(v.value.nbytes for _, v in sx.iter_variables(model))
     assert table.devices == mesh.size == len(bytes_by_device(model))
-    by_path = {row.path: row for row in table.rows}
-    for path, variable in sx.iter_variables(model):
-        row = by_path[format_path(path)]
-        assert row.bytes_per_device == variable.value.addressable_shards[0].data.nbytes
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    held = {jax.tree_util.keystr(path): x.addressable_shards[0].data.nbytes for path, x in leaves}
+    assert {row.path: row.bytes_per_device for row in table.rows} == held
 
 
 def test_row_describes_parameter_and_its_placement(auto_mesh: Mesh) -> None:
