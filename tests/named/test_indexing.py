@@ -111,7 +111,7 @@ def test_updates_change_exactly_what_the_index_reads(data, case):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_integers_with_names_take_one_position_for_each_of_their_own():
+def test_named_integers_add_their_axes():
     x = NamedArray(jnp.arange(12).reshape(3, 4), ("a", "b"))
     at = NamedArray(jnp.array([[2, 0], [1, 1]]), ("c", "d"))
     found = x[{"a": at}]
@@ -140,7 +140,7 @@ def test_updates_at_integers_with_names():
     assert x.at[{"a": jnp.array(9)}].get(mode="fill", fill_value=7).sum().item() == 14.0
 
 
-def test_positional_dimensions_are_indexed_as_numpy_does_along_the_names():
+def test_positional_indices_equal_numpy_along_names():
     data = np.arange(24).reshape(2, 3, 4)
     x = NamedArray(jnp.asarray(data), (None, "a", None))
     rows = np.moveaxis(data, 1, 0)
@@ -160,7 +160,7 @@ def test_positional_dimensions_are_indexed_as_numpy_does_along_the_names():
     assert x.at[..., 0].set(0)[..., 0].sum().data.tolist() == [0, 0, 0]
 
 
-def test_a_mask_may_be_a_named_array_of_its_axis():
+def test_mask_may_be_named_by_its_axis():
     x = NamedArray(jnp.arange(6).reshape(2, 3), ("a", "b"))
     assert x[{"b": x[{"a": 0}] != 1}].unwrap("a", "b").tolist() == [[0, 2], [3, 5]]
     assert x.at[{"b": x[{"a": 0}] != 1}].set(9).unwrap("a", "b").tolist() == [[9, 1, 9], [9, 4, 9]]
@@ -174,7 +174,7 @@ def test_none_adds_an_axis_by_name():
 
 
 @pytest.mark.parametrize("index", [{"a": 2}, {"a": -3}, {"a": np.array([0, 2])}, {"a": [5]}])
-def test_a_position_known_to_be_out_of_range_is_an_error(index):
+def test_known_position_out_of_range_is_an_error(index):
     x = zeros({"a": 2, "b": 3})
     for call in (lambda: x[index], lambda: x.at[index].set(1)):
         with pytest.raises(sx.errors.NamedIndexError, match="'a' of size 2"):
@@ -197,17 +197,17 @@ def test_a_position_known_to_be_out_of_range_is_an_error(index):
         ({"b": slice(2), "a": NamedArray(jnp.array([0, 1]), ("b",))}, "twice"),
     ],
 )
-def test_an_index_that_does_not_fit_is_an_error(index, text):
+def test_unfit_index_is_an_error(index, text):
     with pytest.raises(sx.errors.NamedAxesError, match=text):
         zeros({"a": 2, "b": 3})[index]
 
 
-def test_a_mask_inside_a_trace_is_an_error_that_offers_where():
+def test_traced_mask_error_offers_where():
     with pytest.raises(sx.errors.NamedAxesError, match=r"named\.where"):
         jax.jit(lambda x, mask: x[{"a": mask}])(zeros({"a": 2}), jnp.array([True, False]))
 
 
-def test_a_value_with_more_axes_than_the_part_is_an_error():
+def test_value_with_more_axes_is_an_error():
     x = zeros({"a": 2, "b": 3})
     with pytest.raises(sx.errors.NamedAxesError, match=r"'a': 2.*'b': 3"):
         x.at[{"a": 0}].set(x)

@@ -37,7 +37,7 @@ def test_wrap_takes_the_axes_of_a_variable():
     assert wrap(3).dims == ()
 
 
-def test_constants_are_stored_in_the_order_of_their_axes():
+def test_constants_are_stored_in_given_axis_order():
     assert zeros({"b": 2, "a": 3}).dims == named.ones({"b": 2, "a": 3}).dims == ("b", "a")
     assert named.full({"a": 2}, 1.5).data.tolist() == [1.5, 1.5]
     assert named.zeros({"a": 2}, jnp.int32).dtype == jnp.int32
@@ -54,7 +54,7 @@ def test_constants_are_stored_in_the_order_of_their_axes():
         lambda key, axes: named.random(jax.random.gumbel, key, axes),
     ],
 )
-def test_random_numbers_do_not_depend_on_the_order_of_axes(draw):
+def test_random_numbers_are_independent_of_axis_order(draw):
     key = jax.random.key(0)
     one, other = draw(key, {"a": 4, "b": 5}), draw(key, {"b": 5, "a": 4})
     assert_same(one, other)
@@ -130,7 +130,7 @@ def test_what_lacks_an_axis_is_repeated_along_it():
         (lambda x: named.where(x, "text", 2), "NamedAxesError", "'text'"),
     ],
 )
-def test_what_does_not_fit_is_an_error(call, error, text):
+def test_unfit_arguments_are_errors(call, error, text):
     with pytest.raises(getattr(sx.errors, error), match=text):
         call(zeros({"a": 2, "b": 3}))
 
@@ -161,7 +161,7 @@ def test_dot_is_the_sum_of_products(data):
     assert found.positional_shape == y.positional_shape
 
 
-def test_dot_takes_one_name_or_variables_that_hold_named_arrays():
+def test_dot_takes_one_name_or_variables():
     x, weight = named.ones({"a": 2, "b": 3}), sx.Param(named.ones({"b": 3}))
     assert_same(named.dot(x, weight, "b"), named.full({"a": 2}, 3.0))
     assert named.dot(x, weight, "b", dtype=jnp.bfloat16).dtype == jnp.bfloat16
@@ -222,7 +222,7 @@ def test_scan_goes_backwards_and_without_slices():
     assert (last.data.tolist(), rows.axes) == ([8, 8], {"t": 3, "a": 2})
 
 
-def test_scan_reads_and_writes_variables_as_a_loop_does():
+def test_scan_reads_and_writes_variables_in_order():
     count = sx.Variable(0)
 
     def step(carry, now):
@@ -265,7 +265,7 @@ def test_scan_can_be_compiled_and_differentiated():
         (lambda c, v: (c.at[{"a": 0}].get(), None), "carry"),
     ],
 )
-def test_a_carry_that_changes_is_an_error_that_names_its_axes(step, text):
+def test_changed_carry_error_names_its_axes(step, text):
     def inside(carry, now):
         new, result = step(carry["c"], now)
         return {"c": new}, result
@@ -291,12 +291,12 @@ def test_a_carry_that_changes_is_an_error_that_names_its_axes(step, text):
         ),
     ],
 )
-def test_what_scan_cannot_slice_or_carry_is_an_error(call, error, text):
+def test_unfit_inputs_and_results_of_scan_are_errors(call, error, text):
     with pytest.raises(getattr(sx.errors, error), match=text):
         call(lambda c, x: (0, x))
 
 
-def test_a_result_that_has_the_axis_already_is_an_error():
+def test_result_with_the_scanned_axis_is_an_error():
     x = NamedArray(jnp.zeros(3), ("t",))
     with pytest.raises(sx.errors.AxisNamesError, match="'t' more than once"):
         named.scan(lambda c, v: (c, x), "t", 0, x)

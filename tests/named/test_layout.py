@@ -37,7 +37,7 @@ MAPPING = {"embed": "model", "mlp": "data"}
 SPEC = P(None, "model", "data")
 
 
-def test_a_plain_named_array_is_placed_by_its_names_with_positional_dimensions_counted(mesh):
+def test_named_array_is_placed_by_its_names(mesh):
     for placed in (named.shard(numbers(), MAPPING, mesh), sx.shard(numbers(), mesh, MAPPING)):
         assert placed.dims == (None, "embed", "mlp")
         assert placed.sharding == NamedSharding(mesh, SPEC)
@@ -49,7 +49,7 @@ def assert_same_numbers(array):
     np.testing.assert_array_equal(unwrapped(array, "mlp", "embed"), expected)
 
 
-def test_a_live_model_is_placed_in_place_as_by_rules(mesh):
+def test_model_is_placed_in_place_by_mapping(mesh):
     model = Model()
     assert named.shard(model, MAPPING, mesh) is model
     assert model.weight.sharding.spec == model.pair.value["named"].sharding.spec == SPEC
@@ -118,7 +118,7 @@ def test_names_that_are_not_strings_can_be_mapped(mesh):
 # --- inside programs ---
 
 
-def test_constrain_lays_out_arrays_and_models_inside_a_program(mesh):
+def test_constrain_lays_out_arrays_and_models(mesh):
     @jax.jit
     def double(x):
         return named.constrain({"x": 2 * x, "plain": jnp.ones(2)}, {"embed": "model"}, mesh)
@@ -162,7 +162,7 @@ def test_layers_work_over_explicit_axes_and_in_scan(explicit_mesh):
     assert last.sharding.mesh.axis_types == (AxisType.Explicit,) * 2
 
 
-def test_nmap_runs_along_names_that_one_argument_has_split_over_explicit_axes(explicit_mesh):
+def test_nmap_runs_along_names_split_explicitly(explicit_mesh):
     whole = named.ones({"batch": 4, "embed": 8})
     split = named.shard(whole, {"batch": "data"}, explicit_mesh)
     other = named.shard(whole, {"batch": "model"}, explicit_mesh)
@@ -179,7 +179,7 @@ def test_nmap_runs_along_names_that_one_argument_has_split_over_explicit_axes(ex
 
 
 @pytest.mark.parametrize("function", [named.shard, named.constrain])
-def test_a_name_that_nothing_has_is_reported_unless_allowed(function, auto_mesh):
+def test_unused_name_is_reported_unless_allowed(function, auto_mesh):
     x = numbers()
     with pytest.raises(sx.errors.NamedAxesError, match=r"'embd'.*'embed', 'mlp'.*Did you mean"):
         function(x, {"embd": "model"}, auto_mesh)
@@ -196,7 +196,7 @@ def test_a_name_that_nothing_has_is_reported_unless_allowed(function, auto_mesh)
         ({"mlp": ("data", "model")}, r"\.weight: .*'mlp'.*size 4.*not divisible by 8"),
     ],
 )
-def test_what_cannot_be_placed_is_named_by_path_and_nothing_moves(mapping, text, auto_mesh):
+def test_impossible_placement_names_path_and_moves_nothing(mapping, text, auto_mesh):
     model = Model()
     before = model.weight.sharding
     with pytest.raises(sx.errors.PartitionCheckError, match=text):
@@ -205,12 +205,12 @@ def test_what_cannot_be_placed_is_named_by_path_and_nothing_moves(mapping, text,
     assert model.linear.kernel.is_lazy
 
 
-def test_a_variable_does_not_say_twice_what_its_axes_are():
+def test_axes_beside_a_named_value_are_refused():
     with pytest.raises(sx.errors.MetadataError, match="NamedArray"):
         sx.Param(numbers(), axes=("mlp", None, "embed"))
 
 
-def test_writing_at_an_index_by_name():
+def test_variables_are_written_by_named_index():
     weight = sx.Param(zeros({"a": 2, "b": 3}))
     weight[{"a": 1}] = 5
     assert_same(weight.value, zeros({"a": 2, "b": 3}).at[{"a": 1}].set(5))

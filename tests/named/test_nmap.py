@@ -37,7 +37,7 @@ def test_function_of_vectors_sees_the_untagged_axis(data):
     assert_same(found, NamedArray(np.asarray(x.data).cumsum(x.dims.index(name)), x.dims))
 
 
-def test_arguments_and_results_are_pytrees_and_what_is_not_named_is_the_same_everywhere():
+def test_arguments_and_results_may_be_pytrees():
     x = NamedArray(jnp.arange(3.0), ("a",))
 
     @nmap
@@ -61,7 +61,7 @@ def test_collectives_find_the_names():
     np.testing.assert_allclose(found.unwrap("a", "b"), expected.unwrap("a", "b"), rtol=1e-6)
 
 
-def test_it_decorates_functions_methods_partials_and_callable_modules():
+def test_functions_methods_partials_and_modules_are_decorated():
     class Twice(sx.Module):
         def __call__(self, x):
             return 2 * x
@@ -95,7 +95,7 @@ def test_a_size_conflict_lists_every_argument():
 # --- what is captured ---
 
 
-def test_using_a_captured_array_that_has_a_mapped_name_is_an_error():
+def test_captured_array_with_mapped_name_is_an_error():
     x = NamedArray(jnp.arange(3.0), ("a",))
     captured = NamedArray(jnp.ones((3, 2)), ("a", "b"))
     for use in (
@@ -112,7 +112,7 @@ def test_using_a_captured_array_that_has_a_mapped_name_is_an_error():
     assert_same(captured + 1, captured * 2)  # and it is as it was
 
 
-def test_a_captured_array_may_be_used_whole_or_under_other_names():
+def test_captured_array_may_be_unwrapped_or_renamed():
     x = NamedArray(jnp.arange(3.0), ("a",))
     captured = NamedArray(jnp.arange(3.0), ("a",))
     assert_same(nmap(lambda v: v * captured.unwrap("a").sum())(x), x * 3)
@@ -149,14 +149,14 @@ class Counter(sx.Module):
 @pytest.mark.parametrize(
     "call", [lambda m, x: nmap(m)(x), lambda m, x: nmap(lambda m, v: m(v))(m, x)]
 )
-def test_a_module_is_shared_by_all_positions_and_its_writes_are_kept(call):
+def test_module_is_shared_and_its_writes_kept(call):
     counter = Counter()
     x = NamedArray(jnp.arange(6.0).reshape(2, 3), ("a", "b"))
     assert_same(call(counter, x), 3 * x)
     assert int(counter.calls) == 1
 
 
-def test_a_variable_that_holds_a_named_array_stands_for_it():
+def test_variable_stands_for_its_named_array():
     weight = sx.Param(NamedArray(jnp.arange(3.0), ("a",)))
     assert_same(nmap(jnp.add)(weight, 1.0), weight.value + 1)
 
@@ -178,7 +178,7 @@ def test_writing_a_captured_module_is_an_error():
 # --- randomness ---
 
 
-def test_one_key_gives_the_same_noise_everywhere_and_a_split_one_does_not():
+def test_noise_varies_along_split_keys_only():
     draw = nmap(lambda v, key: v + jax.random.normal(key))
     x = zeros({"a": 3, "b": 2})
 
@@ -193,7 +193,7 @@ def test_one_key_gives_the_same_noise_everywhere_and_a_split_one_does_not():
     assert [np.unique(row).size for row in np.asarray(along_a.unwrap("a", "b"))] == [1, 1, 1]
 
 
-def test_keys_do_not_depend_on_the_order_of_axes():
+def test_keys_are_independent_of_axis_order():
     one = random_split(jax.random.key(0), {"a": 2, "b": 3})
     other = random_split(jax.random.key(0), {"b": 3, "a": 2})
     np.testing.assert_array_equal(

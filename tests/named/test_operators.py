@@ -93,7 +93,7 @@ def test_unnamed_array_on_either_side_is_positional(data):
 
 
 @pytest.mark.parametrize("other", [2, 2.0, True, np.float32(2), np.array(2.0), jnp.array(2.0)])
-def test_a_number_on_either_side_is_as_beside_a_plain_array(other):
+def test_number_on_either_side_keeps_dims(other):
     data = jnp.arange(3.0)
     x = NamedArray(data, ("a",))
     for found, expected in ((x - other, data - other), (other - x, other - data)):
@@ -104,7 +104,7 @@ def test_a_number_on_either_side_is_as_beside_a_plain_array(other):
 
 
 @pytest.mark.parametrize("array", [np.ones(3), jnp.ones(3)])
-def test_an_unnamed_array_with_more_dimensions_than_are_positional_is_refused(array):
+def test_unnamed_array_with_more_dimensions_is_refused(array):
     x = zeros({"a": 3})
     for function in (operator.add, operator.lt, operator.eq):
         for left, right in ((x, array), (array, x)):
@@ -112,26 +112,26 @@ def test_an_unnamed_array_with_more_dimensions_than_are_positional_is_refused(ar
                 function(left, right)
 
 
-def test_a_name_with_two_sizes_is_an_error_that_lists_both_operands():
+def test_size_conflict_error_lists_both_operands():
     with pytest.raises(sx.errors.NamedAxesError) as error:
         zeros({"a": 2, "b": 3}) + zeros({"b": 1})
     assert "{'a': 2, 'b': 3}" in str(error.value)
     assert "{'b': 1}" in str(error.value)
 
 
-def test_positional_dimensions_that_do_not_broadcast_are_an_error():
+def test_unbroadcastable_positional_dimensions_are_an_error():
     with pytest.raises(sx.errors.NamedAxesError, match="positional"):
         wrap(jnp.ones((2, 3)), None, "a") + wrap(jnp.ones(3))
 
 
-def test_operands_of_one_storage_order_keep_it_and_new_names_stand_in_front():
+def test_common_storage_order_is_kept():
     x = zeros({"b": 2, "a": 3})
     assert (x + x).dims == ("b", "a")
     assert (x + zeros({"c": 4})).dims == ("c", "b", "a")
     assert (x + wrap(jnp.ones(5))).dims == ("b", "a", None)
 
 
-def test_what_is_no_array_is_left_to_python():
+def test_other_operands_are_left_to_python():
     x = zeros({"a": 2})
     assert (x == "text") is False
     with pytest.raises(TypeError, match="NamedArray"):

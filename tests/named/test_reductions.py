@@ -69,7 +69,7 @@ def assert_numbers(results, expected):
         np.testing.assert_allclose(plain(found), plain(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_without_an_axis_positional_dimensions_are_reduced_and_otherwise_all():
+def test_positional_dimensions_are_reduced_by_default():
     x = NamedArray(jnp.arange(6.0).reshape(2, 3), ("a", None))
     assert x.sum().axes == {"a": 2}
     assert x.sum(0).data.tolist() == x.sum(-1).data.tolist() == [3.0, 12.0]
@@ -77,7 +77,7 @@ def test_without_an_axis_positional_dimensions_are_reduced_and_otherwise_all():
     assert_same(x.tag("b").untag("b").max(), x.tag("b").max("b"))
 
 
-def test_a_tuple_that_is_a_name_is_that_name():
+def test_tuple_that_is_a_name_is_reduced():
     x = NamedArray(jnp.ones((2, 3)), (("a", "b"), "a"))
     assert x.sum(("a", "b")).axes == {"a": 3}
     assert x.sum([("a", "b"), "a"]).dims == ()
@@ -100,7 +100,7 @@ def test_keepdims_is_for_positional_dimensions():
 
 
 @pytest.mark.parametrize("axis", ["c", 1, -2, None, ("a", "a"), True])
-def test_an_axis_that_there_is_not_is_an_error(axis):
+def test_unknown_axis_is_an_error(axis):
     x = NamedArray(jnp.ones((2, 3)), ("a", None))
     if axis is None:
         with pytest.raises(sx.errors.NamedAxesError, match="argmax works along one axis"):

@@ -102,7 +102,7 @@ def test_a_named_program_is_that_of_plain_arrays():
     assert named(x, bias) == raw(x.data, bias.data)
 
 
-def test_abstract_arrays_have_dims_and_are_reordered_with_their_sharding(auto_mesh):
+def test_abstract_arrays_are_reordered_with_their_sharding(auto_mesh):
     spec = jax.sharding.PartitionSpec("data", "model")
     sharding = jax.sharding.NamedSharding(auto_mesh, spec)
     struct = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
@@ -139,12 +139,12 @@ def test_scan_slices_positional_dimensions_and_stacks_them():
     ],
     ids=["vmap over a name", "rank", "size", "no array"],
 )
-def test_a_node_whose_names_do_not_fit_its_array_says_so_when_used(spoil):
+def test_node_with_unfit_array_fails_when_used(spoil):
     with pytest.raises(sx.errors.NamedAxesError, match="'a': 2, 'b': 3"):
         spoil(zeros({"a": 2, "b": 3}))
 
 
-def test_a_node_that_holds_no_array_can_be_shown_and_mapped_back():
+def test_node_without_array_is_shown_and_mapped_back():
     x = zeros({"a": 2})
     described = jax.tree.map(lambda leaf: "text", x)
     assert repr(described) == "NamedArray(text, axes={'a': 2})"
@@ -178,7 +178,7 @@ class Scale(sx.Module):
         return (self.weight.value * x).sum("a")
 
 
-def test_a_variable_holds_a_named_array_in_canonical_order_through_every_transform():
+def test_variable_holds_named_array_through_every_transform():
     scale = Scale()
     x = zeros({"b": 2, "a": 3}) + 1
     assert scale.weight.value.dims == ("a", "b")
@@ -196,7 +196,7 @@ def test_a_variable_holds_a_named_array_in_canonical_order_through_every_transfo
     assert_same(sx.merge(graphdef, state).weight.value, scale.weight.value)
 
 
-def test_a_loss_may_be_a_named_array_without_dimensions():
+def test_loss_may_be_a_named_scalar():
     x = NamedArray(jnp.arange(3.0), ("a",))
     loss, gradient = sx.value_and_grad(lambda w: (w.value * x).mean())(sx.Param(x))
     assert float(loss) == pytest.approx(5 / 3)

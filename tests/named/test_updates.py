@@ -78,7 +78,7 @@ def test_positional_updates_change_parts_along_names(index: Any) -> None:
     assert dims == [X.dims] * len(CHANGES)
 
 
-def test_values_meet_the_part_by_name_and_by_position() -> None:
+def test_values_meet_the_part_by_name_and_position() -> None:
     rows = jnp.array([3, 1])
     per_name = named.wrap(jnp.array([10.0, 20.0]), "n")
     changed = X.at[rows].set(per_name)
@@ -158,7 +158,7 @@ def test_updates_keep_layout_over_any_mesh(mesh: Mesh) -> None:
         np.testing.assert_array_equal(found.data, expected)
 
 
-def test_new_axes_are_of_the_value_and_not_of_the_array() -> None:
+def test_new_axes_are_those_of_the_value() -> None:
     x = named.wrap(jnp.asarray(NUMBERS[0]), "a", "b")
     index = {"new": None, "a": 1}
     assert x.at[index].get().axes == x[index].axes == {"new": 1, "b": 3}
@@ -173,7 +173,7 @@ def test_new_axes_are_of_the_value_and_not_of_the_array() -> None:
 # --- keys and contractions ------------------------------------------------------------------------
 
 
-def test_keys_that_are_split_are_split_again_and_draw_each_for_itself() -> None:
+def test_split_keys_are_split_and_drawn_separately() -> None:
     key = jax.random.key(0)
     keys = named.random_split(key, {"batch": 3})
     again = named.random_split(keys, {"head": 2, "a": 4})
@@ -197,7 +197,7 @@ def test_swapped_arguments_of_a_draw_say_so(draw: Any) -> None:
         named.random(swapped, jax.random.normal, {"a": 2})
 
 
-def test_einsum_sums_over_the_names_that_the_result_lacks() -> None:
+def test_einsum_sums_over_names_missing_in_result() -> None:
     x = named.wrap(jnp.asarray(NUMBERS), "batch", "time", "embed")
     w, v = np.ones((3, 5), np.float32), named.arange({"mlp": 5}, dtype=np.float32)
     found = named.einsum("time embed, embed mlp, mlp -> time", x, w, v)
@@ -220,7 +220,7 @@ def test_einsum_sums_over_the_names_that_the_result_lacks() -> None:
         "embed embed, mlp ->",
     ],
 )
-def test_a_text_that_does_not_fit_is_refused(subscripts: str) -> None:
+def test_unfit_subscripts_are_refused(subscripts: str) -> None:
     x = named.ones({"batch": 2, "embed": 3})
     with pytest.raises(NamedAxesError, match="einsum"):
         named.einsum(subscripts, x, np.ones((3, 5)))

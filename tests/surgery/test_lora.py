@@ -379,7 +379,7 @@ def test_table_adapter_equals_the_merged_table(kind: Any) -> None:
 @pytest.mark.parametrize(
     "base", [sx.nn.Linear, sx.nn.MoE, sx.nn.Embed], ids=lambda base: base.__name__
 )
-def test_layer_with_a_call_of_its_own_is_refused(base: Any) -> None:
+def test_layer_with_its_own_call_is_refused(base: Any) -> None:
     class Doubled(base):
         def __call__(self, x: Any, **options: Any) -> Any:
             return 2 * super().__call__(x, **options)
