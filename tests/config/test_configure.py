@@ -39,7 +39,10 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
+    """Starts from JAX's own cache of programs, not that of the tests; restores all afterwards."""
     before, state = jax.config.values, sx.random.get_state()
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     yield
     for name, value in before.items():
         if jax.config.values[name] != value:
@@ -49,6 +52,7 @@ def put_back() -> Iterator[None]:
     key_reuse.check_whole_process(False)
     comparing.clear()
     sx.random.set_state(state)
+    compilation_cache.reset_cache()
 
 
 def changed_from(before: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +153,6 @@ def test_programs_go_to_the_folder_named_last(tmp_path: Path) -> None:
         program = jax.jit(lambda x, number=number: x * number + 17)
         program(np.ones(3, np.float32)).block_until_ready()
         assert any((tmp_path / name).iterdir())
-    compilation_cache.reset_cache()
 
 
 def test_folder_writable_by_others_is_noted(tmp_path: Path) -> None:

@@ -108,8 +108,15 @@ def on_one_device(dispatch: str) -> Any:
     return step(make(dispatch), X)
 
 
-@pytest.mark.parametrize("place", range(len(LAYOUTS)), ids=lambda place: str(LAYOUTS[place][:2]))
-@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+# Both dispatches over the layouts that differ most, one over those that vary them.
+@pytest.mark.parametrize(
+    ("dispatch", "place"),
+    [
+        *(("dropless", place) for place in (0, 1, 3, 4, 6, 7)),
+        *(("capacity", place) for place in (0, 2, 3, 5, 6, 7)),
+    ],
+    ids=lambda value: str(LAYOUTS[value][:2]) if isinstance(value, int) else value,
+)
 def test_results_and_gradients_equal_one_device(dispatch: str, place: int):
     wanted = on_one_device(dispatch)
     found, text = on_layout(dispatch, place)

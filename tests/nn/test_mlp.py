@@ -113,9 +113,9 @@ def test_side_inputs_reach_nested_layers_by_name():
         return stack(second(jnp.tanh(y), mask=MASK), mask=MASK)
 
     expected = by_hand(first, second, third, stack, X)
-    found = [call(model, X, mask=MASK, deterministic=True, positions=None)]
+    found = [model(X, mask=MASK, deterministic=True, positions=None)]
     model.eval()
-    found += [model(X, mask=MASK), call(model, X, mask=MASK), sx.remat(model)(X, mask=MASK)]
+    found += [call(model, X, mask=MASK), sx.jit(sx.remat(model))(X, mask=MASK)]
     for each in found:
         np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5)
 

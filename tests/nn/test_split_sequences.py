@@ -26,7 +26,10 @@ def floats(*shape: int, seed: int = 1) -> np.ndarray:
 
 
 def attention(**options: Any) -> sx.nn.MultiHeadAttention:
-    return with_values(sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0), **options))
+    layer = sx.nn.MultiHeadAttention(WIDTH, 4, rngs=sx.Rngs(0), **options)
+    for seed, (_, kernel) in enumerate(sx.iter_variables(layer, sx.Param)):
+        kernel.value = floats(*kernel.shape, seed=seed) / WIDTH**0.5
+    return layer
 
 
 def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
@@ -137,15 +140,25 @@ def test_split_packed_batch_trains_equally_in_less_memory(
     assert program.memory_analysis().temp_size_in_bytes < whole / 2
 
 
+@sx.jit
+def call(layer: Any, x: Any) -> Any:
+    return layer(x)
+
+
+@sx.jit
+@sx.grad
+def gradients_of_sine(layer: Any, x: Any) -> Any:
+    return jnp.sum(jnp.sin(layer(x)))
+
+
 def split_call(kind: AxisType, how: Any, time: int, **options: Any) -> tuple[Any, Any]:
-    """A step of attention over eight parts of a sequence, compiled, and its result."""
+    """Gradients of attention over eight parts of a sequence, compiled, and its result."""
     mesh = jax.make_mesh((8,), ("context",), axis_types=(kind,))
     layer, x = attention(**options), floats(BATCH, time, WIDTH)
     sx.shard(layer, mesh, {"seq": "context"})
     with jax.set_mesh(mesh), sx.axis_rules({"seq": "context"}), sx.parallel(context=how):
         split = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "context")))
-        program = sine.lower(layer, split, {}).compile()
-        return program, program(layer, split, {})[0][1]
+        return gradients_of_sine.lower(layer, split).compile(), call(layer, split)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -184,7 +197,7 @@ def test_wire_bytes_and_operations_equal_hand_count(
     sx.shard(layer, mesh, {"seq": "context"})
     with jax.set_mesh(mesh), sx.axis_rules({"seq": "context"}), sx.parallel(context=how):
         split = x.update(sharding=jax.NamedSharding(mesh, jax.P(None, "context")))
-        program = sx.jit(lambda layer, x: layer(x)).lower(layer, split).compile()
+        program = call.lower(layer, split).compile()
     facts = hlo.read_program(program.as_text(), {"context": 8})
     assert sum(each.wire_bytes for each in facts.collectives) == sent
     projections = 4 * 2 * BATCH * 64 * WIDTH * WIDTH
@@ -231,7 +244,6 @@ def test_unsupported_rings_are_refused_with_the_alternative() -> None:
 
 def test_ring_without_split_sequence_equals_plain_attention() -> None:
     layer, x = attention(), floats(BATCH, 5, WIDTH)
-    call = sx.jit(lambda layer, x: layer(x))
     expected = call(layer, x)
     with sx.parallel(context="ring"):
         np.testing.assert_array_equal(call(layer, x), expected)

@@ -406,7 +406,7 @@ def test_rules_create_lazy_stacked_values_in_shards(mesh: Mesh) -> None:
 def test_layers_cannot_be_sharded_apart_from_others(mesh: Mesh) -> None:
     rngs, rules = sx.Rngs(0), {"mlp": "model"}
     stack = Stack(lambda: sx.nn.MLP(8, 16, rngs=rngs), 2)
-    other = sx.Param(np.ones((8, 16), np.float32), axes=("embed", "mlp"))
+    other = sx.Param(jnp.ones((8, 16)), axes=("embed", "mlp"))
     moves = [lambda tree: sx.shard(tree, mesh, rules), lambda tree: sx.unshard(tree)]
     for move in moves:
         for tree, place in ((stack[0], ()), ({"other": other, "first": stack[0]}, ("first",))):
