@@ -6,16 +6,17 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import environment
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
+VARIABLES = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
 
 # Runs a program as ``python program.py`` does, apart from the name of its module, which leaves its
 # main() to be called here, for its figures.
@@ -32,15 +33,9 @@ ARGUMENTS = {"byte_language_model": ["--steps", "40"]}
 
 def run_program(program: Path) -> tuple[list[str], Any]:
     """Returns the lines that a program prints and the result of its main()."""
-    environment = {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": "8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT / "src"),
-    }
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(program), *ARGUMENTS.get(program.stem, [])],
-        env=environment,
+        env=environment(**VARIABLES, JAX_NUM_CPU_DEVICES="8"),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -131,7 +126,7 @@ def test_a_program_runs_from_its_file_with_other_settings(tmp_path: Path) -> Non
     """As a user does, from another folder, with one device."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "ensemble.py", "--members", "2", "--steps", "60"],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT / "src")},
+        env=environment(**VARIABLES, JAX_NUM_CPU_DEVICES="1"),
         cwd=tmp_path,
         capture_output=True,
         text=True,
