@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_every_form_is_timed_beside_the_same_by_hand(monkeypatch, tmp_path):
+def test_every_parallel_form_is_timed_beside_raw_jax(monkeypatch, tmp_path):
     written = run_here(parallel, tmp_path, monkeypatch)
     names = " ".join(record["name"] for record in written["records"])
     forms = ("gpipe", "circular", "ring", "experts, dropless", "experts, capacity", "ZeRO",
@@ -28,7 +28,7 @@ def test_every_form_is_timed_beside_the_same_by_hand(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_ways_of_pipelines_give_one_loss_and_one_gradient(tmp_path):
+def test_pipelines_of_all_kinds_agree_on_gradients(tmp_path):
     written = run("pipelines.py", tmp_path, "--rows=16", "--width=8", "--hidden=16")
     ways = {record["name"] for record in written["records"]}
     assert {"rule, gpipe", "rule, circular", "stages, 1f1b", "stages, zero-bubble"} <= ways
@@ -36,7 +36,7 @@ def test_ways_of_pipelines_give_one_loss_and_one_gradient(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_published_model_is_searched_beside_its_published_layout(tmp_path):
+def test_search_of_a_published_model_includes_its_layout(tmp_path):
     # One process compiles, which has to be another one, as it needs 64 devices.
     options = ["--compiler=estimate", "--within=1.0", "--processes=1"]
     written = run("plan_models.py", tmp_path, *options)
@@ -47,7 +47,7 @@ def test_a_published_model_is_searched_beside_its_published_layout(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_of_one_device_is_timed_and_its_memory_counted(monkeypatch, tmp_path):
+def test_gpu_step_reports_speed_and_memory(monkeypatch, tmp_path):
     written = run_here(gpu_step, tmp_path, monkeypatch, "--cpu")
     (record,) = written["records"]
     assert record["held_bytes"] == record["planned_bytes"] > 1e5

@@ -48,7 +48,7 @@ def refused(capsys: Any, *words: str) -> str:
     return text.removeprefix("shardax: ")
 
 
-def test_training_lays_everything_out_by_the_rules_of_the_file(
+def test_training_uses_the_rules_of_the_file(
     file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -98,7 +98,7 @@ def test_training_lays_everything_out_by_the_rules_of_the_file(
     assert "run.json: rules.rules: Rules are made of pairs" in refused(capsys, "show", out)
 
 
-def test_a_layout_is_checked_over_the_mesh_of_its_file_unless_another_is_given(
+def test_check_uses_mesh_of_file_or_option(
     file: Path, capsys: Any
 ) -> None:
     assert main(["check", "tiny", "--rules", str(file), "--quiet"]) == 0
@@ -121,7 +121,7 @@ def test_one_layout_of_several_is_picked_by_name(tmp_path: Path) -> None:
         load_rules(f"{two}:tensro")
 
 
-def test_what_cannot_be_used_is_said_in_one_line(file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_unusable_rules_give_one_line(file: Path, tmp_path: Path, capsys: Any) -> None:
     out = ["--out", str(tmp_path / "run")]
     missing = refused(capsys, "train", "--rules", str(tmp_path / "none.toml"), *out)
     assert "none.toml: there is no such file" in missing

@@ -177,7 +177,7 @@ def writing_from(out: Path, step: int) -> Callable[[], bool]:
 
 
 @pytest.mark.slow
-def test_killed_three_times_and_resumed_ends_in_the_same_bits(runs: Runs) -> None:
+def test_run_killed_three_times_resumes_bit_for_bit(runs: Runs) -> None:
     whole, killed = runs.whole(), runs.folder / "killed"
     chance = random.Random(os.environ.get("SHARDAX_TEST_SEED", "0"))
 

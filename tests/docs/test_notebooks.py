@@ -53,7 +53,7 @@ def comparable(kind: str, text: str) -> tuple[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names())
-def test_a_notebook_shows_what_is_stored_in_it(name: str, tmp_path: Path) -> None:
+def test_notebook_reproduces_its_stored_outputs(name: str, tmp_path: Path) -> None:
     import nbformat
 
     with warnings.catch_warnings():
@@ -72,7 +72,7 @@ def test_a_notebook_shows_what_is_stored_in_it(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_stored_notebook_is_whole_and_the_same_on_every_machine(name: str) -> None:
+def test_stored_notebook_is_complete_and_machine_independent(name: str) -> None:
     notebook = read(FOLDER / f"{name}.ipynb")
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
@@ -83,7 +83,7 @@ def test_a_stored_notebook_is_whole_and_the_same_on_every_machine(name: str) -> 
         assert not re.search(r"0x[0-9a-f]{6}|/tmp/|/home/|site-packages|\x1b\[", text), text
 
 
-def test_the_notebooks_are_those_that_the_docs_list() -> None:
+def test_docs_index_lists_every_notebook() -> None:
     assert set(names()) == LEARN
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^notebooks/([\w-]+)$", index, re.MULTILINE)) == LEARN

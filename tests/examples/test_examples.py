@@ -103,7 +103,7 @@ def test_a_program_runs_and_returns_its_figures(program: Path) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_a_program_is_short_and_says_how_to_run_it(program: Path) -> None:
+def test_program_is_short_and_documents_its_command(program: Path) -> None:
     lines = program.read_text(encoding="utf-8").splitlines()
     assert len(lines) < 120
     assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
@@ -122,7 +122,7 @@ def test_every_program_is_listed() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_runs_from_its_file_with_other_settings(tmp_path: Path) -> None:
+def test_program_runs_as_file_with_other_settings(tmp_path: Path) -> None:
     """As a user does, from another folder, with one device."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "ensemble.py", "--members", "2", "--steps", "60"],
