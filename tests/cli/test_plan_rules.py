@@ -13,12 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardax as sx
-from shardax._core.graph.paths import format_path
 from shardax.cli import main
 from shardax.cli.inputs import load_rules
 from shardax.cli.runs import read_settings
 from shardax.errors import CommandError
-from shardax.partition.rules import Rules
 
 FSDP = """
 [layouts."fsdp 8x1"]
@@ -72,16 +70,14 @@ def test_training_uses_the_rules_of_the_file(
     assert main([*words, "--rules", str(file)]) == 0
 
     [trainer] = made
-    specs = {
-        format_path(path): v.value.sharding.spec for path, v in sx.iter_variables(trainer.model)
-    }
-    assert specs[".embed.embedding"] == PartitionSpec(None, "data")
-    assert specs[".layers[0].mlp.gate.kernel"] == PartitionSpec("data", "model")
+    specs = {path: v.value.sharding.spec for path, v in sx.iter_variables(trainer.model)}
+    assert specs["embed", "embedding"] == PartitionSpec(None, "data")
+    assert specs["layers", 0, "mlp", "gate", "kernel"] == PartitionSpec("data", "model")
     moments = jax.tree.leaves(sx.state(trainer.optimizer, sx.OptState).to_pure_dict())
     assert {x.sharding.spec for x in moments if x.ndim > 1} >= {PartitionSpec("data", "model")}
 
     settings = read_settings(tmp_path / "run")
-    expected = Rules([("batch", "data"), ("embed", "data"), ("vocab", None), ("mlp", "model")])
+    expected = sx.Rules([("batch", "data"), ("embed", "data"), ("vocab", None), ("mlp", "model")])
     assert (settings.layout_rules, settings.mesh) == (expected, "data=8,model=1")
     file.unlink()  # the run has the rules by itself
     assert main([*words, "--resume"]) == 2
