@@ -195,9 +195,7 @@ def in_both_directions(
 ) -> dict[str, Samples]:
     """Times opponents in turn, half of the repeats in the opposite order; by name."""
     halves = [
-        measure(
-            order, repeats=repeats // 2, calls=1, warm_up=warm_up, clock=time.process_time
-        )
+        measure(order, repeats=repeats // 2, calls=1, warm_up=warm_up, clock=time.process_time)
         for order in (opponents, opponents[::-1])
     ]
     seconds = {one.name: one.seconds for one in halves[1]}

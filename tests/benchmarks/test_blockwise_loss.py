@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 
-def test_quick_run_records_losses_dtypes_and_peaks(
-    monkeypatch, tmp_path
-):
+def test_quick_run_records_losses_dtypes_and_peaks(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["blockwise_loss", "--quick", "--json", str(path)])
     assert blockwise_loss.main() == 0

@@ -85,8 +85,6 @@ def test_bounded_while_bounds_the_growth_of_memory(found, failures):
         ("scan + cond", 9.0, []),
     ],
 )
-def test_bounded_while_bounds_the_forward_time(
-    name, ratio, failures
-):
+def test_bounded_while_bounds_the_forward_time(name, ratio, failures):
     comparison = Comparison(Samples(name, (ratio,)), (ratio,), (0.0,))
     assert bounded_while.bound_failures("forward", comparison) == failures

@@ -179,9 +179,7 @@ def test_invalid_training_is_refused_and_nothing_written(
     assert not out.exists()
 
 
-def test_timings_add_up_to_the_first_step(
-    tmp_path: Path, text: Path, capsys: Any
-) -> None:
+def test_timings_add_up_to_the_first_step(tmp_path: Path, text: Path, capsys: Any) -> None:
     out = str(tmp_path / "run")
     started = time.monotonic()
     words = ["train", *SIZES, "--steps", "2", "--text", str(text), "--out", out, "--timings"]
@@ -235,9 +233,7 @@ def test_resuming_a_finished_run_rewrites_its_report(copy: Path, capsys: Any) ->
     assert (copy / "report.html").exists() and (copy / "log.jsonl").read_bytes() == log
 
 
-def test_resume_accepts_same_options_and_another_mesh(
-    copy: Path, text: Path, capsys: Any
-) -> None:
+def test_resume_accepts_same_options_and_another_mesh(copy: Path, text: Path, capsys: Any) -> None:
     words = [*SIZES, "--text", str(text), "--mesh", "data=4,model=2", "--devices", "8"]
     assert main(["train", "--resume", "--out", str(copy), *words]) == 0
     assert read_settings(copy).mesh == "data=4,model=2"
@@ -434,9 +430,7 @@ def test_missing_package_error_names_the_extra(
     assert missing in said and "pip install 'shardax[train]'" in said
 
 
-def test_help_lists_commands_without_tyro(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_lists_commands_without_tyro(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     # Names and first lines of the commands, as tyro shows them in its box.
@@ -452,9 +446,7 @@ def test_help_lists_commands_without_tyro(
         assert said == ""
 
 
-def test_missing_user_package_error_is_propagated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_user_package_error_is_propagated(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(arguments: Any) -> int:
         raise ModuleNotFoundError("No module named 'numpyy'", name="numpyy")
 

@@ -25,9 +25,7 @@ AXES = ("data", "model")
         ("model=2", {"model": 2, "data": 1}),
     ],
 )
-def test_mesh_has_given_axes_others_of_size_1(
-    text: str, sizes: dict[str, int]
-) -> None:
+def test_mesh_has_given_axes_others_of_size_1(text: str, sizes: dict[str, int]) -> None:
     mesh = parse_mesh(text, AXES)
     assert mesh is not None
     assert list(mesh.shape.items()) == list(sizes.items())

@@ -165,7 +165,9 @@ def test_invalid_run_settings_are_refused_by_name(
         ([], "Missing subcommand"),
     ],
 )
-def test_missing_or_unknown_argument_gives_one_line(words: list[str], said: str, capsys: Any) -> None:
+def test_missing_or_unknown_argument_gives_one_line(
+    words: list[str], said: str, capsys: Any
+) -> None:
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("shardax: ") and said in line and line.endswith(". See shardax --help.")

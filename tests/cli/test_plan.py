@@ -96,9 +96,7 @@ def refused(capsys: Any, *words: str) -> str:
 # --- a search and a comparison --------------------------------------------------------------------
 
 
-def test_search_prints_best_and_writes_files(
-    mine: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_search_prints_best_and_writes_files(mine: str, tmp_path: Path, capsys: Any) -> None:
     files = {name: tmp_path / name for name in ("out.json", "out.html", "best.toml")}
     options = ["--json", "out.json", "--html", "out.html", "--write-rules", "best.toml"]
     options = [str(files.get(word, word)) for word in options]
@@ -283,9 +281,7 @@ def test_help_lists_plan_commands(capsys: Any) -> None:
         assert expected in " ".join(capsys.readouterr().out.split())
 
 
-def test_command_gets_virtual_devices_of_cpu_target(
-    mine: str, rules: Path, tmp_path: Path
-) -> None:
+def test_command_gets_virtual_devices_of_cpu_target(mine: str, rules: Path, tmp_path: Path) -> None:
     (tmp_path / "planned_here.py").write_text(SOURCE)
     words = ["plan", "planned_here:make", "--target", "cpu:4", "--rules", f"{rules}:dp"]
     done = subprocess.run(

@@ -94,9 +94,7 @@ def test_training_uses_the_rules_of_the_file(
     assert "run.json: rules.rules: Rules are made of pairs" in refused(capsys, "show", out)
 
 
-def test_check_uses_mesh_of_file_or_option(
-    file: Path, capsys: Any
-) -> None:
+def test_check_uses_mesh_of_file_or_option(file: Path, capsys: Any) -> None:
     assert main(["check", "tiny", "--rules", str(file), "--quiet"]) == 0
     assert "tiny over data=8, model=1: 0 errors" in capsys.readouterr().out
     words = ["check", "tiny", "--rules", str(file), "--mesh", "data=3,model=1", "--quiet"]

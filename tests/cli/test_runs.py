@@ -80,9 +80,7 @@ def spoil(**changes: Any) -> str:
         ("[]", "cannot be read"),
     ],
 )
-def test_unreadable_settings_error_names_the_file(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_unreadable_settings_error_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(CommandError, match=f"run.json.*{message}"):
         read_settings(tmp_path)

@@ -134,9 +134,7 @@ def test_override_changes_the_settings_of_a_run(run: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("option", ["--seed=3", "--preset=small", "--seq-len=32"])
-def test_fixed_settings_cannot_be_overridden(
-    run: Path, capsys: Any, option: str
-) -> None:
+def test_fixed_settings_cannot_be_overridden(run: Path, capsys: Any, option: str) -> None:
     before = (run / "run.json").read_bytes()
     assert said(capsys, "train", "--resume", "--override", "--out", str(run), option)[0] == 1
     assert (run / "run.json").read_bytes() == before
@@ -156,9 +154,7 @@ with RunFolder(pathlib.Path(sys.argv[1])).held():
 """
 
 
-def test_run_held_by_another_process_is_refused(
-    run: Path, capsys: Any
-) -> None:
+def test_run_held_by_another_process_is_refused(run: Path, capsys: Any) -> None:
     before = (run / "run.json").read_bytes()
     command = [sys.executable, "-c", HOLDER, str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:

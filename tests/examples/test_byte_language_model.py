@@ -110,9 +110,7 @@ def test_no_pair_reaches_across_two_segments():
 
 
 @given(data=texts, seq_len=st.integers(1, 30), limit=st.integers(1, 4))
-def test_entropies_equal_evaluation_losses_of_best_models(
-    data: bytes, seq_len: int, limit: int
-):
+def test_entropies_equal_evaluation_losses_of_best_models(data: bytes, seq_len: int, limit: int):
     batches = EvalBatches(
         ByteText.from_bytes(data).whole, batch_size=2, seq_len=seq_len, max_batches=limit
     )

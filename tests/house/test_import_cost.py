@@ -4,7 +4,8 @@
 The bound is 80 ms over the 450 ms that ``import jax`` took on the machine it was set on, kept as a
 ratio, which holds on slower machines too. Both are taken in one process, one after the other, as
 processor time, which other processes running beside do not add to; the smallest of several
-processes counts, of as many as it takes to hold the bound. Both come from bytecode, as they do for whoever imports them twice.
+processes counts, of as many as it takes to hold the bound. Both come from bytecode, as they do for
+whoever imports them twice.
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ def test_no_face_imports_an_optional_package() -> None:
     assert sorted(set(loaded) & set(OPTIONAL)) == []
 
 
-def test_training_command_defers_imports_past_first_step(
-    tmp_path: Path,
-) -> None:
+def test_training_command_defers_imports_past_first_step(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("so it goes. " * 2000)
     options = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "run")]
     loaded = set(printed_by(UNTIL_THE_FIRST_STEP, *options))

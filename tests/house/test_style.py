@@ -19,12 +19,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        "formatted",
-        "free_of_lint",
-        pytest.param("well_typed", marks=pytest.mark.programs),
-    ],
+    "check", ["formatted", "free_of_lint", pytest.param("well_typed", marks=pytest.mark.programs)]
 )
 def test_the_code_is(check: str) -> None:
     program, *arguments = CHECKS[check]
