@@ -29,7 +29,11 @@ print(json.dumps(figures, default=float))
 
 
 # Fewer steps, where no figure is checked that takes more.
-ARGUMENTS = {"byte_language_model": ["--steps", "40"]}
+ARGUMENTS = {
+    "byte_language_model": ["--steps", "4", "--text", str(ROOT / "CHANGELOG.md")],
+    "nearest_neighbours": ["--points", "200", "--codes", "4", "--steps", "20"],
+    "torch_loss": ["--steps", "60"],
+}
 
 
 def run_program(program: Path) -> tuple[list[str], Any]:
