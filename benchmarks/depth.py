@@ -190,10 +190,12 @@ def failures_of(records: Sequence[dict[str, Any]]) -> list[str]:
     return failures
 
 
-def in_both_directions(opponents: Sequence[Opponent], repeats: int) -> dict[str, Samples]:
+def in_both_directions(
+    opponents: Sequence[Opponent], repeats: int, *, warm_up: bool
+) -> dict[str, Samples]:
     """Times opponents in turn, half of the repeats in the opposite order; by name."""
     halves = [
-        measure(order, repeats=repeats // 2, calls=1, clock=time.process_time)
+        measure(order, repeats=repeats // 2, calls=1, warm_up=warm_up, clock=time.process_time)
         for order in (opponents, opponents[::-1])
     ]
     seconds = {one.name: one.seconds for one in halves[1]}
@@ -202,7 +204,9 @@ def in_both_directions(opponents: Sequence[Opponent], repeats: int) -> dict[str,
     }
 
 
-def records_at(depths: Sequence[int], names: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+def records_at(
+    depths: Sequence[int], names: Sequence[str], repeats: int, *, warm_up: bool = True
+) -> list[dict[str, Any]]:
     """Times every tower at every depth: against the baseline there, and against the least depth.
 
     Towers that do not grow are timed in turn, all depths of them; the others once. Who compiles
@@ -214,7 +218,7 @@ def records_at(depths: Sequence[int], names: Sequence[str], repeats: int) -> lis
         for layers in depths
         for name in steady
     ]
-    samples = in_both_directions(opponents, repeats)
+    samples = in_both_directions(opponents, repeats, warm_up=warm_up)
     records = []
     for name in names:
         for layers in depths:
@@ -245,7 +249,7 @@ def main() -> int:
     repeats = 2 if options.quick else max(2, options.repeats)
     names = [BASELINE, *(name for name in options.opponents if name != BASELINE)]
     report = Report("depth", {"layers": depths, "repeats": repeats})
-    report.records = records_at(depths, names, repeats)
+    report.records = records_at(depths, names, repeats, warm_up=not options.quick)
     report.failures = failures_of(report.records)
     found = {(one["name"], one["layers"]): one for one in report.records}
     rows = [

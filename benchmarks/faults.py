@@ -182,6 +182,16 @@ def main() -> int:
         given.kinds, given.faults, given.steps = ["kill"], 1, 12
     # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as programs:
+        # What one process has compiled serves the next.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        return rounds_of(given)
+
+
+def rounds_of(given: argparse.Namespace) -> int:
+    """Injects the faults, and compares each run with one that had none."""
     chance = random.Random(given.seed)
     drawn = {kind: cases(chance, given.processes) for kind in given.kinds}
     with tempfile.TemporaryDirectory() as name:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step times of pipelines by a rule, by stages of their own, and of SpectraX, side by side.
 
-One model of residual perceptrons, one batch, loss and gradients on 8 virtual CPU devices, one stage
-on each:
+One model of residual perceptrons, one batch, loss and gradients on 8 virtual CPU devices (quickly,
+on 4), one stage on each:
 
 - *rule*: `nn.Stack` with the rule `("layers", "stage")`, one program of all devices, in which idle
   stages compute what is thrown away;
@@ -142,6 +142,8 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=512)
     options = parser.parse_args()
+    if options.quick:
+        globals().update({"STAGES": 4, "LAYERS": 8, "MICROBATCHES": 4})
     report = Report("pipelines", vars(options))
     sizes = Sizes(options.rows, options.width, options.hidden)
     ways = [*by_rule(sizes), *by_stages(sizes)]

@@ -90,7 +90,8 @@ def main() -> int:
     processor: dict[str, list[float]] = {name: [] for name in OPPONENTS}
     with tempfile.TemporaryDirectory() as folder:
         cache = str(Path(folder) / "cache")
-        for repeat in range(-1, repeats):  # The first round fills the cache and writes bytecode.
+        # The first round, which a quick run leaves out, fills the cache and writes bytecode.
+        for repeat in range(0 if options.quick else -1, repeats):
             for turn in range(len(OPPONENTS)):
                 name = OPPONENTS[(repeat + turn) % len(OPPONENTS)]
                 out = Path(folder) / f"{name.replace(' ', '-')}-{repeat}"

@@ -101,10 +101,15 @@ def measure_in_fresh_process(opponent: str, layers: int, folder: str) -> dict[st
     return {**found, "seconds": found["first"] - start}
 
 
-def rounds(layers: int, repeats: int, folder: str) -> dict[str, list[dict[str, Any]]]:
-    """One untimed run of each, which fills cache and worker; then repeats of all in turn."""
+def rounds(
+    layers: int, repeats: int, folder: str, *, quick: bool
+) -> dict[str, list[dict[str, Any]]]:
+    """One untimed run of each, which fills cache and worker; then repeats of all in turn.
+
+    A quick run has no untimed ones.
+    """
     found: dict[str, list[dict[str, Any]]] = {opponent: [] for opponent in OPPONENTS}
-    for opponent in OPPONENTS:
+    for opponent in () if quick else OPPONENTS:
         measure_in_fresh_process(opponent, layers, folder)
     for repeat in range(repeats):
         for turn in range(len(OPPONENTS)):
@@ -151,7 +156,7 @@ def main() -> int:
     report = Report("worker", {"layers": layers, "width": WIDTH, "repeats": repeats})
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = rounds(layers, repeats, folder)
+            found = rounds(layers, repeats, folder, quick=options.quick)
         finally:
             end_worker(folder)
     report.records = records_of(found)

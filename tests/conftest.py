@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes over the 8 virtual devices of the root ``conftest.py``, and quick garbage collections."""
+"""What tests share: meshes over the 8 virtual devices of the root ``conftest.py``, and a marker."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,6 +13,18 @@ from jax.sharding import AxisType, Mesh
 
 MESH_SHAPE = (2, 4)
 MESH_AXES = ("data", "model")
+
+
+# Their tests have the marker `programs`.
+PROGRAMS = [Path(__file__).parent / name for name in ("benchmarks", "docs", "examples")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of notebooks, benchmarks and examples."""
+    for item in items:
+        if any(folder in item.path.parents for folder in PROGRAMS):
+            item.add_marker(pytest.mark.programs)
 
 
 def make_mesh(axis_type: AxisType) -> Mesh:

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 
-def test_quick_run_leaves_a_record_per_loss_and_dtype_with_the_peak_of_a_block(
-    monkeypatch, tmp_path
-):
+def test_quick_run_records_losses_dtypes_and_peaks(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["blockwise_loss", "--quick", "--json", str(path)])
     assert blockwise_loss.main() == 0
@@ -36,7 +34,7 @@ def test_the_peak_of_a_call_is_measured():
     assert logits / 2 < peak < 8 * logits
 
 
-def test_opponents_that_disagree_stop_the_run():
+def test_disagreeing_opponents_are_an_error():
     arrays = blockwise_loss.inputs(blockwise_loss.QUICK, "float32")
     steps = blockwise_loss.compiled(16, arrays)
     blockwise_loss.check_equal(steps, arrays, 1e-4)

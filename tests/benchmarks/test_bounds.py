@@ -27,7 +27,7 @@ def dispatch_record(**changes):
         ),
     ],
 )
-def test_dispatch_bounds_the_ratio_from_128_variables_and_the_extra_time_below(changes, failures):
+def test_dispatch_bounds_ratio_or_extra_time_by_size(changes, failures):
     assert dispatch.bound_failures(dispatch_record(**changes)) == failures
 
 
@@ -57,7 +57,7 @@ def test_init_bounds_time_programs_and_equal_shards():
     assert init.failures_of([good, deeper]) == ["programs compiled grow with depth: {24: 5, 96: 6}"]
 
 
-def test_program_ratio_of_two_zeros_is_one_and_of_something_to_zero_is_infinite():
+def test_program_ratio_to_zero_is_one_or_infinite():
     assert (program.ratio(0.0, 0.0), program.ratio(3.0, 0.0)) == (1.0, float("inf"))
     assert program.ratio(3.0, 2.0) == 1.5
 
@@ -85,8 +85,6 @@ def test_bounded_while_bounds_the_growth_of_memory(found, failures):
         ("scan + cond", 9.0, []),
     ],
 )
-def test_bounded_while_bounds_the_time_of_the_loop_that_is_not_differentiated(
-    name, ratio, failures
-):
+def test_bounded_while_bounds_the_forward_time(name, ratio, failures):
     comparison = Comparison(Samples(name, (ratio,)), (ratio,), (0.0,))
     assert bounded_while.bound_failures("forward", comparison) == failures

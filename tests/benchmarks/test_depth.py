@@ -9,7 +9,7 @@ import depth
 import pytest
 
 
-def test_quick_run_leaves_a_record_per_tower_and_depth(monkeypatch, tmp_path):
+def test_quick_run_records_each_tower_and_depth(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     argv = ["depth", "--quick", "--json", str(path), "--opponents", "shardax unrolled"]
     monkeypatch.setattr(sys, "argv", argv)
@@ -25,7 +25,7 @@ def instructions(name, layers):
     return len(re.findall(r"^ +(?:ROOT )?%\S+ = ", depth.TOWERS[name](layers)().as_text(), re.M))
 
 
-def test_stack_and_nnx_scan_compile_to_programs_of_one_size_at_any_depth():
+def test_program_size_of_scans_is_independent_of_depth():
     ours = instructions("shardax.nn.Stack", 3)
     assert instructions("shardax.nn.Stack", 6) == ours > 100
     assert abs(ours / instructions("nnx.scan", 3) - 1) < 0.05

@@ -11,7 +11,7 @@ import pytest
 import shardax as sx
 
 
-def test_quick_run_leaves_a_record_per_opponent_and_batch(monkeypatch, tmp_path):
+def test_quick_run_records_each_opponent_and_batch(monkeypatch, tmp_path):
     monkeypatch.setattr(generate, "PEER_MODULES", ("no_such_module",))
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["generate", "--quick", "--json", str(path)])
@@ -22,7 +22,7 @@ def test_quick_run_leaves_a_record_per_opponent_and_batch(monkeypatch, tmp_path)
     assert rows == [(rows, name) for rows in (1, 8) for name in (generate.BASELINE, generate.OURS)]
 
 
-def test_the_loop_by_hand_takes_the_likeliest_token_of_the_whole_sequence():
+def test_loop_by_hand_equals_greedy_decoding_without_cache():
     config = sx.models.DecoderConfig(**generate.QUICK)
     model = sx.models.Decoder(config, rngs=sx.Rngs(0))
     prompts = np.array([[3, 1, 4, 1], [5, 9, 2, 6]], np.int32)

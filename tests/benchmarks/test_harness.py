@@ -14,7 +14,7 @@ def recorder(name: str, log: list[tuple[str, int]]) -> Opponent:
     return Opponent(name, lambda calls: log.append((name, calls)))
 
 
-def test_opponents_take_turns_and_each_repeat_begins_with_another():
+def test_opponents_take_turns_in_rotating_order():
     log: list[tuple[str, int]] = []
     opponents = [recorder(name, log) for name in "ABC"]
     samples = _harness.measure(opponents, repeats=3, calls=7, warm_up=False)
@@ -26,7 +26,7 @@ def test_opponents_take_turns_and_each_repeat_begins_with_another():
     ]
 
 
-def test_warm_up_calls_are_made_before_any_timed_block():
+def test_warm_up_calls_precede_timed_blocks():
     log: list[tuple[str, int]] = []
     _harness.measure([recorder("A", log), recorder("B", log)], repeats=1, calls=5)
     assert log == [("A", 1), ("A", 1), ("B", 1), ("B", 1), ("A", 5), ("B", 5)]
@@ -52,14 +52,14 @@ def test_ratios_are_formed_within_each_repeat():
     }
 
 
-def test_blocks_are_calibrated_to_about_the_length_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_are_calibrated_to_the_requested_length(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_harness, "time_block", lambda run, calls: calls * 1e-4)
     assert _harness.calls_for(lambda calls: None, 0.03) == 300
     assert _harness.calls_for(lambda calls: None, 1e-9) == 1
     assert _harness.calls_for(lambda calls: None, 1e9, most=64) == 64
 
 
-def test_garbage_collector_is_off_inside_a_block_and_restored_after_a_failure():
+def test_garbage_collection_is_off_only_inside_a_block():
     seen: list[bool] = []
 
     def fail(calls: int) -> None:
@@ -72,14 +72,14 @@ def test_garbage_collector_is_off_inside_a_block_and_restored_after_a_failure():
     assert (seen, gc.isenabled()) == ([False], True)
 
 
-def test_table_is_markdown_with_the_first_column_as_text():
+def test_table_is_markdown_with_numbers_right_aligned():
     assert _harness.table(["call", "time"], [["jax.jit", "9 us"], ["other", "120 us"]]) == (
         "| call    |   time |\n| ------- | -----: |\n| jax.jit |   9 us |\n| other   | 120 us |"
     )
 
 
 @pytest.mark.parametrize(("flags", "status"), [([], 0), (["--check"], 1)])
-def test_report_leaves_json_and_fails_only_when_asked_to_check(tmp_path, capsys, flags, status):
+def test_report_writes_json_and_fails_only_with_check(tmp_path, capsys, flags, status):
     path = tmp_path / "deep" / "report.json"
     options = _harness.arguments(__doc__, repeats=3).parse_args([*flags, "--json", str(path)])
     report = Report("name", {"size": 2}, records=[{"a": 1}], failures=["too slow"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 
-def test_quick_run_leaves_a_record_per_work_and_opponent(monkeypatch, tmp_path):
+def test_quick_run_records_each_work_and_opponent(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     argv = ["named", "--quick", "--json", str(path), "--opponents", "shardax.named"]
     monkeypatch.setattr(sys, "argv", argv)
@@ -24,7 +24,7 @@ def test_quick_run_leaves_a_record_per_work_and_opponent(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["shardax.named", "penzai"])
-def test_opponents_give_the_numbers_of_plain_arrays(name):
+def test_opponents_equal_plain_arrays(name):
     expected, found = named.plain().works, named.MAKERS[name]().works
     assert found.keys() == expected.keys()
     for work, run in found.items():

@@ -28,14 +28,14 @@ def records(predicted, measured=MEASURED):
     ]
 
 
-def test_a_right_order_passes_however_far_off_the_times_are():
+def test_correct_order_passes_with_wrong_absolute_times():
     found = plan_rank.score(records(RIGHT), "planner")
     # 0.10 and 0.112 do not differ clearly, so five of the six pairs count.
     assert found == {"rho": 1.0, "in_order": 5, "clear_pairs": 5, "regret": 0.0}
     assert plan_rank.failures_of("made up", found) == []
 
 
-def test_a_wrong_order_fails_in_order_and_regret():
+def test_reversed_order_fails_by_pairs_and_regret():
     found = plan_rank.score(records(RIGHT[::-1]), "planner")
     assert found == {"rho": -1.0, "in_order": 0, "clear_pairs": 5, "regret": pytest.approx(3.0)}
     assert plan_rank.failures_of("made up", found) == [
@@ -44,7 +44,7 @@ def test_a_wrong_order_fails_in_order_and_regret():
     ]
 
 
-def test_two_layouts_that_hardly_differ_may_be_in_any_order():
+def test_close_layouts_may_be_in_any_order():
     found = plan_rank.score(records([0.168, 0.15, 0.30, 0.60]), "planner")
     assert found == {
         "rho": pytest.approx(0.8),
@@ -55,7 +55,7 @@ def test_two_layouts_that_hardly_differ_may_be_in_any_order():
     assert plan_rank.failures_of("made up", found) == ["made up: regret is 12.0%, under 10%"]
 
 
-def test_one_clear_pair_of_five_out_of_order_is_too_many():
+def test_one_of_five_clear_pairs_reversed_fails():
     found = plan_rank.score(records([0.15, 0.168, 0.60, 0.30]), "planner")
     assert (found["in_order"], found["clear_pairs"], found["regret"]) == (4, 5, 0.0)
     assert len(plan_rank.failures_of("made up", found)) == 1

@@ -35,7 +35,7 @@ def record(**changes):
         ({"outcomes": {"fits": 1, "failed": 2}}, ["tpu:v5e:4x4: 2 candidates failed"]),
     ],
 )
-def test_bounds_are_on_the_less_of_wall_time_and_processor_time_a_process(changes, failures):
+def test_bound_holds_for_wall_or_processor_time(changes, failures):
     assert plan_search.bound_failures(record(**changes)) == failures
 
 

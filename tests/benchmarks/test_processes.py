@@ -27,7 +27,7 @@ def test_the_cost_of_processes_is_measured(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the files of a process, as Linux can")
-def test_a_job_whose_coordinator_is_killed_while_saving_ends_and_resumes_bit_for_bit(tmp_path):
+def test_job_with_killed_coordinator_resumes_bit_for_bit(tmp_path):
     (record,) = run("faults.py", tmp_path)["records"]
     assert (record["fault"], record["process"], record["while writing"]) == ("kill", 0, True)
     assert record["statuses"][0] == -9 and record["statuses"][1] not in (0, None)

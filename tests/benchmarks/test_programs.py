@@ -51,7 +51,7 @@ def test_quick_run_compares_shardax_with_raw_jax(benchmark, monkeypatch, tmp_pat
     assert (len(names), len(names & ours), len(names & theirs)) == (2, 1, 1)
 
 
-def test_compiled_train_step_is_the_one_of_raw_jax(monkeypatch, tmp_path):
+def test_compiled_train_step_equals_that_of_raw_jax(monkeypatch, tmp_path):
     status, written = figures(program, monkeypatch, tmp_path, "--check")
     assert (status, written["failures"]) == (0, [])
     compared = {record["figure"] for record in written["records"]}
@@ -60,7 +60,7 @@ def test_compiled_train_step_is_the_one_of_raw_jax(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_both_decoders_give_the_same_loss_and_gradients_with_the_same_parameters(tied):
+def test_both_decoders_give_equal_loss_and_gradients(tied):
     config = Config(layers=1, tied=tied)
     params = raw_decoder.init(config, jax.random.key(0))
     model = _decoder_steps.shardax_decoder(config)

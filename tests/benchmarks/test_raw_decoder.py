@@ -61,7 +61,7 @@ def test_rotation_keeps_norms_and_depends_on_distance_only():
     assert not np.isclose(product(5, 2), product(5, 3), rtol=1e-3)
 
 
-def test_grouped_heads_equal_full_heads_with_each_kv_head_repeated(params, tokens):
+def test_grouped_heads_equal_repeated_kv_heads(params, tokens):
     full = replace(CONFIG, kv_heads=CONFIG.heads)
     group = CONFIG.heads // CONFIG.kv_heads
     repeated = dict(params)
@@ -74,7 +74,7 @@ def test_grouped_heads_equal_full_heads_with_each_kv_head_repeated(params, token
     )
 
 
-def test_norm_gives_unit_root_mean_square_and_keeps_the_dtype():
+def test_norm_gives_unit_rms_and_keeps_dtype():
     x = 5 * jax.random.normal(jax.random.key(0), (2, 3, 64), jnp.bfloat16)
     normed = raw_decoder.rms_norm(x, jnp.ones(64))
     assert normed.dtype == jnp.bfloat16
@@ -82,7 +82,7 @@ def test_norm_gives_unit_root_mean_square_and_keeps_the_dtype():
     np.testing.assert_allclose(square, np.ones((2, 3)), rtol=1e-2)
 
 
-def test_cross_entropy_of_equal_logits_is_the_log_of_the_vocabulary():
+def test_cross_entropy_of_equal_logits_is_log_vocabulary():
     value = raw_decoder.cross_entropy(jnp.zeros((2, 3, 17)), jnp.zeros((2, 3), jnp.int32))
     assert float(value) == pytest.approx(math.log(17), rel=1e-6)
 

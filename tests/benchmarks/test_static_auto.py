@@ -10,7 +10,7 @@ import static_auto
 from _harness import Comparison, Samples
 
 
-def test_quick_run_leaves_a_record_per_opponent(monkeypatch, tmp_path):
+def test_quick_run_records_each_opponent(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     argv = ["static_auto", "--quick", "--json", str(path), "--opponents", "auto", "keywords"]
     monkeypatch.setattr(sys, "argv", argv)

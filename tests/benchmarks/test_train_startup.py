@@ -8,7 +8,7 @@ import pytest
 import train_startup
 
 
-def test_quick_run_times_both_opponents_in_wall_and_processor_time(monkeypatch, tmp_path):
+def test_quick_run_records_wall_and_processor_time(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["train_startup", "--quick", "--json", str(path)])
     assert train_startup.main() == 0
@@ -20,7 +20,7 @@ def test_quick_run_times_both_opponents_in_wall_and_processor_time(monkeypatch, 
     assert all(record["min_us"] > 0 for record in written["records"])
 
 
-def test_an_opponent_that_does_not_come_to_a_step_stops_the_run(tmp_path):
+def test_opponent_without_a_first_step_is_an_error(tmp_path):
     words = [sys.executable, "-c", "print('step 0/1')"]
     with pytest.raises(RuntimeError, match="ended with 0 before its first step"):
         train_startup.first_step(words, str(tmp_path))

@@ -8,7 +8,7 @@ import view
 from _harness import Samples
 
 
-def test_quick_run_leaves_a_record_per_opponent(tmp_path):
+def test_quick_run_records_each_opponent(tmp_path):
     path = tmp_path / "figures.json"
     opponents = ["shardax, lazy", "shardax"]
     assert view.main(["--quick", "--json", str(path), "--opponents", *opponents]) == 0
@@ -29,7 +29,7 @@ def test_quick_run_leaves_a_record_per_opponent(tmp_path):
         ),
     ],
 )
-def test_pages_are_bounded_by_those_of_dicts_and_grow_with_the_model(seconds, failures):
+def test_page_time_is_bounded_against_plain_dicts(seconds, failures):
     samples = {
         size: [Samples(view.BASELINE, (2.0,)), Samples("shardax", (taken,))]
         for size, taken in seconds.items()

@@ -9,7 +9,7 @@ import worker
 
 
 @pytest.mark.slow
-def test_programs_with_and_without_a_worker_reach_the_same_result(monkeypatch, tmp_path):
+def test_programs_with_and_without_worker_agree(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["worker", "--quick", "--layers", "1", "--json", str(path)])
     assert worker.main() == 0

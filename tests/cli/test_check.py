@@ -42,7 +42,7 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_sound_layout_has_notes_only_and_status_0(capsys: Any) -> None:
+def test_valid_layout_has_notes_only_and_status_0(capsys: Any) -> None:
     status, lines = said(capsys, "tiny", "--mesh", "data=2,model=4")
     assert status == 0
     assert lines[-1] == "tiny over data=2, model=4: 0 errors, 0 warnings, 3 notes"
@@ -51,7 +51,7 @@ def test_a_sound_layout_has_notes_only_and_status_0(capsys: Any) -> None:
     assert quiet == (0, lines[-1:])
 
 
-def test_errors_are_said_once_for_all_arrays_alike_and_give_status_1(capsys: Any) -> None:
+def test_errors_are_grouped_and_give_status_1(capsys: Any) -> None:
     status, lines = said(capsys, "tiny", "--mesh", "model=3", "--quiet")
     assert status == 1
     assert lines[0].startswith(
@@ -70,13 +70,13 @@ def test_errors_are_said_once_for_all_arrays_alike_and_give_status_1(capsys: Any
     assert lines[-1] == "tiny over model=3, data=1: 45 errors, 0 warnings, 3 notes"
 
 
-def test_a_mesh_larger_than_the_machine_can_be_checked(capsys: Any) -> None:
+def test_mesh_larger_than_the_machine_is_checked(capsys: Any) -> None:
     status, lines = said(capsys, "small", "--mesh", "data=512,model=4", "--quiet")
     assert jax.device_count() < 2048
     assert (status, lines[-1]) == (0, "small over data=512, model=4: 0 errors, 0 warnings, 3 notes")
 
 
-def test_warnings_give_status_0_unless_they_are_to_be_errors(capsys: Any) -> None:
+def test_warnings_give_status_1_only_with_strict(capsys: Any) -> None:
     words = ["small", "--mesh", "data=8", "--quiet"]
     status, lines = said(capsys, *words)
     assert (status, lines[0].split()[0]) == (0, "warning")
@@ -85,14 +85,14 @@ def test_warnings_give_status_0_unless_they_are_to_be_errors(capsys: Any) -> Non
     assert said(capsys, *words, "--strict", "--large", "100")[0] == 0
 
 
-def test_states_split_over_data_too_can_be_checked(capsys: Any) -> None:
+def test_zero_layout_is_checked(capsys: Any) -> None:
     assert said(capsys, "tiny", "--mesh", "data=2,model=4", "--zero", "--quiet")[0] == 0
     status, lines = said(capsys, "tiny", "--mesh", "data=3,model=4", "--zero", "--quiet")
     assert status == 1
     assert all(".optimizer" in line and ".model" not in line for line in lines[1:-1:2])
 
 
-def test_a_run_is_checked_over_its_own_mesh_or_another(capsys: Any, run_folder: Path) -> None:
+def test_run_is_checked_over_own_or_given_mesh(capsys: Any, run_folder: Path) -> None:
     status, lines = said(capsys, str(run_folder), "--quiet")
     assert (status, lines[-1]) == (
         0,
@@ -102,7 +102,7 @@ def test_a_run_is_checked_over_its_own_mesh_or_another(capsys: Any, run_folder: 
     assert [file.name for file in run_folder.iterdir()] == ["run.json"]
 
 
-def test_what_cannot_be_checked_is_said_in_one_line(capsys: Any, tmp_path: Path) -> None:
+def test_invalid_model_or_mesh_gives_one_line(capsys: Any, tmp_path: Path) -> None:
     assert "--mesh data=2,model=4" in refused(capsys, "tiny")
     unknown = refused(capsys, "tinny", "--mesh", "data=2")
     assert "no preset (there are tiny, demo, small)" in unknown
@@ -152,7 +152,7 @@ MESH = ["--mesh", "data=2,model=4"]
 
 
 @pytest.mark.parametrize("what", ["make", "MODEL", "plain_arrays"])
-def test_a_model_of_ones_own_is_checked_by_rules_of_ones_own(
+def test_custom_model_is_checked_by_custom_rules(
     capsys: Any, mine: str, tmp_path: Path, what: str
 ) -> None:
     file = rules_file(tmp_path, '[["mlp", "model"], ["embed", null], ["batch", "data"]]')
@@ -162,7 +162,7 @@ def test_a_model_of_ones_own_is_checked_by_rules_of_ones_own(
     assert last.startswith(f"{mine}:{what} over data=2, model=4: 0 errors, 0 warnings, ")
 
 
-def test_what_is_wrong_is_said_by_path_with_the_optimizer(capsys: Any, mine: str) -> None:
+def test_errors_name_paths_of_model_and_optimizer(capsys: Any, mine: str) -> None:
     status, lines = said(capsys, f"{mine}:narrow", "--rules", f"{mine}:RULES", *MESH, "--quiet")
     assert status == 1
     assert "('mlp') has size 30, which is not divisible by 4" in lines[0]
@@ -170,7 +170,7 @@ def test_what_is_wrong_is_said_by_path_with_the_optimizer(capsys: Any, mine: str
     assert lines[-1].endswith("9 errors, 0 warnings, 1 note")
 
 
-def test_rules_are_judged_by_themselves_too(capsys: Any, mine: str, tmp_path: Path) -> None:
+def test_rules_themselves_are_checked(capsys: Any, mine: str, tmp_path: Path) -> None:
     file = rules_file(tmp_path, '[["mlp", "modle"], ["embed", null], ["embed", "data"]]')
     status, lines = said(capsys, f"{mine}:make", "--rules", file, *MESH)
     assert status == 1
@@ -182,7 +182,7 @@ def test_rules_are_judged_by_themselves_too(capsys: Any, mine: str, tmp_path: Pa
     assert preset[0] == 1
 
 
-def test_what_is_no_model_and_no_rules_is_said_in_one_line(
+def test_invalid_custom_model_or_rules_gives_one_line(
     capsys: Any, mine: str, tmp_path: Path
 ) -> None:
     make, rules = f"{mine}:make", ["--rules", f"{mine}:RULES"]
@@ -204,7 +204,7 @@ def test_what_is_no_model_and_no_rules_is_said_in_one_line(
         assert found.startswith(f"--rules {file}: ") and problem in found
 
 
-def test_an_error_of_ones_own_module_comes_out_as_it_is(
+def test_import_error_of_custom_module_is_propagated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"broken_{tmp_path.name}"

@@ -77,7 +77,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # --- train ----------------------------------------------------------------------------------------
 
 
-def test_training_prints_table_progress_pictures_losses_sample_and_places(trained: Trained) -> None:
+def test_training_prints_every_part_in_order(trained: Trained) -> None:
     order = [
         r"path +type +shape",
         r"\.embed\.embedding +Param +256x64 +float32 +vocab, embed +model, - +16,384 +16\.0 KiB",
@@ -144,7 +144,7 @@ def test_a_folder_of_texts_can_be_trained_on(
     assert all(file.read_bytes() in contents for file in folder.iterdir())
 
 
-def test_an_occupied_folder_is_left_as_it_is(trained: Trained, text: Path, capsys: Any) -> None:
+def test_existing_run_is_not_overwritten(trained: Trained, text: Path, capsys: Any) -> None:
     before = files_of(trained.out)
     words = ["train", *SIZES, *MESH, "--text", str(text), "--out", str(trained.out)]
     said = refused(capsys, *words, status=1)
@@ -169,7 +169,7 @@ def test_an_occupied_folder_is_left_as_it_is(trained: Trained, text: Path, capsy
         (["--zero", "--preset", "tiny"], "name one, such as --mesh data=2,model=4"),
     ],
 )
-def test_what_cannot_be_trained_is_said_and_nothing_is_written(
+def test_invalid_training_is_refused_and_nothing_written(
     tmp_path: Path, text: Path, capsys: Any, words: list[str], message: str
 ) -> None:
     out = tmp_path / "run"
@@ -179,9 +179,7 @@ def test_what_cannot_be_trained_is_said_and_nothing_is_written(
     assert not out.exists()
 
 
-def test_timings_tell_where_the_time_to_the_first_step_went(
-    tmp_path: Path, text: Path, capsys: Any
-) -> None:
+def test_timings_add_up_to_the_first_step(tmp_path: Path, text: Path, capsys: Any) -> None:
     out = str(tmp_path / "run")
     started = time.monotonic()
     words = ["train", *SIZES, "--steps", "2", "--text", str(text), "--out", out, "--timings"]
@@ -210,7 +208,7 @@ def test_timings_tell_where_the_time_to_the_first_step_went(
 # --- train --resume -------------------------------------------------------------------------------
 
 
-def test_resuming_goes_on_from_the_last_checkpoint_with_the_settings_of_the_run(
+def test_resume_continues_from_the_last_checkpoint(
     trained: Trained, copy: Path, capsys: Any
 ) -> None:
     log = (copy / "log.jsonl").read_bytes()
@@ -227,7 +225,7 @@ def test_resuming_goes_on_from_the_last_checkpoint_with_the_settings_of_the_run(
     assert losses((copy / "log.jsonl").read_bytes()) == losses(log)
 
 
-def test_resuming_a_run_that_is_done_writes_its_report_again(copy: Path, capsys: Any) -> None:
+def test_resuming_a_finished_run_rewrites_its_report(copy: Path, capsys: Any) -> None:
     log = (copy / "log.jsonl").read_bytes()
     (copy / "report.html").unlink()
     assert main(["train", "--resume", "--out", str(copy)]) == 0
@@ -235,16 +233,14 @@ def test_resuming_a_run_that_is_done_writes_its_report_again(copy: Path, capsys:
     assert (copy / "report.html").exists() and (copy / "log.jsonl").read_bytes() == log
 
 
-def test_resuming_takes_the_same_options_again_and_another_mesh(
-    copy: Path, text: Path, capsys: Any
-) -> None:
+def test_resume_accepts_same_options_and_another_mesh(copy: Path, text: Path, capsys: Any) -> None:
     words = [*SIZES, "--text", str(text), "--mesh", "data=4,model=2", "--devices", "8"]
     assert main(["train", "--resume", "--out", str(copy), *words]) == 0
     assert read_settings(copy).mesh == "data=4,model=2"
     assert "-, model" in capsys.readouterr().out
 
 
-def test_zero_splits_the_state_of_the_optimizer_over_data_too_and_the_losses_stay(
+def test_zero_splits_optimizer_state_and_keeps_losses(
     copy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -297,7 +293,7 @@ def test_resuming_refuses_other_settings_by_name(
 # --- show -----------------------------------------------------------------------------------------
 
 
-def test_show_prints_the_table_of_a_run_and_of_a_checkpoint(trained: Trained, capsys: Any) -> None:
+def test_show_prints_table_of_run_and_checkpoint(trained: Trained, capsys: Any) -> None:
     settings = read_settings(trained.out)
     mesh = parse_mesh(settings.mesh, ("data", "model"))
     table = sx.view.table(settings.make_model(), mesh=mesh, rules=sx.models.DECODER_RULES)
@@ -380,14 +376,14 @@ def test_a_sample_is_of_the_checkpoint_asked_for(trained: Trained, capsys: Any) 
         ("", ["--temperature", "-1"], "--temperature -1"),
     ],
 )
-def test_what_cannot_be_sampled_is_said(
+def test_invalid_sampling_is_refused(
     trained: Trained, capsys: Any, place: str, words: list[str], message: str
 ) -> None:
     assert re.search(message, refused(capsys, "sample", str(trained.out / place), *words))
 
 
 @pytest.mark.parametrize("command", ["show", "sample", "verify"])
-def test_a_checkpoint_that_is_not_there_is_said_with_those_that_are(
+def test_missing_checkpoint_error_lists_the_existing_ones(
     trained: Trained, capsys: Any, command: str
 ) -> None:
     said = refused(capsys, command, str(trained.out / "checkpoints" / "00000003"), status=1)
@@ -423,7 +419,7 @@ def block(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["tyro", "optax", "orbax.checkpoint"])
-def test_a_missing_package_is_named_with_what_installs_it(
+def test_missing_package_error_names_the_extra(
     tmp_path: Path, text: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     missing = package.partition(".")[0]
@@ -434,9 +430,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
     assert missing in said and "pip install 'shardax[train]'" in said
 
 
-def test_help_lists_the_commands_in_a_plain_install_too(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_lists_commands_without_tyro(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     # Names and first lines of the commands, as tyro shows them in its box.
@@ -452,9 +446,7 @@ def test_help_lists_the_commands_in_a_plain_install_too(
         assert said == ""
 
 
-def test_a_package_of_the_users_that_is_missing_is_no_affair_of_ours(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_user_package_error_is_propagated(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(arguments: Any) -> int:
         raise ModuleNotFoundError("No module named 'numpyy'", name="numpyy")
 
@@ -470,7 +462,7 @@ def test_a_package_of_the_users_that_is_missing_is_no_affair_of_ours(
         (PermissionError(13, "Permission denied", "/root/x"), 1, "shardax: [Errno 13] Permission"),
     ],
 )
-def test_interruptions_and_the_systems_refusals_have_a_line_and_a_status(
+def test_interrupt_and_os_error_give_line_and_status(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, said: str
 ) -> None:
     def broken(arguments: Any) -> int:
@@ -482,7 +474,7 @@ def test_interruptions_and_the_systems_refusals_have_a_line_and_a_status(
 
 
 @pytest.mark.parametrize("words", [[], ["paint"], ["train", "--stps", "3"], ["sample"]])
-def test_words_that_mean_nothing_exit_with_status_2(words: list[str], capsys: Any) -> None:
+def test_unknown_words_exit_with_status_2(words: list[str], capsys: Any) -> None:
     assert refused(capsys, *words).count("\n") == 1
 
 
@@ -518,7 +510,7 @@ def test_the_help_of_a_command_explains_its_options(
     assert all(re.search(r"  \S.* \((default: .*|repeatable|optional)\)", line) for line in options)
 
 
-def test_the_module_runs_the_command_and_passes_its_status_on(tmp_path: Path) -> None:
+def test_module_exits_with_the_status_of_main(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardax", "show", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -526,7 +518,7 @@ def test_the_module_runs_the_command_and_passes_its_status_on(tmp_path: Path) ->
     assert stderr.startswith("shardax: ") and "is no run" in stderr
 
 
-def test_a_reader_that_has_had_enough_ends_the_command_quietly(trained: Trained) -> None:
+def test_closed_pipe_ends_the_command_quietly(trained: Trained) -> None:
     command = f"{sys.executable} -m shardax show {trained.out} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert without_native_logs(done.stderr) == ""

@@ -70,7 +70,7 @@ def test_adapters_are_trained_on_tokens_and_merged(tmp_path: Path, text: Path):
     assert from_pretrained(run / "model-00000030")(tokens)[0, :-1].argmax(-1).tolist() == [1, 2, 3]
 
 
-def test_experts_are_adapted_and_balanced_and_their_router_stays(tmp_path: Path, text: Path):
+def test_experts_are_adapted_and_router_stays_frozen(tmp_path: Path, text: Path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     more = {"num_key_value_heads": 1, "num_hidden_layers": 1, "num_local_experts": 4}
     more |= {"num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
@@ -97,7 +97,7 @@ def test_experts_are_adapted_and_balanced_and_their_router_stays(tmp_path: Path,
     assert max(eval_losses(run)) < 3  # of the tokens alone
 
 
-def test_without_a_tokenizer_all_is_trained_on_bytes_and_resumed(tmp_path: Path, text: Path):
+def test_full_training_on_bytes_is_resumed(tmp_path: Path, text: Path):
     before = publish(tmp_path / "model", vocab_size=256)
     run = tmp_path / "run"
     given = ["--from", str(tmp_path / "model"), "--text", str(text), *SIZES, "--out", str(run)]
@@ -115,7 +115,7 @@ def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora", "2", "--mesh", "data=2,model=2"]])
-def test_a_run_and_what_it_published_continue_text_by_the_tokenizer(
+def test_run_and_published_model_sample_with_tokenizer(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], lora: list[str]
 ):
     publish(tmp_path / "model", vocab_size=8)
@@ -141,7 +141,7 @@ def test_a_run_and_what_it_published_continue_text_by_the_tokenizer(
     assert sample(capsys, *words, "--tokenizer", str(tmp_path / "model")) == ended
 
 
-def test_a_published_model_of_bytes_is_sampled_without_a_tokenizer(
+def test_byte_model_is_sampled_without_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     publish(tmp_path / "model", vocab_size=256)
@@ -167,7 +167,7 @@ def test_a_published_model_of_bytes_is_sampled_without_a_tokenizer(
         (["--from", "{}/none"], "neither a folder nor a name of the hub"),
     ],
 )
-def test_what_cannot_be_sampled_is_one_line(
+def test_invalid_sampling_gives_one_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     publish(tmp_path / "model", vocab_size=3)
@@ -187,7 +187,7 @@ def test_what_cannot_be_sampled_is_one_line(
         (["--from", "{}", "--lora", "0"], "--lora 0: give a number from 1"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(
+def test_invalid_finetuning_is_refused(
     options: list[str], message: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ):
     publish(tmp_path / "model", vocab_size=8)

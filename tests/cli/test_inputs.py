@@ -25,16 +25,14 @@ AXES = ("data", "model")
         ("model=2", {"model": 2, "data": 1}),
     ],
 )
-def test_a_mesh_has_auto_axes_in_the_order_given_and_the_others_with_size_1(
-    text: str, sizes: dict[str, int]
-) -> None:
+def test_mesh_has_given_axes_others_of_size_1(text: str, sizes: dict[str, int]) -> None:
     mesh = parse_mesh(text, AXES)
     assert mesh is not None
     assert list(mesh.shape.items()) == list(sizes.items())
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-def test_no_text_is_no_mesh() -> None:
+def test_empty_text_is_no_mesh() -> None:
     assert parse_mesh("", AXES) is None
 
 
@@ -53,7 +51,7 @@ def test_no_text_is_no_mesh() -> None:
         ("data=3,model=4", "needs 12 devices, but there are 8.*add --devices 12"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_explained(text: str, message: str) -> None:
+def test_invalid_mesh_is_refused_with_reason(text: str, message: str) -> None:
     with pytest.raises(CommandError, match=message):
         parse_mesh(text, AXES)
 
@@ -63,7 +61,7 @@ def test_a_target_is_a_module_and_a_name() -> None:
     assert [is_target(text) for text in texts] == [True, False, False, False, False]
 
 
-def test_the_number_of_devices_that_is_there_may_be_asked_for() -> None:
+def test_existing_number_of_devices_is_accepted() -> None:
     use_devices(None)
     use_devices(jax.device_count())
     assert jax.device_count() == 8
@@ -78,7 +76,7 @@ def test_another_number_of_devices_is_refused(count: int, message: str) -> None:
         use_devices(count)
 
 
-def test_a_new_process_gets_the_devices_that_it_asks_for() -> None:
+def test_new_process_gets_the_requested_devices() -> None:
     program = (
         "from shardax.cli.inputs import use_devices; use_devices(3); use_devices(3)\n"
         "import jax; print([str(device.platform) for device in jax.devices()])"

@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", OPTIONS)
-def test_a_malformed_value_is_one_line_and_status_2_and_nothing_is_written(
+def test_malformed_value_gives_one_line_and_status_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str
 ) -> None:
     monkeypatch.chdir(folder)
@@ -135,7 +135,7 @@ MODEL: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("command", ["show", "sample", "verify", "train --resume --out"])
-def test_run_settings_of_a_wrong_type_or_out_of_range_are_refused_by_name(
+def test_invalid_run_settings_are_refused_by_name(
     tmp_path: Path, capsys: Any, command: str
 ) -> None:
     file = tmp_path / "run.json"
@@ -165,7 +165,9 @@ def test_run_settings_of_a_wrong_type_or_out_of_range_are_refused_by_name(
         ([], "Missing subcommand"),
     ],
 )
-def test_what_is_missing_or_unknown_is_one_line(words: list[str], said: str, capsys: Any) -> None:
+def test_missing_or_unknown_argument_gives_one_line(
+    words: list[str], said: str, capsys: Any
+) -> None:
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("shardax: ") and said in line and line.endswith(". See shardax --help.")

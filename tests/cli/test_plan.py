@@ -96,9 +96,7 @@ def refused(capsys: Any, *words: str) -> str:
 # --- a search and a comparison --------------------------------------------------------------------
 
 
-def test_a_search_prints_the_best_and_writes_plan_page_and_rules(
-    mine: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_search_prints_best_and_writes_files(mine: str, tmp_path: Path, capsys: Any) -> None:
     files = {name: tmp_path / name for name in ("out.json", "out.html", "best.toml")}
     options = ["--json", "out.json", "--html", "out.html", "--write-rules", "best.toml"]
     options = [str(files.get(word, word)) for word in options]
@@ -119,7 +117,7 @@ def test_a_search_prints_the_best_and_writes_plan_page_and_rules(
     assert comments[1].startswith(f"# {best.name} over ") and "peak" in comments[1]
 
 
-def test_layouts_of_a_file_are_compared_over_their_own_meshes(
+def test_layouts_of_file_use_their_own_meshes(
     mine: str, rules: Path, tmp_path: Path, capsys: Any
 ) -> None:
     file = tmp_path / "plan.json"
@@ -136,7 +134,7 @@ def test_layouts_of_a_file_are_compared_over_their_own_meshes(
     )
 
 
-def test_meshes_of_the_command_line_replace_those_of_the_file(
+def test_mesh_options_replace_meshes_of_the_file(
     mine: str, rules: Path, tmp_path: Path, capsys: Any
 ) -> None:
     small = tmp_path / "small.toml"
@@ -150,7 +148,7 @@ def test_meshes_of_the_command_line_replace_those_of_the_file(
     assert errors.splitlines()[-1].startswith("shardax: None of 2 layouts fits into")
 
 
-def test_the_demo_is_planned_as_shardax_train_trains_it() -> None:
+def test_preset_is_planned_as_it_is_trained() -> None:
     planned = preset_step("tiny", batch=8, seq_len=16)
     batch = planned.args[2]
     assert {name: (each.shape, each.axes) for name, each in batch.items()} == dict.fromkeys(
@@ -172,7 +170,7 @@ class Made:
     fix: Any = None
 
 
-def test_a_step_comes_as_a_pair_a_mapping_or_a_dataclass(mine: str) -> None:
+def test_step_is_a_pair_mapping_or_dataclass(mine: str) -> None:
     pair = as_planned((abs, [1]), "m:f")
     assert (pair.step, pair.args, pair.options) == (abs, (1,), {})
     mapping = {"step": abs, "args": (1,), "meshes": [{"data": 2}], "tie": None}
@@ -192,13 +190,13 @@ def test_a_step_comes_as_a_pair_a_mapping_or_a_dataclass(mine: str) -> None:
         ((abs, 3), "args of type int"),
     ],
 )
-def test_what_is_no_step_is_refused_in_words(made: Any, problem: str) -> None:
+def test_invalid_step_is_refused_with_reason(made: Any, problem: str) -> None:
     with pytest.raises(CommandError) as caught:
         as_planned(made, "my:make")
     assert str(caught.value).startswith("'my:make' returned ") and problem in str(caught.value)
 
 
-def test_what_cannot_be_planned_is_said_before_anything_is_compiled(
+def test_invalid_plan_is_refused_before_compiling(
     mine: str, rules: Path, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "bare.toml").write_text('rules = [["batch", "data"]]')
@@ -226,7 +224,7 @@ def test_what_cannot_be_planned_is_said_before_anything_is_compiled(
         assert problem in refused(capsys, *words), words
 
 
-def test_a_search_that_is_interrupted_tells_what_was_done(
+def test_interrupted_search_prints_and_writes_partial_plan(
     mine: str, kept: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> Plan:
@@ -253,7 +251,7 @@ def test_a_layout_of_a_file_is_explained(kept: Path, capsys: Any) -> None:
     assert said(capsys, *words) == sx.plan.explain(plan["fsdp+tp 4x4"], "model", "kind") + "\n"
 
 
-def test_two_layouts_are_compared_of_one_file_or_of_two(kept: Path, capsys: Any) -> None:
+def test_diff_compares_layouts_of_one_or_two_files(kept: Path, capsys: Any) -> None:
     plan = Plan.from_json(kept)
     expected = sx.plan.diff(plan["fsdp 16x1"], plan["fsdp+tp 4x4"]) + "\n"
     assert said(capsys, "diff", f"{kept}:fsdp 16x1", "fsdp+tp 4x4") == expected
@@ -261,7 +259,7 @@ def test_two_layouts_are_compared_of_one_file_or_of_two(kept: Path, capsys: Any)
     assert said(capsys, "diff", str(kept), f"{kept}:fsdp+tp 4x4") == expected
 
 
-def test_what_is_not_in_a_file_is_named(kept: Path, tmp_path: Path, capsys: Any) -> None:
+def test_missing_layout_axis_or_file_is_named(kept: Path, tmp_path: Path, capsys: Any) -> None:
     assert "no layout 'fsdp 16x2'" in refused(capsys, "explain", str(kept), "fsdp 16x2")
     assert "no axis 'seq'" in refused(capsys, "explain", str(kept), "--axis", "seq")
     missing = str(tmp_path / "none.json")
@@ -271,7 +269,7 @@ def test_what_is_not_in_a_file_is_named(kept: Path, tmp_path: Path, capsys: Any)
     assert "no plan of shardax" in refused(capsys, "explain", str(tmp_path / "other.json"))
 
 
-def test_help_says_what_there_is(capsys: Any) -> None:
+def test_help_lists_plan_commands(capsys: Any) -> None:
     for words, expected in {
         ("plan", "--help"): "shardax plan explain PLAN.json LAYOUT",
         ("plan", "explain", "--help"): "usage: shardax plan explain",
@@ -283,9 +281,7 @@ def test_help_says_what_there_is(capsys: Any) -> None:
         assert expected in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_command_pretends_to_have_the_devices_of_a_cpu_target(
-    mine: str, rules: Path, tmp_path: Path
-) -> None:
+def test_command_gets_virtual_devices_of_cpu_target(mine: str, rules: Path, tmp_path: Path) -> None:
     (tmp_path / "planned_here.py").write_text(SOURCE)
     words = ["plan", "planned_here:make", "--target", "cpu:4", "--rules", f"{rules}:dp"]
     done = subprocess.run(

@@ -13,12 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardax as sx
-from shardax._core.graph.paths import format_path
 from shardax.cli import main
 from shardax.cli.inputs import load_rules
 from shardax.cli.runs import read_settings
 from shardax.errors import CommandError
-from shardax.partition.rules import Rules
 
 FSDP = """
 [layouts."fsdp 8x1"]
@@ -48,7 +46,7 @@ def refused(capsys: Any, *words: str) -> str:
     return text.removeprefix("shardax: ")
 
 
-def test_training_lays_everything_out_by_the_rules_of_the_file(
+def test_training_uses_the_rules_of_the_file(
     file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -72,16 +70,14 @@ def test_training_lays_everything_out_by_the_rules_of_the_file(
     assert main([*words, "--rules", str(file)]) == 0
 
     [trainer] = made
-    specs = {
-        format_path(path): v.value.sharding.spec for path, v in sx.iter_variables(trainer.model)
-    }
-    assert specs[".embed.embedding"] == PartitionSpec(None, "data")
-    assert specs[".layers[0].mlp.gate.kernel"] == PartitionSpec("data", "model")
+    specs = {path: v.value.sharding.spec for path, v in sx.iter_variables(trainer.model)}
+    assert specs["embed", "embedding"] == PartitionSpec(None, "data")
+    assert specs["layers", 0, "mlp", "gate", "kernel"] == PartitionSpec("data", "model")
     moments = jax.tree.leaves(sx.state(trainer.optimizer, sx.OptState).to_pure_dict())
     assert {x.sharding.spec for x in moments if x.ndim > 1} >= {PartitionSpec("data", "model")}
 
     settings = read_settings(tmp_path / "run")
-    expected = Rules([("batch", "data"), ("embed", "data"), ("vocab", None), ("mlp", "model")])
+    expected = sx.Rules([("batch", "data"), ("embed", "data"), ("vocab", None), ("mlp", "model")])
     assert (settings.layout_rules, settings.mesh) == (expected, "data=8,model=1")
     file.unlink()  # the run has the rules by itself
     assert main([*words, "--resume"]) == 2
@@ -98,9 +94,7 @@ def test_training_lays_everything_out_by_the_rules_of_the_file(
     assert "run.json: rules.rules: Rules are made of pairs" in refused(capsys, "show", out)
 
 
-def test_a_layout_is_checked_over_the_mesh_of_its_file_unless_another_is_given(
-    file: Path, capsys: Any
-) -> None:
+def test_check_uses_mesh_of_file_or_option(file: Path, capsys: Any) -> None:
     assert main(["check", "tiny", "--rules", str(file), "--quiet"]) == 0
     assert "tiny over data=8, model=1: 0 errors" in capsys.readouterr().out
     words = ["check", "tiny", "--rules", str(file), "--mesh", "data=3,model=1", "--quiet"]
@@ -121,7 +115,7 @@ def test_one_layout_of_several_is_picked_by_name(tmp_path: Path) -> None:
         load_rules(f"{two}:tensro")
 
 
-def test_what_cannot_be_used_is_said_in_one_line(file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_unusable_rules_give_one_line(file: Path, tmp_path: Path, capsys: Any) -> None:
     out = ["--out", str(tmp_path / "run")]
     missing = refused(capsys, "train", "--rules", str(tmp_path / "none.toml"), *out)
     assert "none.toml: there is no such file" in missing

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training process may die at any moment: resumed, it ends as if it had not, to the last bit.
 
-These are real processes of the command line, over a mesh of 8 devices, killed by signals.
+What is killed or stopped by signals are real processes of the command line, over a mesh of 8
+devices. What runs to its end does so in the process of the tests, which has as many devices.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import shardax as sx
+from shardax.cli import main
 from shardax.train import checkpoint_files
 from shardax.train.checkpoint_format import stored_arrays
 
@@ -48,6 +52,7 @@ class Runs:
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         self.processes: list[subprocess.Popen[str]] = []
 
@@ -65,12 +70,22 @@ class Runs:
         self.processes.append(process)
         return process
 
-    def finish(self, out: Path) -> str:
-        """Runs to the end; returns what was printed."""
-        process = self.start(out)
-        printed, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, printed
-        return printed
+    def finish(self, out: Path) -> None:
+        """Runs to the end, in this process; its programs serve those that are started."""
+        go_on = ["--resume"] if (out / "run.json").exists() else []
+        before = jax.config.values["jax_compilation_cache_dir"]
+        keep_programs(self.environment["JAX_COMPILATION_CACHE_DIR"])
+        try:
+            assert main(["train", *self.options, "--out", str(out), *go_on]) == 0
+        finally:
+            keep_programs(before)
+
+    def whole(self) -> Path:
+        """The folder of a run that nothing interrupted."""
+        out = self.folder / "whole"
+        if not out.exists():
+            self.finish(out)
+        return out
 
     def end(self) -> None:
         for process in self.processes:
@@ -79,6 +94,11 @@ class Runs:
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def keep_programs(folder: str) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +177,8 @@ def writing_from(out: Path, step: int) -> Callable[[], bool]:
 
 
 @pytest.mark.slow
-def test_killed_three_times_and_resumed_ends_in_the_same_bits(runs: Runs) -> None:
-    whole, killed = runs.folder / "whole", runs.folder / "killed"
-    runs.finish(whole)
+def test_run_killed_three_times_resumes_bit_for_bit(runs: Runs) -> None:
+    whole, killed = runs.whole(), runs.folder / "killed"
     chance = random.Random(os.environ.get("SHARDAX_TEST_SEED", "0"))
 
     # At the start: while it imports, builds the model, or compiles.
@@ -187,7 +206,7 @@ def test_killed_three_times_and_resumed_ends_in_the_same_bits(runs: Runs) -> Non
 
 @pytest.mark.slow
 def test_sigterm_saves_says_so_and_exits_with_143(runs: Runs) -> None:
-    whole, stopped = runs.folder / "whole", runs.folder / "stopped"
+    whole, stopped = runs.whole(), runs.folder / "stopped"
     process = runs.start(stopped)
     wait_until(saved_from(stopped, EVERY), process)
     process.send_signal(signal.SIGTERM)
@@ -198,8 +217,6 @@ def test_sigterm_saves_says_so_and_exits_with_143(runs: Runs) -> None:
     assert f"stopped by SIGTERM; saved at step {step}" in printed
     assert f"Go on with: shardax train --resume --out {stopped}" in printed
 
-    if not whole.exists():
-        runs.finish(whole)
     runs.finish(stopped)
     assert raw_arrays(stopped) == raw_arrays(whole)
     assert losses_of(stopped) == losses_of(whole)

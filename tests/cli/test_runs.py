@@ -29,7 +29,7 @@ SETTINGS = RunSettings(
 )
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_settings_round_trip(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     write_settings(folder, SETTINGS)
     assert read_settings(folder) == SETTINGS
@@ -39,7 +39,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["run.json"]
 
 
-def test_a_run_of_before_there_was_zero_is_read(tmp_path: Path) -> None:
+def test_settings_without_zero_are_read(tmp_path: Path) -> None:
     write_settings(tmp_path, SETTINGS)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record.pop("zero") is False
@@ -49,7 +49,7 @@ def test_a_run_of_before_there_was_zero_is_read(tmp_path: Path) -> None:
     assert dataclasses.replace(SETTINGS, zero=True).overrides is not None
 
 
-def test_the_model_is_lazy_and_its_values_follow_the_seed() -> None:
+def test_model_is_lazy_and_depends_on_seed() -> None:
     model = SETTINGS.make_model()
     assert model.embed.embedding.is_lazy
     again, other = SETTINGS.make_model(), dataclasses.replace(SETTINGS, seed=8).make_model()
@@ -57,7 +57,7 @@ def test_the_model_is_lazy_and_its_values_follow_the_seed() -> None:
     assert not (model.embed.embedding.value == other.embed.embedding.value).any()
 
 
-def test_a_folder_without_a_run_says_how_to_start_one(tmp_path: Path) -> None:
+def test_error_for_empty_folder_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=f"shardax train --out {tmp_path}"):
         read_settings(tmp_path)
 
@@ -80,15 +80,13 @@ def spoil(**changes: Any) -> str:
         ("[]", "cannot be read"),
     ],
 )
-def test_settings_that_cannot_be_read_name_the_file(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_unreadable_settings_error_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(CommandError, match=f"run.json.*{message}"):
         read_settings(tmp_path)
 
 
-def test_a_run_is_found_by_its_folder_its_checkpoints_and_each_of_them(
+def test_run_is_found_by_folder_or_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "7"  # a folder may be called like a step
@@ -105,13 +103,13 @@ def test_a_run_is_found_by_its_folder_its_checkpoints_and_each_of_them(
 
 
 @pytest.mark.parametrize("place", ["", "run/typo", "run/checkpoints/latest", "run/a/b", "none"])
-def test_a_path_that_is_no_run_is_refused_also_inside_of_one(tmp_path: Path, place: str) -> None:
+def test_path_that_is_no_run_is_refused(tmp_path: Path, place: str) -> None:
     write_settings(tmp_path / "run", SETTINGS)
     with pytest.raises(CommandError, match=r"is no run.*RUN/checkpoints/STEP"):
         find_run(tmp_path / place)
 
 
-def test_presets_are_found_by_name_and_fit_the_mesh_of_the_demo() -> None:
+def test_presets_are_found_and_fit_demo_mesh() -> None:
     for name, preset in PRESETS.items():
         assert find_preset(name) is preset
         model = preset.model

@@ -59,7 +59,7 @@ def some_array_file(run: Path, step: int) -> Path:
     return max((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
 
 
-def test_verify_says_of_every_checkpoint_whether_it_is_good(run: Path, capsys: Any) -> None:
+def test_verify_reports_the_state_of_every_checkpoint(run: Path, capsys: Any) -> None:
     status, printed, _ = said(capsys, "verify", str(run))
     lines = printed.splitlines()
     assert status == 0 and lines[2] == f"{run}: all is good"
@@ -74,7 +74,7 @@ def test_verify_says_of_every_checkpoint_whether_it_is_good(run: Path, capsys: A
 
 
 @pytest.mark.parametrize("spoilt", ["array", "description", "copied"])
-def test_resume_goes_back_to_a_good_checkpoint_or_stops_when_told(
+def test_resume_falls_back_to_an_intact_checkpoint(
     run: Path, whole: Path, capsys: Any, spoilt: str
 ) -> None:
     step = 4
@@ -111,7 +111,7 @@ def test_resume_goes_back_to_a_good_checkpoint_or_stops_when_told(
         ({"steps": 6}, "decay_steps"),
     ],
 )
-def test_a_changed_run_json_is_refused_until_it_is_declared(
+def test_changed_settings_are_refused_without_override(
     run: Path, capsys: Any, changes: dict[str, Any], named: str
 ) -> None:
     change(run, **changes)
@@ -134,9 +134,7 @@ def test_override_changes_the_settings_of_a_run(run: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("option", ["--seed=3", "--preset=small", "--seq-len=32"])
-def test_what_cannot_be_overridden_is_refused_and_the_run_stays(
-    run: Path, capsys: Any, option: str
-) -> None:
+def test_fixed_settings_cannot_be_overridden(run: Path, capsys: Any, option: str) -> None:
     before = (run / "run.json").read_bytes()
     assert said(capsys, "train", "--resume", "--override", "--out", str(run), option)[0] == 1
     assert (run / "run.json").read_bytes() == before
@@ -156,9 +154,7 @@ with RunFolder(pathlib.Path(sys.argv[1])).held():
 """
 
 
-def test_a_run_that_another_process_trains_is_refused_until_that_is_killed(
-    run: Path, capsys: Any
-) -> None:
+def test_run_held_by_another_process_is_refused(run: Path, capsys: Any) -> None:
     before = (run / "run.json").read_bytes()
     command = [sys.executable, "-c", HOLDER, str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:

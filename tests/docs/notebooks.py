@@ -13,14 +13,16 @@ import argparse
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.house.sources import ROOT
 
 FOLDER = ROOT / "docs" / "notebooks"
-SECONDS_OF_A_CELL = 300
+SECONDS_OF_A_CELL = 1800  # on a busy machine
 # As of the tests: programs are compiled quickly, and are the same ones.
 FLAGS = ["--xla_backend_optimization_level=0"]
 if metadata.version("jaxlib").startswith("0.10."):
@@ -37,17 +39,20 @@ def environment(folder: str) -> dict[str, str]:
     fixed = {"COLUMNS": "100", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(FLAGS)}
     jupyter = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     owned = (*jupyter, "IPYTHONDIR", "SHARDAX_CACHE_DIR")
-    return os.environ | fixed | {name: f"{folder}/{name.lower()}" for name in owned}
+    return fixed | {name: f"{folder}/{name.lower()}" for name in owned}
 
 
-def executed(path: Path) -> Any:
-    """The notebook with the outputs of a fresh run."""
+def executed(path: Path, variables: Mapping[str, str] | None = None) -> Any:
+    """The notebook with the outputs of a fresh run, whose kernel gets further ``variables``."""
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory() as settings, tempfile.TemporaryDirectory() as folder:
-        os.environ.update(environment(settings))
+    with (
+        tempfile.TemporaryDirectory() as settings,
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {**(variables or {}), **environment(settings)}),
+    ):
         NotebookClient(
             notebook,
             timeout=SECONDS_OF_A_CELL,

@@ -23,7 +23,7 @@ def whole(data: Any) -> TextPart:
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
-def test_the_example_trains_and_prints_the_loss_beside_the_baselines(
+def test_example_trains_and_prints_loss_and_baselines(
     mesh: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     text = tmp_path / "words.txt"
@@ -58,7 +58,7 @@ def test_entropies_worked_out_by_hand():
     assert entropy["bigram"] == pytest.approx(3 / 4 * after_a, abs=1e-15)
 
 
-def test_uniform_random_bytes_have_nearly_the_largest_entropy_and_context_does_not_help():
+def test_uniform_random_bytes_have_nearly_maximal_entropy():
     data = np.random.default_rng(0).integers(0, 256, 1 << 22, np.uint8)
     entropy = byte_entropy(whole(data))
     assert entropy["unigram"] == pytest.approx(math.log(256), abs=1e-4)
@@ -79,7 +79,7 @@ def test_entropies_are_ordered_and_bounded(data: bytes):
 
 
 @given(texts, st.randoms(use_true_random=False))
-def test_unigram_entropy_does_not_see_the_order_of_predicted_bytes(data: bytes, random):
+def test_unigram_entropy_is_independent_of_byte_order(data: bytes, random):
     shuffled = list(data[1:])
     random.shuffle(shuffled)
     other = byte_entropy(whole(data[:1] + bytes(shuffled)))
@@ -87,7 +87,7 @@ def test_unigram_entropy_does_not_see_the_order_of_predicted_bytes(data: bytes, 
 
 
 @given(texts, st.permutations(range(256)))
-def test_entropies_do_not_see_which_byte_is_which(data: bytes, renamed: list[int]):
+def test_entropies_are_invariant_to_renaming_bytes(data: bytes, renamed: list[int]):
     entropy, other = byte_entropy(whole(data)), byte_entropy(whole(data.translate(bytes(renamed))))
     assert other["unigram"] == pytest.approx(entropy["unigram"], abs=1e-12)
     assert other["bigram"] == pytest.approx(entropy["bigram"], abs=1e-12)
@@ -110,9 +110,7 @@ def test_no_pair_reaches_across_two_segments():
 
 
 @given(data=texts, seq_len=st.integers(1, 30), limit=st.integers(1, 4))
-def test_entropies_are_the_losses_of_the_best_models_in_the_evaluation(
-    data: bytes, seq_len: int, limit: int
-):
+def test_entropies_equal_evaluation_losses_of_best_models(data: bytes, seq_len: int, limit: int):
     batches = EvalBatches(
         ByteText.from_bytes(data).whole, batch_size=2, seq_len=seq_len, max_batches=limit
     )
@@ -148,7 +146,7 @@ def test_fitted_losses_worked_out_by_hand():
     assert fitted["bigram"] == pytest.approx(-math.log((1 + 2 * 1.5 / 131) / 3))
 
 
-def test_a_fitted_model_approaches_the_entropy_with_more_text_of_the_same_kind():
+def test_fitted_loss_approaches_entropy_with_more_text():
     chain = np.random.default_rng(0)
     steps = chain.choice(4, size=1 << 20, p=[0.7, 0.1, 0.1, 0.1]).cumsum() % 4
     train, held_out = ByteText.from_bytes(steps.astype(np.uint8)).split(0.1)
@@ -158,7 +156,7 @@ def test_a_fitted_model_approaches_the_entropy_with_more_text_of_the_same_kind()
     assert fitted["unigram"] - entropy["unigram"] < 1e-3
 
 
-def test_a_text_with_nothing_to_predict_is_refused():
+def test_text_without_targets_is_refused():
     for function in (byte_entropy, lambda part: fitted_loss(whole(b"ab"), part)):
         with pytest.raises(ValueError, match="nothing to predict"):
             function(whole(b"a"))

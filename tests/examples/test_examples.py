@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.programs import environment
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
+VARIABLES = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
 
 # Runs a program as ``python program.py`` does, apart from the name of its module, which leaves its
 # main() to be called here, for its figures.
@@ -27,20 +29,18 @@ print(json.dumps(figures, default=float))
 
 
 # Fewer steps, where no figure is checked that takes more.
-ARGUMENTS = {"byte_language_model": ["--steps", "40"]}
+ARGUMENTS = {
+    "byte_language_model": ["--steps", "4", "--text", str(ROOT / "CHANGELOG.md")],
+    "nearest_neighbours": ["--points", "200", "--codes", "4", "--steps", "20"],
+    "torch_loss": ["--steps", "60"],
+}
 
 
 def run_program(program: Path) -> tuple[list[str], Any]:
     """Returns the lines that a program prints and the result of its main()."""
-    environment = {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": "8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT / "src"),
-    }
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(program), *ARGUMENTS.get(program.stem, [])],
-        env=environment,
+        env=environment(**VARIABLES, JAX_NUM_CPU_DEVICES="8"),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -108,7 +108,7 @@ def test_a_program_runs_and_returns_its_figures(program: Path) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_a_program_is_short_and_says_how_to_run_it(program: Path) -> None:
+def test_program_is_short_and_documents_its_command(program: Path) -> None:
     lines = program.read_text(encoding="utf-8").splitlines()
     assert len(lines) < 120
     assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
@@ -127,11 +127,11 @@ def test_every_program_is_listed() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_runs_from_its_file_with_other_settings(tmp_path: Path) -> None:
+def test_program_runs_as_file_with_other_settings(tmp_path: Path) -> None:
     """As a user does, from another folder, with one device."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "ensemble.py", "--members", "2", "--steps", "60"],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT / "src")},
+        env=environment(**VARIABLES, JAX_NUM_CPU_DEVICES="1"),
         cwd=tmp_path,
         capture_output=True,
         text=True,

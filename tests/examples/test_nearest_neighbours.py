@@ -30,7 +30,7 @@ def test_the_program_learns_a_code_book() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 40])
-def test_queries_are_those_of_scipy(k: int) -> None:
+def test_queries_equal_scipy(k: int) -> None:
     ways = [
         query(POINTS, QUERIES, k),
         jax.jit(lambda x: query(POINTS, x, k))(QUERIES),
@@ -44,7 +44,7 @@ def test_queries_are_those_of_scipy(k: int) -> None:
         np.testing.assert_allclose(distances, exact_distances, rtol=1e-5)
 
 
-def test_neighbours_that_are_too_far_are_missing() -> None:
+def test_neighbors_beyond_the_bound_are_missing() -> None:
     points = jnp.array([[0.0], [1.0], [5.0]])
     distances, indices, _ = query(points, jnp.array([0.25]), 3, bound=2.0)
     assert (distances.tolist(), indices.tolist()) == ([0.25, 0.75, math.inf], [0, 1, 3])
@@ -52,14 +52,14 @@ def test_neighbours_that_are_too_far_are_missing() -> None:
     assert finite(jnp.array([0.75])).tolist() == [-1.0]
 
 
-def test_no_points_have_no_neighbours() -> None:
+def test_empty_points_have_no_neighbors() -> None:
     distances, indices, _ = jax.jit(query)(jnp.zeros((0, 2)), jnp.zeros(2))
     assert (distances.tolist(), indices.tolist()) == ([math.inf], [0])
 
 
 @pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size", [2, 12])
-def test_balls_are_those_of_scipy_nearest_first(compiled: Any, size: int) -> None:
+def test_balls_equal_scipy_sorted_by_distance(compiled: Any, size: int) -> None:
     radius = np.linspace(0.1, 0.6, 8, dtype="float32").reshape(4, 2)
     ball = compiled(lambda x, r: within(POINTS, x, r, size))(QUERIES, radius)
     for place in np.ndindex(4, 2):
@@ -107,7 +107,7 @@ def test_at_distance_zero_the_gradient_is_zero() -> None:
 # --- in programs ----------------------------------------------------------------------------------
 
 
-def test_batch_elements_search_one_tree_or_each_its_own() -> None:
+def test_vmap_searches_shared_or_separate_trees() -> None:
     shared = jax.vmap(lambda x: query(POINTS, x, 2).indices)(QUERIES)
     assert shared.tolist() == EXACT.query(QUERIES, 2)[1].tolist()
     many = np.stack([POINTS, POINTS[::-1], POINTS + 1, POINTS])
@@ -125,14 +125,14 @@ def test_shards_search_for_their_own_queries(auto_mesh: Mesh) -> None:
     assert distances.shape == (4, 2, 1)
 
 
-def test_a_module_searches_among_what_it_learns() -> None:
+def test_module_searches_its_parameters() -> None:
     book, x = CodeBook(jnp.array([[0.0, 0.0], [4.0, 0.0]])), jnp.array([3.0, 0.0])
     distance, gradient = sx.jit(sx.value_and_grad(lambda book: book(x)))(book)
     assert float(distance) == 1.0
     assert gradient["codes"].tolist() == [[0.0, 0.0], [1.0, 0.0]]
 
 
-def test_wide_numbers_are_searched_as_such() -> None:
+def test_float64_points_keep_their_precision() -> None:
     with jax.enable_x64(True):
         points = np.array([[0.0], [1e-12]])
         distances, indices, _ = jax.jit(query)(points, np.array([0.9e-12]))

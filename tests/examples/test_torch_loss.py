@@ -17,7 +17,7 @@ def test_the_loss_falls(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("loss 0.")
 
 
-def test_without_pytorch_it_says_so(
+def test_missing_pytorch_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

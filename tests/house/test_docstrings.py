@@ -66,7 +66,7 @@ def is_public(source: Source, name: str) -> bool:
     return not any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-def test_every_file_opens_with_its_licence() -> None:
+def test_every_file_opens_with_its_license() -> None:
     without = []
     for source in python_files():
         lines = source.text.splitlines()

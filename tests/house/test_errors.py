@@ -34,7 +34,7 @@ def error_classes() -> dict[str, list[str]]:
     return {name: classes[name][1] for name in found if name in classes}
 
 
-def test_shardax_errors_is_a_module_that_shows_every_error() -> None:
+def test_errors_module_contains_every_error() -> None:
     face = importlib.import_module("shardax.errors")
     shown = {name for name in dir(face) if inspect.isclass(getattr(face, name))}
     assert shown == set(error_classes())
@@ -48,7 +48,7 @@ def test_an_error_is_known_by_the_face(name: str) -> None:
     assert pickle.loads(pickle.dumps(error)) is error
 
 
-def test_importing_the_face_imports_no_package_that_is_not_imported_anyway() -> None:
+def test_importing_errors_imports_no_further_package() -> None:
     program = "import sys, shardax.errors; print(sorted(m for m in sys.modules if 'shardax.' in m))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

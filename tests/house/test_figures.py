@@ -17,7 +17,7 @@ def test_figures_are_within_their_bounds(figure) -> None:
     assert figure.value <= figure.most
 
 
-def test_lines_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_classified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     file = tmp_path / "a.py"
     file.write_text(

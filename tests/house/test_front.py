@@ -32,7 +32,7 @@ def test_local_links_lead_to_files(page: str) -> None:
     assert [target for target in local if not (folder / target).exists()] == []
 
 
-def test_each_claim_of_the_comparison_is_tested_or_cited() -> None:
+def test_each_comparison_claim_is_tested_or_cited() -> None:
     sections = sections_of_comparison()
     assert {title: len(lines) for title, lines in sections.items() if len(lines) != 6} == {}
     for line in (line for lines in sections.values() for line in lines):

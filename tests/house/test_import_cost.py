@@ -4,7 +4,8 @@
 The bound is 80 ms over the 450 ms that ``import jax`` took on the machine it was set on, kept as a
 ratio, which holds on slower machines too. Both are taken in one process, one after the other, as
 processor time, which other processes running beside do not add to; the smallest of several
-processes counts. Both come from bytecode, as they do for whoever imports them twice.
+processes counts, of as many as it takes to hold the bound. Both come from bytecode, as they do for
+whoever imports them twice.
 """
 
 from __future__ import annotations
@@ -72,9 +73,12 @@ def printed_by(program: str, *arguments: str) -> Any:
 
 def test_import_adds_little_to_that_of_jax() -> None:
     printed_by(TIME_BOTH)  # Writes the bytecode.
-    times = [printed_by(TIME_BOTH) for _ in range(PROCESSES)]
-    jax_seconds = min(jax for jax, _ in times)
-    added_seconds = min(added for _, added in times)
+    times: list[tuple[float, float]] = []
+    while True:
+        times.append(printed_by(TIME_BOTH))
+        jax_seconds, added_seconds = map(min, zip(*times, strict=True))
+        if added_seconds / jax_seconds <= MOST_OVER_JAX or len(times) == PROCESSES:
+            break
     assert added_seconds / jax_seconds <= MOST_OVER_JAX, (
         f"import jax {1e3 * jax_seconds:.0f} ms, import shardax {1e3 * added_seconds:.0f} ms more"
     )
@@ -87,9 +91,7 @@ def test_no_face_imports_an_optional_package() -> None:
     assert sorted(set(loaded) & set(OPTIONAL)) == []
 
 
-def test_a_training_command_imports_what_comes_after_the_first_step_after_it(
-    tmp_path: Path,
-) -> None:
+def test_training_command_defers_imports_past_first_step(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("so it goes. " * 2000)
     options = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "run")]
     loaded = set(printed_by(UNTIL_THE_FIRST_STEP, *options))

@@ -102,7 +102,7 @@ def is_beyond_public_jax(name: str) -> bool:
     return private or name.startswith(tuple(f"{prefix}." for prefix in NOT_PUBLIC))
 
 
-def test_every_package_stands_on_a_floor() -> None:
+def test_every_package_has_a_level() -> None:
     standing = {source.module.split(".")[1] for source in package_files() if "." in source.module}
     assert standing <= FLOOR_OF.keys()
 
@@ -111,7 +111,7 @@ def test_imports_go_down_only() -> None:
     assert [line for source in package_files() for line in upward_imports(source)] == []
 
 
-def test_the_engine_imports_only_jax_numpy_and_the_standard_library() -> None:
+def test_engine_imports_only_jax_numpy_and_stdlib() -> None:
     foreign = [
         f"{source.place}:{found.line} imports {found.name}"
         for source in package_files()
@@ -166,7 +166,7 @@ def write_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def test_an_import_that_goes_up_is_seen_wherever_it_hides(write_source) -> None:
+def test_upward_imports_are_found_in_every_form(write_source) -> None:
     source = write_source(
         "_core/state.py",
         """
@@ -188,13 +188,13 @@ def test_an_import_that_goes_up_is_seen_wherever_it_hides(write_source) -> None:
     ]
 
 
-def test_packages_on_one_floor_may_not_import_one_another() -> None:
+def test_packages_of_one_level_stay_independent() -> None:
     assert not goes_down("view", "plan")
     assert goes_down("view", "view")
     assert goes_down("train", "plan")
 
 
-def test_module_level_is_told_from_functions_and_type_checking(write_source) -> None:
+def test_module_level_imports_are_told_apart(write_source) -> None:
     source = write_source(
         "train/log.py",
         """

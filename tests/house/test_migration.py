@@ -22,7 +22,7 @@ def rows(text: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_piece_of_code_of_a_row_is_run(page: str) -> None:
+def test_code_of_every_row_is_run(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     run = "\n".join(line[4:] for line in text.splitlines() if line.startswith((">>> ", "... ")))
     found = list(rows(text))

@@ -44,11 +44,11 @@ def test_a_file_is_at_most_900_lines() -> None:
     assert {p: n for p, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
 
 
-def test_a_function_is_at_most_80_lines_of_code() -> None:
+def test_function_has_at_most_80_lines() -> None:
     assert [line for source in python_files() for line in long_functions(source)] == []
 
 
-def test_a_small_module_with_one_importer_belongs_in_its_importer() -> None:
+def test_no_small_module_has_one_importer() -> None:
     """A package face holds no code, so what only a face imports has nowhere else to be."""
     imported_by = importers()
     faces = {source.module for source in package_files() if is_face(source)}
@@ -70,7 +70,7 @@ def test_a_folder_holds_at_most_18_files() -> None:
     assert too_full == {}
 
 
-def test_a_family_of_files_with_one_prefix_is_a_folder() -> None:
+def test_files_with_one_prefix_form_a_folder() -> None:
     families: dict[str, list[str]] = collections.defaultdict(list)
     for source in package_files():
         prefix, separator, _ = source.path.stem.partition("_")
@@ -95,7 +95,7 @@ def shadowing(face: Source) -> set[str]:
     return {f"{face.module}.{name}" for name in modules & names}
 
 
-def test_no_module_has_the_name_of_something_else_that_its_package_exports() -> None:
+def test_no_module_name_equals_another_export() -> None:
     """Importing such a module anew would put it in the place of the function."""
     found = {module for face in public_api.faces() for module in shadowing(face)}
     assert found == SHADOWING.keys()

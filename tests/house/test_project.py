@@ -31,7 +31,7 @@ def test_ci_can_be_started() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_ci_runs_every_part_and_fails_if_one_did() -> None:
+def test_ci_runs_every_part_and_reports_failure() -> None:
     """What failed stands in the summary; any command can be a part."""
     for parts, status in ((["false", "true"], 1), (["true"], 0)):
         run = [ROOT / ".ci" / "run", *parts]
@@ -62,7 +62,7 @@ def fake(path: Path, version: str, answer: str = "") -> Path:
         ("3.11", ["PYTHON=./none"], "'./none' does not run. Name another one"),
     ],
 )
-def test_make_uses_an_environment_of_the_python_that_is_named(
+def test_make_uses_environment_of_named_python(
     tmp_path: Path, there: str, words: list[str], used: str
 ) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -89,7 +89,7 @@ def test_make_uses_an_environment_of_the_python_that_is_named(
     assert said == (used == ".venv-3.13")
 
 
-def test_ci_finds_the_newest_python_on_path_or_of_pyenv(tmp_path: Path) -> None:
+def test_ci_finds_newest_python_of_path_and_pyenv(tmp_path: Path) -> None:
     def found(above: str, *folders: Path) -> str:
         path = os.pathsep.join([*map(str, folders), "/usr/bin", "/bin"])
         done = subprocess.run(
@@ -124,7 +124,7 @@ def test_the_installed_version_is_that_of_the_project() -> None:
     assert version("shardax") == project["version"]
 
 
-def test_the_page_on_installing_says_what_the_project_says() -> None:
+def test_install_page_matches_the_project_metadata() -> None:
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     oldest, newest = (".".join(map(str, each)) for each in (_jax.OLDEST, _jax.NEWEST))
@@ -140,7 +140,7 @@ def test_the_command_is_installed() -> None:
     assert command.value == "shardax.cli:main"
 
 
-def test_a_model_is_trained_without_any_package_of_an_extra() -> None:
+def test_model_is_trained_without_extra_packages() -> None:
     """The packages of the extras are refused here; `.ci/wheel` runs this without them."""
     program = ROOT / "tests" / "house" / "without_extras.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
@@ -178,7 +178,7 @@ def test_hardware():
         (None, "", "4 skipped"),
     ],
 )
-def test_in_ci_a_test_that_skips_for_a_missing_package_fails(
+def test_skip_for_missing_package_fails_in_ci(
     tmp_path: Path, packages: str | None, whole: str, counts: str
 ) -> None:
     program = tmp_path / "test_skipping.py"

@@ -14,7 +14,7 @@ from tests.house.public_api import faces, names_on, public_names, remembered_nam
 from tests.house.sources import ROOT, Source
 
 
-def test_public_names_are_those_remembered() -> None:
+def test_public_names_equal_the_stored_list() -> None:
     """After a change on purpose: ``make api``, and commit the file with the change."""
     now, before = set(public_names()), set(remembered_names())
     assert {"added": sorted(now - before), "removed": sorted(before - now)} == {
@@ -24,7 +24,7 @@ def test_public_names_are_those_remembered() -> None:
 
 
 @pytest.mark.parametrize("face", faces(), ids=lambda face: face.module)
-def test_a_face_shows_what_it_lists_and_nothing_else(face: Source) -> None:
+def test_face_shows_exactly_what_it_lists(face: Source) -> None:
     module = importlib.import_module(face.module)
     listed = set(names_on(face))
     shown = {
@@ -39,7 +39,7 @@ def test_a_face_shows_what_it_lists_and_nothing_else(face: Source) -> None:
     assert shown - listed == set()
 
 
-def test_every_face_with_public_names_is_on_the_page() -> None:
+def test_every_face_is_on_the_api_page() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     on_page = set(re.findall(r"^   (shardax\S*)$", page, flags=re.MULTILINE))
     with_names = {face.module for face in faces() if any(names_on(face))}

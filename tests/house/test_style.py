@@ -18,7 +18,9 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", ["formatted", "free_of_lint", pytest.param("well_typed", marks=pytest.mark.programs)]
+)
 def test_the_code_is(check: str) -> None:
     program, *arguments = CHECKS[check]
     beside_python = Path(sys.executable).with_name(program)
