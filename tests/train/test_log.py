@@ -18,9 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardax.train.log as log_module
 from shardax.errors import LogError
-from shardax.train.log import JsonlLog, read_jsonl
+from shardax.train import JsonlLog, read_jsonl
 
 names = st.text(min_size=1, max_size=5)
 leaves = (
@@ -37,13 +36,46 @@ values = st.recursive(
 )
 
 
-def run_and_wait(program: str, path: Path, expect: int = 0) -> None:
-    source = str(Path(log_module.__file__).parents[2])
+WRITER = textwrap.dedent(
+    """
+    import os, resource, signal, sys
+    from shardax.train import JsonlLog
+
+    # A limit on the size of files acts as a full disk does: half a line is taken, then an error.
+    log = JsonlLog(sys.argv[1])
+    log.write(step=1)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len('{"step":1}') + 5, unlimited[1]))
+    try:
+        log.write(step=2)
+    except OSError as error:
+        assert "too large" in str(error)
+    else:
+        raise AssertionError("the limit did not act")
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    log.write(step=2, again=True)
+    log.close()
+
+    log = JsonlLog(sys.argv[2])
+    log.write(step=1, loss=2.0)
+    log.write(step=2, loss=1.5)
+    log._file.write(b'{"step":3,"lo')
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def logs_of_a_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The logs of a process: one that a write failed of, and one during which it was killed."""
+    folder = tmp_path_factory.mktemp("logs")
+    paths = folder / "short.jsonl", folder / "killed.jsonl"
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), path],
-        env={**os.environ, "PYTHONPATH": source, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-c", WRITER, *paths],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
     )
-    assert done.returncode == expect
+    assert done.returncode == -signal.SIGKILL
+    return paths
 
 
 @pytest.fixture
@@ -54,7 +86,8 @@ def path(tmp_path: Path) -> Path:
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(names.filter(lambda name: name != "step"), values), max_size=4))
 def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, records: list):
-    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    path = tmp_path_factory.getbasetemp() / "written.jsonl"
+    path.unlink(missing_ok=True)
     with JsonlLog(path) as log:
         for record in records:
             log.write(**record)
@@ -125,20 +158,8 @@ def test_each_record_is_in_the_file_before_write_returns(path: Path):
     log.close()
 
 
-def test_records_survive_kill_9_and_a_torn_line_is_cut_off(path: Path):
-    run_and_wait(
-        """
-        import os, signal, sys
-        from shardax.train.log import JsonlLog
-        log = JsonlLog(sys.argv[1])
-        log.write(step=1, loss=2.0)
-        log.write(step=2, loss=1.5)
-        log._file.write(b'{"step":3,"lo')
-        os.kill(os.getpid(), signal.SIGKILL)
-        """,
-        path,
-        expect=-signal.SIGKILL,
-    )
+def test_records_survive_kill_9_and_a_torn_line_is_cut_off(logs_of_a_process: tuple[Path, Path]):
+    path = logs_of_a_process[1]
     survived = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
     assert read_jsonl(path) == survived
     with JsonlLog(path) as log:
@@ -159,7 +180,8 @@ def test_resuming_keeps_what_was_logged_before_the_first_later_step(
     records: list[dict[str, Any]] = [
         {"event": "x"} if step is None else {"step": next(numbers)} for step in steps
     ]
-    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    path = tmp_path_factory.getbasetemp() / "resumed.jsonl"
+    path.unlink(missing_ok=True)
     with JsonlLog(path) as log:
         for record in records:
             log.write(**record)
@@ -223,28 +245,10 @@ def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(
     assert path.read_bytes() == content
 
 
-def test_a_write_that_the_system_cuts_short_leaves_no_half_line(path: Path):
-    # A limit on the size of files acts as a full disk does: half a line is taken, then an error.
-    run_and_wait(
-        """
-        import resource, sys
-        from shardax.train.log import JsonlLog
-        log = JsonlLog(sys.argv[1])
-        log.write(step=1)
-        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len('{"step":1}') + 5, unlimited[1]))
-        try:
-            log.write(step=2)
-        except OSError as error:
-            assert "too large" in str(error)
-        else:
-            raise AssertionError("the limit did not act")
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        log.write(step=2, again=True)
-        log.close()
-        """,
-        path,
-    )
+def test_a_write_that_the_system_cuts_short_leaves_no_half_line(
+    logs_of_a_process: tuple[Path, Path],
+):
+    path = logs_of_a_process[0]
     assert read_jsonl(path) == [{"step": 1}, {"step": 2, "again": True}]
 
 

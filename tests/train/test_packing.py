@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.train.small_runs import Bigram, Quiet, make_trainer
+from tests.values import with_values
 
 import shardax as sx
 from shardax.models import DecoderConfig, next_token_loss
@@ -66,18 +66,19 @@ def test_one_pass_has_every_token_but_the_first_of_each_document_as_a_target_onc
 def test_the_loss_of_packed_rows_is_the_mean_over_the_targets_of_documents_run_one_by_one(
     scan_layers: bool,
 ):
-    model = sx.models.Decoder(DecoderConfig(num_layers=2, scan_layers=scan_layers), rngs=sx.Rngs(0))
+    config = DecoderConfig(num_layers=2 if scan_layers else 1, scan_layers=scan_layers)
+    model = with_values(sx.models.Decoder(config, rngs=sx.Rngs(0)))
     documents = [RNG.integers(1, 256, size) for size in (5, 9, 9, 5, 9, 5, 9, 5, 9)]
     loss_of = sx.jit(next_token_loss)
     (batch,) = PackedBatches(documents, batch_size=4, seq_len=24, passes=1)
     assert batch["segment_ids"].max() > 2
-    total = sum(
-        float(loss_of(model, {"inputs": each[None, :-1], "targets": each[None, 1:]}))
-        * (each.size - 1)
-        for each in documents
-    )
+    # A row each, of one length: no token sees what follows, and no target is there that is masked.
+    rows = np.stack([np.pad(each, (0, 9 - each.size)) for each in documents])
+    mask = np.stack([np.arange(8) < each.size - 1 for each in documents])
+    alone = loss_of(model, {"inputs": rows[:, :-1], "targets": rows[:, 1:], "mask": mask})
+    assert mask.sum() == batch["mask"].sum()
     packed = loss_of(model, batch)
-    np.testing.assert_allclose(packed, total / batch["mask"].sum(), rtol=2e-6)
+    np.testing.assert_allclose(packed, alone, rtol=2e-6)
     # Positions that are not given count from the beginning of each segment.
     del batch["positions"]
     np.testing.assert_allclose(loss_of(model, batch), packed, rtol=2e-6)
@@ -86,15 +87,15 @@ def test_the_loss_of_packed_rows_is_the_mean_over_the_targets_of_documents_run_o
 
 
 def test_no_gradient_comes_from_another_document():
-    model = sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
-    segments = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0]])
-    model(jnp.zeros((1, 8), int), segment_ids=segments)
-    rows = jax.random.normal(jax.random.key(0), (1, 8, 64))
+    model = with_values(sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0)))
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0, 0]])
+    rows = np.random.default_rng(0).normal(size=(1, 8, 64)).astype(np.float32)
 
     def read(x: Any) -> Any:
         return model.layers[0](x, positions=None, segment_ids=segments)[0, 5].sum()
 
-    read_from = np.abs(np.asarray(jax.grad(read)(rows))).sum(-1)[0] > 0
+    gradient = jax.jit(jax.grad(read))(rows)
+    read_from = np.abs(np.asarray(gradient)).sum(-1)[0] > 0
     assert read_from.tolist() == [False] * 3 + [True] * 3 + [False] * 2
 
 
@@ -155,7 +156,7 @@ def test_rows_of_some_processes_are_those_of_the_whole_batch():
 
 
 def test_packed_rows_train_a_model_and_judge_it(tmp_path: Path):
-    model = sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
+    model = with_values(sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0)))
     sizes: dict[str, Any] = {"batch_size": 2, "seq_len": 16}
     trainer = make_trainer(
         tmp_path,

@@ -13,6 +13,8 @@ import pytest
 
 from shardax.train.trainer import StopRequest
 
+pytestmark = pytest.mark.usefixtures("interrupts")
+
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
 

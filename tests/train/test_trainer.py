@@ -237,6 +237,7 @@ def test_accumulated_gradients_train_as_the_whole_batch_does(tmp_path: Path) -> 
 # --- stopping and going on ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_after_the_step_and_saves_it(
     tmp_path: Path, number: signal.Signals
