@@ -32,7 +32,7 @@ from tests.values import with_values
 
 
 def mesh_of(sizes: dict[str, int], *, transposed: bool = False) -> Any:
-    """A mesh over all devices; transposed: neighbours along the first axis share a process."""
+    """A mesh over all devices; transposed: neighbors along the first axis share a process."""
     devices = np.array(jax.devices())
     order = devices.reshape(tuple(sizes.values())[::-1]).T if transposed else devices
     kinds = (AxisType.Auto,) * len(sizes)

@@ -39,7 +39,7 @@ def of_gloo(line: str) -> bool:
     ],
     ids=["two", "four"],
 )
-def test_training_over_processes_gives_the_parameters_and_losses_of_one(
+def test_processes_give_the_parameters_and_losses_of_one(
     processes: int, meshes: list[Any], tmp_path: Path
 ):
     first, *others = run("trained", meshes, tmp_path, processes=processes, devices=4 // processes)
@@ -81,7 +81,7 @@ def run_in_two(program: str, arguments: Any, folder: Path) -> Any:
     return first
 
 
-def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one(tmp_path: Path):
+def test_hierarchical_gradient_reduction_trains_as_one_process(tmp_path: Path):
     first = run_in_two("reduced", "bfloat16", tmp_path)
     alone = small_runs.make_trainer(tmp_path / "alone", 4)
     alone.run(display=small_runs.Quiet())
@@ -90,7 +90,7 @@ def test_gradients_summed_within_processes_and_then_between_them_train_as_in_one
     assert apart.mean() < 1e-4
 
 
-def test_forms_of_parallelism_over_processes_give_loss_and_gradients_of_one_device(tmp_path: Path):
+def test_parallelism_over_processes_gives_gradients_of_one_device(tmp_path: Path):
     first = run_in_two("in_forms", NAMES, tmp_path)
     assert len(first) == len(NAMES) == 2
     loss, gradients = forms.step(with_values(sx.clone(forms.whole())), forms.make_batch())
@@ -100,7 +100,7 @@ def test_forms_of_parallelism_over_processes_give_loss_and_gradients_of_one_devi
             np.testing.assert_allclose(found[str(path)], wanted, atol=2e-5, err_msg=str(path))
 
 
-def test_a_stop_that_one_process_asks_for_ends_all_at_one_step(tmp_path: Path) -> None:
+def test_stop_by_one_process_ends_all_together(tmp_path: Path) -> None:
     stopped = [({"data": 2, "model": 2}, False)]
     ((step, eval_loss, best, share),) = run_in_two("stopped_by_one", stopped, tmp_path)
     own = tmp_path / "run0"
@@ -111,7 +111,7 @@ def test_a_stop_that_one_process_asks_for_ends_all_at_one_step(tmp_path: Path) -
     assert (own / "checkpoints" / f"{best:08}").is_dir()
 
 
-def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: Path):
+def test_every_process_names_which_process_differs_in_what(tmp_path: Path):
     first, second = run("disagreeing", None, tmp_path)
     second["folder"] = second["folder"].replace("own1", "own0")
     assert first == second, "every process raises the same"
@@ -152,7 +152,7 @@ def test_processes_that_differ_all_say_which_of_them_differs_in_what(tmp_path: P
     assert "sx.distributed.gather(model)" in first["unshard"]
 
 
-def test_a_run_goes_on_with_more_or_fewer_processes_bit_for_bit(tmp_path: Path):
+def test_run_resumes_with_more_or_fewer_processes(tmp_path: Path):
     def mesh(shape: tuple[int, int]) -> jax.sharding.Mesh:
         kinds = (AxisType.Auto,) * 2
         devices = jax.devices()[: shape[0] * shape[1]]
@@ -184,7 +184,7 @@ def test_a_run_goes_on_with_more_or_fewer_processes_bit_for_bit(tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts kilobytes of memory, as Linux does")
-def test_a_process_restores_its_shards_and_never_a_whole_array(tmp_path: Path):
+def test_process_restores_its_shards_never_a_whole_array(tmp_path: Path):
     rows = 1 << 17  # of 4 KiB
     model = Large(rows)
     kinds = (AxisType.Auto,) * 2
@@ -205,7 +205,7 @@ def test_a_process_restores_its_shards_and_never_a_whole_array(tmp_path: Path):
     [[(1, signal.SIGINT)], [(0, signal.SIGTERM), (1, signal.SIGTERM)]],
     ids=["SIGINT to one", "SIGTERM to all"],
 )
-def test_a_signal_to_any_process_stops_all_at_one_step_with_a_checkpoint(
+def test_signal_to_any_process_stops_and_saves_all(
     signals: list[tuple[int, signal.Signals]], tmp_path: Path
 ):
     with started("long_run", {"steps": 10**6}, tmp_path) as running:
@@ -223,7 +223,7 @@ def test_a_signal_to_any_process_stops_all_at_one_step_with_a_checkpoint(
     assert json.loads(log.read_text().splitlines()[-1])["step"] == first[0]
 
 
-def test_an_error_in_one_process_ends_the_job_and_is_told(tmp_path: Path):
+def test_error_in_one_process_ends_all_and_shows(tmp_path: Path):
     with started("long_run", {"steps": 10**6, "fails": 1}, tmp_path) as running:
         begin = time.monotonic()
         found = ends(running, tmp_path)

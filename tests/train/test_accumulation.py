@@ -56,7 +56,7 @@ def whole(model: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 12])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_value_and_gradient_are_those_of_the_whole_batch(steps: int, compiled: bool) -> None:
+def test_value_and_gradient_equal_those_of_the_batch(steps: int, compiled: bool) -> None:
     accumulated = accumulated_value_and_grad(loss, steps)
     batch = make_batch(12)
     value, grads = (sx.jit(accumulated) if compiled else accumulated)(net(), batch)
@@ -77,7 +77,7 @@ def test_state_goes_from_one_microbatch_to_the_next() -> None:
     np.testing.assert_allclose(model.mean.value, by_hand.mean.value, rtol=1e-5)
 
 
-def test_random_streams_advance_so_that_microbatches_draw_different_numbers() -> None:
+def test_microbatches_draw_different_random_numbers() -> None:
     def noisy(model: Any, batch: Any) -> Any:
         key = model.rngs.dropout()
         return model(batch["x"]).mean(), jax.random.uniform(key)
@@ -102,7 +102,7 @@ def test_aux_is_stacked(steps: int) -> None:
     np.testing.assert_allclose(aux["rows"], expected, rtol=1e-6)
 
 
-def test_later_arguments_are_given_whole_and_modules_among_them_are_updated() -> None:
+def test_later_arguments_stay_whole_and_modules_are_updated() -> None:
     counter = sx.Variable(0)
 
     def weighted(model: Any, batch: Any, weights: Any, counter: Any) -> Any:
@@ -126,7 +126,7 @@ def test_sums_add_up() -> None:
     np.testing.assert_allclose(grads["kernel"], whole_grads["kernel"], rtol=1e-4, atol=1e-5)
 
 
-def test_small_floats_are_summed_in_float32_and_come_back_in_their_dtype() -> None:
+def test_bfloat16_gradients_are_summed_in_float32() -> None:
     model = sx.Param(jnp.ones((), jnp.bfloat16))
 
     def linear(weight: Any, x: Any) -> Any:
@@ -222,7 +222,7 @@ def test_a_model_in_the_batch_is_refused() -> None:
         accumulated_value_and_grad(loss, 2)(net(), {"x": sx.Variable(jnp.ones(2))})
 
 
-def test_what_is_sown_is_stacked_and_other_structural_changes_are_refused_and_undone() -> None:
+def test_sown_values_are_stacked_other_structural_changes_refused() -> None:
     def sows(model: Any, batch: Any) -> Any:
         model.sow("seen", batch["x"])
         return loss(model, batch)
@@ -240,7 +240,7 @@ def test_what_is_sown_is_stacked_and_other_structural_changes_are_refused_and_un
     assert int(model.calls) == 2
 
 
-def test_a_variable_from_outside_goes_from_one_microbatch_to_the_next() -> None:
+def test_captured_variable_carries_over_between_microbatches() -> None:
     outside = sx.Variable(jnp.zeros(()))
 
     def writes(model: Any, batch: Any) -> Any:
@@ -259,7 +259,7 @@ def test_later_arguments_may_be_static() -> None:
     np.testing.assert_allclose(value, 8 * whole(net(), make_batch(4))[0], rtol=1e-6)
 
 
-def test_state_that_changes_its_dtype_is_refused_by_path() -> None:
+def test_state_that_changes_dtype_is_refused_by_path() -> None:
     def widens(model: Any, batch: Any) -> Any:
         model.calls.value = model.calls.value + 0.5
         return loss(model, batch)

@@ -26,7 +26,7 @@ def make_weight() -> sx.Param[Any]:
     return sx.Param(jnp.ones(3))
 
 
-def test_no_save_is_skipped_and_the_last_few_are_kept(tmp_path: Path) -> None:
+def test_every_save_is_written_and_the_last_kept(tmp_path: Path) -> None:
     weight = sx.Param(jnp.zeros(1000))
     with (
         Checkpoints(tmp_path / "all", keep=None) as every,
@@ -43,7 +43,7 @@ def test_no_save_is_skipped_and_the_last_few_are_kept(tmp_path: Path) -> None:
         assert weight.value.tolist() == [float(step)] * 1000
 
 
-def test_values_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
+def test_values_may_be_donated_once_save_returns(tmp_path: Path) -> None:
     def advance(weights: Any) -> None:
         for weight in weights:
             weight[...] = weight + 1
@@ -61,7 +61,7 @@ def test_values_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(weight.value, np.float32(5 * step))
 
 
-def test_half_written_checkpoints_are_not_seen_and_are_cleared_away(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_ignored_and_removed(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, make_weight())
     (tmp_path / "00000002.orbax-checkpoint-tmp").mkdir()
@@ -75,7 +75,7 @@ def test_half_written_checkpoints_are_not_seen_and_are_cleared_away(tmp_path: Pa
     assert names == ["00000001", "00000002", "notes"]
 
 
-def test_going_on_from_an_earlier_step_means_giving_up_later_ones(tmp_path: Path) -> None:
+def test_saving_an_earlier_step_needs_a_rewind(tmp_path: Path) -> None:
     weight = sx.Param(jnp.zeros(()))
     with Checkpoints(tmp_path, keep=None) as checkpoints:
         for step in (10, 20, 30):
@@ -104,7 +104,7 @@ def test_settings_and_steps_are_checked(tmp_path: Path) -> None:
             Checkpoints(tmp_path).save(step, make_weight())  # pyright: ignore[reportArgumentType]
 
 
-def test_an_error_in_the_background_is_raised_and_the_next_save_works(tmp_path: Path) -> None:
+def test_background_write_error_is_raised_next_save_works(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     numbers = np.random.default_rng(0).normal(size=(8, 1024, 1024)).astype(np.float32)
     checkpoints = Checkpoints(folder)
@@ -117,7 +117,7 @@ def test_an_error_in_the_background_is_raised_and_the_next_save_works(tmp_path: 
     assert checkpoints.steps() == [2]
 
 
-def test_a_folder_that_is_gone_is_an_error_not_a_save_that_is_lost(tmp_path: Path) -> None:
+def test_saving_into_a_moved_folder_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "folder")
     checkpoints.save(1, make_weight())
     checkpoints.wait()
@@ -170,9 +170,7 @@ WRITERS = textwrap.dedent(
 )
 
 
-def test_after_kill_9_the_last_complete_checkpoint_is_whole_and_the_run_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_last_complete_checkpoint_survives_sigkill_and_restores(tmp_path: Path) -> None:
     weights = [sx.Param(jnp.zeros((256, 256))) for _ in range(12)]
     seen = -1
     writers = subprocess.Popen(

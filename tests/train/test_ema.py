@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ def model_of(dtype: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", [0.99, lambda t: jnp.minimum(0.99, (1 + t) / (10 + t))])
-def test_averages_are_those_of_the_formula_and_the_rest_is_the_models(
-    dtype: Any, decay: Any
-) -> None:
+def test_averages_follow_the_formula_other_state_is_copied(dtype: Any, decay: Any) -> None:
     model = model_of(dtype)
     ema, optimizer = EMA(model, decay), sx.train.Optimizer(model, optax.sgd(1e-2))
 
@@ -99,23 +98,33 @@ def run(folder: Path, kind: Any, steps: int, **options: Any) -> tuple[Any, Any]:
     return trainer, trainer.run(display=stop, **options)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs that were never stopped, by the kind of their mesh; each is made once."""
+    return functools.cache(lambda kind: run(tmp_path_factory.mktemp("whole"), kind, 6))
+
+
 @pytest.mark.parametrize("kind", MESHES, ids=str)
-def test_a_run_evaluates_its_averages_and_goes_on_with_them(tmp_path: Path, kind: Any) -> None:
-    whole, result = run(tmp_path / "whole", kind, 6)
-    assert whole.ema is not None and int(whole.ema.average.step) == 6
-    kernel, average = whole.model.head.kernel, whole.ema.model.head.kernel
+def test_run_evaluates_its_averages_not_its_model(tmp_path: Path, whole: Any, kind: Any) -> None:
+    trainer, result = whole(kind)
+    assert trainer.ema is not None and int(trainer.ema.average.step) == 6
+    kernel, average = trainer.model.head.kernel, trainer.ema.model.head.kernel
     assert average.sharding == kernel.sharding and raw(average) != raw(kernel)
-    live = make_trainer(tmp_path / "live", 1, model=whole.ema.model, held_out=eval_batches())
-    sx.unshard(live.model)
-    assert result.eval_loss == pytest.approx(live.evaluate(), rel=1e-5)
-    assert whole.evaluate() == pytest.approx(result.eval_loss)
-
-    run(tmp_path / "cut", kind, 3)
-    resumed, again = run(tmp_path / "cut", kind, 6, resume=True)
-    assert state_of(resumed) == state_of(whole) and again.eval_loss == result.eval_loss
+    averages = sx.unshard(sx.clone(trainer.ema.model))
+    alone = make_trainer(tmp_path, 1, model=averages, held_out=eval_batches())
+    assert result.eval_loss == pytest.approx(alone.evaluate(), rel=1e-5)
+    assert trainer.evaluate() == pytest.approx(result.eval_loss)
 
 
-def test_a_run_with_an_ema_is_not_resumed_without_it_or_with_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", MESHES, ids=str)
+def test_a_resumed_run_goes_on_with_its_averages(tmp_path: Path, whole: Any, kind: Any) -> None:
+    run(tmp_path, kind, 3)
+    resumed, again = run(tmp_path, kind, 6, resume=True)
+    trainer, result = whole(kind)
+    assert state_of(resumed) == state_of(trainer) and again.eval_loss == result.eval_loss
+
+
+def test_resuming_with_another_ema_is_refused(tmp_path: Path) -> None:
     run(tmp_path, None, 2)
     for ema, message in (
         (None, r"\.ema\.decay: 0\.5 when saved, nothing now"),

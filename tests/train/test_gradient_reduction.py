@@ -159,7 +159,7 @@ BIAS = 3 * 4
     ],
     ids=["whole", "bfloat16", "inner", "split", "split-bfloat16", "microbatches"],
 )
-def test_wire_bytes_by_axis_are_those_of_a_count_by_hand(
+def test_wire_bytes_by_axis_equal_the_manual_count(
     options: dict[str, Any], expected: dict[str, float]
 ) -> None:
     mesh = make_mesh(AxisType.Auto)
@@ -177,7 +177,7 @@ def test_wire_bytes_by_axis_are_those_of_a_count_by_hand(
     assert all(dtype == next(iter(exchanged.values())) for _, dtype in kinds)
 
 
-def test_the_compilers_own_sum_sends_twice_as_much_across_slices() -> None:
+def test_compiler_reduction_sends_all_bytes_across_slices() -> None:
     mesh, model = make_mesh(AxisType.Auto), with_values(Net())
     sx.shard(model, mesh, RULES)
     with jax.set_mesh(mesh), sx.axis_rules(RULES):
@@ -207,7 +207,7 @@ def test_of_bfloat16_only_what_travels_is_rounded() -> None:
     np.testing.assert_array_equal(gradient, np.full(8, (1 + 7 * 2.0**-9) / 8, np.float32))
 
 
-def test_devices_draw_numbers_of_their_own_and_the_stream_goes_on_as_in_one_call() -> None:
+def test_devices_draw_different_numbers_and_stream_advances_once() -> None:
     mesh = make_mesh(AxisType.Auto, (2, 4, 1))
     model = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
     alone = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
@@ -230,7 +230,7 @@ def test_devices_draw_numbers_of_their_own_and_the_stream_goes_on_as_in_one_call
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_statistics_are_refused_unless_they_are_of_the_whole_batch(steps: int) -> None:
+def test_batch_statistics_of_a_shard_are_refused(steps: int) -> None:
     mesh, batch = make_mesh(AxisType.Auto), make_batch()
 
     def make(**options: Any) -> sx.nn.BatchNorm:
@@ -254,7 +254,7 @@ def test_statistics_are_refused_unless_they_are_of_the_whole_batch(steps: int) -
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scanned"])
-def test_a_decoder_of_several_rules_trains_as_on_one_device(scanned: bool) -> None:
+def test_decoder_gradients_equal_those_of_one_device(scanned: bool) -> None:
     layers = 2 if scanned else 1
     config = sx.models.DecoderConfig(
         vocab_size=64, embed_dim=16, num_layers=layers, num_heads=2, mlp_dim=32, scan_layers=scanned
@@ -276,7 +276,7 @@ def test_a_decoder_of_several_rules_trains_as_on_one_device(scanned: bool) -> No
     assert_near(gradients, expected, 1e-4)
 
 
-def test_what_cannot_be_right_is_refused_with_what_can() -> None:
+def test_invalid_reductions_are_refused_with_the_cause() -> None:
     for given, message in (
         ({"over": ()}, "names no data axes"),
         ({"over": ("data", "data")}, "each once"),

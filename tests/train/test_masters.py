@@ -41,9 +41,7 @@ def assert_rounded(optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_masters_are_float32_parameters_trained_with_the_gradients_of_the_narrow_ones(
-    name: str,
-) -> None:
+def test_masters_train_as_float32_parameters(name: str) -> None:
     optimizer = narrow(tx=TRANSFORMATIONS[name]())
     tx = optax.with_extra_args_support(TRANSFORMATIONS[name]())
 
@@ -120,7 +118,7 @@ def test_only_parameters_that_are_narrower_have_a_master() -> None:
     train_step(same.model, same, X)
 
 
-def test_masters_are_lazy_and_have_the_names_and_axes_of_the_parameters() -> None:
+def test_masters_are_lazy_with_names_and_axes() -> None:
     optimizer = narrow()
     assert all(variable.is_lazy for _, variable in sx.iter_variables(optimizer, sx.OptState))
     found = {path: (v.axes, str(v.dtype)) for path, v in sx.iter_variables(optimizer.masters)}
@@ -139,9 +137,7 @@ def test_masters_are_lazy_and_have_the_names_and_axes_of_the_parameters() -> Non
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_parameter_that_was_changed_elsewhere_is_the_masters_new_value(
-    dtype: str, compiled: bool
-) -> None:
+def test_changed_parameter_becomes_the_value_of_its_master(dtype: str, compiled: bool) -> None:
     # Numbers of every size, normal and not, and none that an update of 0 would change.
     numbers = np.concatenate([[0, 1, -3], 10.0 ** np.arange(-9, 5)]).astype(np.float32)
     weight = sx.Param(jnp.asarray(numbers, dtype))
@@ -209,7 +205,7 @@ def test_masters_are_in_checkpoints_pickles_and_clones(tmp_path: Any) -> None:
         np.testing.assert_array_equal(value, flat(restored.masters)[path])
 
 
-def test_one_can_be_made_and_donated_in_compiled_functions() -> None:
+def test_optimizer_is_made_and_donated_in_compiled_functions() -> None:
     made = sx.jit(lambda model: Optimizer(model, optax.adam(1e-2), master_dtype="float32"))(
         with_values(Tower(dtype=jnp.bfloat16))
     )
@@ -228,7 +224,7 @@ def test_a_dtype_that_is_not_floating_is_refused(dtype: Any) -> None:
         narrow(master_dtype=dtype)
 
 
-def test_microbatches_of_a_blockwise_loss_train_masters_as_the_whole_batch() -> None:
+def test_accumulated_blockwise_loss_trains_masters_as_the_batch() -> None:
     def blockwise(model: Any, batch: Any) -> Any:
         hidden = model.hidden_states(batch["inputs"])
         return blockwise_cross_entropy(hidden, model.head_kernel, batch["targets"], block_size=5)

@@ -54,7 +54,7 @@ def by_hand(tx: Any, steps: int) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_updates_are_those_of_the_transformation_on_plain_parameters(name: str) -> None:
+def test_updates_equal_those_of_the_plain_transformation(name: str) -> None:
     model = tower()
     optimizer = Optimizer(model, TRANSFORMATIONS[name]())
     for _ in range(4):
@@ -188,7 +188,7 @@ def test_parameters_keep_their_dtype_whatever_the_updates_have() -> None:
     assert model.head.dtype == jnp.bfloat16
 
 
-def test_a_shared_parameter_has_one_slot_and_the_sum_of_its_gradients() -> None:
+def test_shared_parameter_has_one_slot_and_summed_gradients() -> None:
     class Tied(sx.Module):
         def __init__(self) -> None:
             self.embed = sx.Param(jnp.ones(2))
@@ -201,7 +201,7 @@ def test_a_shared_parameter_has_one_slot_and_the_sum_of_its_gradients() -> None:
     np.testing.assert_allclose(model.embed.value, 1 - 0.3)
 
 
-def test_a_bare_variable_and_a_variable_holding_a_pytree_can_be_trained() -> None:
+def test_bare_variables_and_pytree_variables_are_trained() -> None:
     weight = sx.Param(jnp.float32(2))
     optimizer = Optimizer(weight, optax.adam(0.1))
     optimizer.update(sx.grad(lambda w: w**2)(weight))
@@ -236,7 +236,7 @@ def test_injected_hyperparameters_can_be_set_between_steps() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_gradients_that_do_not_fit_are_listed_and_change_nothing() -> None:
+def test_mismatched_gradients_are_listed_and_change_nothing() -> None:
     model = tower()
     optimizer = Optimizer(model, optax.adam(0.1))
     before = params_of(model)
@@ -253,7 +253,7 @@ def test_gradients_that_do_not_fit_are_listed_and_change_nothing() -> None:
     assert all((params_of(model)[path] == before[path]).all() for path in PATHS)
 
 
-def test_a_model_among_the_gradients_is_refused_with_the_call_that_works() -> None:
+def test_model_among_the_gradients_is_refused() -> None:
     model = tower()
     optimizer = Optimizer(model, optax.adam(0.1))
     grads = gradient(model, X)
@@ -264,7 +264,7 @@ def test_a_model_among_the_gradients_is_refused_with_the_call_that_works() -> No
 
 
 @pytest.mark.parametrize("swapped", [True, False])
-def test_what_is_no_transformation_is_refused_with_the_call_that_works(swapped: bool) -> None:
+def test_what_is_no_transformation_is_refused(swapped: bool) -> None:
     given = (optax.adam(0.1), tower()) if swapped else (tower(), optax.adam)
     with pytest.raises(ArgumentError, match=r"tx is a .*Optimizer\(model, optax\.adam\(1e-3\)\)"):
         Optimizer(*given)
@@ -284,7 +284,7 @@ def test_a_model_that_grew_needs_a_new_optimizer() -> None:
         optimizer.update(grads)
 
 
-def test_a_transformation_that_changes_the_form_of_its_state_is_refused() -> None:
+def test_transformation_that_changes_its_state_form_is_refused() -> None:
     grows = optax.GradientTransformation(
         lambda params: {"n": jnp.zeros(1)},
         lambda updates, state, params: (updates, {"n": jnp.zeros(state["n"].size + 1)}),

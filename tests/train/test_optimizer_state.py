@@ -47,7 +47,7 @@ def test_lazy_state_becomes_what_init_computes(name: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_state_made_from_parameters_uses_their_values_at_first_use() -> None:
+def test_state_uses_parameter_values_at_first_use() -> None:
     model = Tower()
     optimizer = Optimizer(model, optax.contrib.schedule_free_adamw(0.1))
     model.head.value = jnp.full((8, 4), 7.0)  # as when a checkpoint is restored into a lazy model
@@ -57,7 +57,7 @@ def test_state_made_from_parameters_uses_their_values_at_first_use() -> None:
     assert [bool((copy == 7).all()) for copy in copies] == [True]
 
 
-def test_state_has_the_names_axes_and_shapes_of_the_parameters() -> None:
+def test_state_has_names_axes_and_shapes_of_parameters() -> None:
     optimizer = Optimizer(Tower(), optax.adam(1e-2, mu_dtype=jnp.bfloat16))
     found = {
         path: (variable.axes, variable.shape, str(variable.dtype))
@@ -74,7 +74,7 @@ def test_state_has_the_names_axes_and_shapes_of_the_parameters() -> None:
     }
 
 
-def test_state_with_a_dimension_less_or_more_keeps_the_axes_that_remain() -> None:
+def test_state_of_another_rank_keeps_remaining_axes() -> None:
     factored = Optimizer(Tower(), optax.adafactor(0.1, min_dim_size_to_factor=2)).opt_state[0]
     assert factored["v_row"]["layers"][0]["kernel"].axes == ("embed",)
     assert factored["v_col"]["layers"][0]["kernel"].axes == ("mlp",)
@@ -117,9 +117,7 @@ def test_state_goes_straight_into_shards_beside_its_parameters(name: str, mesh: 
 
 @pytest.mark.parametrize("name", ["adamw", "copies of the parameters", "history", "random key"])
 @pytest.mark.parametrize("order", ["model sharded first", "optimizer made first"])
-def test_state_follows_the_shardings_of_the_parameters_by_itself(
-    name: str, order: str, mesh: Mesh
-) -> None:
+def test_state_follows_the_shardings_of_the_parameters(name: str, order: str, mesh: Mesh) -> None:
     model = Tower()
     if order == "model sharded first":
         shard(model, mesh, RULES)
@@ -133,7 +131,7 @@ def test_state_follows_the_shardings_of_the_parameters_by_itself(
         assert sharding.is_equivalent_to(NamedSharding(mesh, spec), variable.ndim), path
 
 
-def test_a_sharded_train_step_is_that_of_one_device_and_keeps_shardings(mesh: Mesh) -> None:
+def test_sharded_step_equals_one_device_and_keeps_shardings(mesh: Mesh) -> None:
     traces = []
 
     @sx.jit

@@ -122,7 +122,7 @@ def whole_of_four() -> Any:
 # Each schedule under both kinds of axes and with both splits of a stage.
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_loss_and_gradients_are_those_of_the_whole_model(schedule: str, kind: AxisType) -> None:
+def test_loss_and_gradients_equal_the_whole_model(schedule: str, kind: AxisType) -> None:
     split = ({"stage": 4, "data": 1, "model": 2}, {"data": 2, "stage": 4, "model": 1})
     sizes = split[(SCHEDULES.index(schedule) + (kind == AxisType.Explicit)) % 2]
     value, wanted = whole_of_four()
@@ -163,7 +163,7 @@ def states(stages: Any) -> list[Any]:
     return [sx.state(stage) for stage in stages]
 
 
-def test_streams_state_and_what_is_sown_do_not_depend_on_the_mesh() -> None:
+def test_streams_state_and_sown_values_ignore_the_mesh() -> None:
     x, target = np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
 
     def run(schedule: str, **sizes: int) -> Any:
@@ -199,7 +199,7 @@ def test_streams_state_and_what_is_sown_do_not_depend_on_the_mesh() -> None:
                         np.testing.assert_allclose(np.asarray(each), np.asarray(wanted), rtol=1e-4)
 
 
-def test_training_with_a_clipped_global_norm_is_that_of_one_device() -> None:
+def test_clipped_training_equals_that_of_one_device() -> None:
     inputs, targets = make_batch()
     model = Whole(make())
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -240,7 +240,7 @@ def test_training_with_a_clipped_global_norm_is_that_of_one_device() -> None:
     np.testing.assert_allclose(step.predict(inputs), logits, atol=1e-3)
 
 
-def test_a_loss_of_each_stage_is_added_and_differentiated() -> None:
+def test_stage_losses_are_added_and_differentiated() -> None:
     def penalty(stage: Any) -> Any:
         return 0.1 * sum((jnp.sum(v.value**2) for _, v in sx.iter_variables(stage, sx.Param)), 0.0)
 
@@ -273,9 +273,7 @@ def step_with_dropout() -> PipelineStep:
     return step
 
 
-def test_activations_and_their_gradients_are_all_that_stages_send(
-    step_with_dropout: PipelineStep,
-) -> None:
+def test_stages_send_only_activations_and_their_gradients(step_with_dropout: PipelineStep) -> None:
     step = step_with_dropout
     step(*make_batch())
     vectors, mask = (
@@ -286,9 +284,7 @@ def test_activations_and_their_gradients_are_all_that_stages_send(
     assert step.sent_bytes == forward + backward
 
 
-def test_programs_are_compiled_once_and_weights_are_no_results_of_theirs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_programs_compile_once_and_return_no_weights(caplog: pytest.LogCaptureFixture) -> None:
     class Wide(sx.Module):
         def __init__(self, seed: int) -> None:
             self.layer = sx.nn.Linear(256, 256, dtype="bfloat16", rngs=sx.Rngs(seed))
@@ -308,7 +304,7 @@ def test_programs_are_compiled_once_and_weights_are_no_results_of_theirs(
     assert len([n for n in live.values() if n == 256 * 256 * 2]) == 0  # no bfloat16 copies are left
 
 
-def test_a_backward_pass_is_cut_into_inputs_and_weights_without_repeating_products() -> None:
+def test_cut_backward_pass_repeats_no_products() -> None:
     weights = {name: np.ones((4, 4), jnp.bfloat16) for name in "ab"}
 
     def layers(weights: Any, x: Any) -> Any:
@@ -343,9 +339,7 @@ def _merged(groups: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rows", [6, 10])
-def test_another_batch_size_compiles_again_and_rows_that_cannot_be_cut_are_refused(
-    rows: int,
-) -> None:
+def test_batch_size_may_change_if_microbatches_divide_it(rows: int) -> None:
     step = PipelineStep(
         [sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), jnp.tanh],
         squares,
@@ -363,7 +357,7 @@ def test_another_batch_size_compiles_again_and_rows_that_cannot_be_cut_are_refus
         step({"x": np.ones((3, 2))}, np.ones((4, 2)))
 
 
-def test_what_cannot_be_a_pipeline_is_refused_before_anything_is_moved() -> None:
+def test_invalid_pipelines_are_refused_before_anything_moves() -> None:
     mesh = make_mesh(stage=2, data=2)
     layers = [sx.nn.Linear(2, 2, rngs=sx.Rngs(i)) for i in range(2)]
     before = [layer.kernel for layer in layers]
@@ -415,7 +409,7 @@ def test_what_cannot_be_a_pipeline_is_refused_before_anything_is_moved() -> None
         step(x, x)
 
 
-def test_stages_are_scanned_rematerialised_narrow_or_have_experts_over_the_mesh() -> None:
+def test_stages_may_scan_rematerialize_or_have_experts() -> None:
     class Layer(sx.Module):
         def __init__(self, seed: int) -> None:
             types = {"param_dtype": "bfloat16", "dtype": "float32"}
@@ -456,7 +450,7 @@ def test_stages_are_scanned_rematerialised_narrow_or_have_experts_over_the_mesh(
             np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=str(path))
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(
+def test_run_resumes_from_a_checkpoint_bit_for_bit(
     step_with_dropout: PipelineStep, tmp_path: Path
 ) -> None:
     step = step_with_dropout

@@ -143,7 +143,7 @@ def test_each_level_holds_a_share_of_more(count: int) -> None:
     }
 
 
-def test_split_gradients_are_never_whole_where_they_are_summed_and_send_half() -> None:
+def test_split_gradients_halve_reduction_traffic_and_memory() -> None:
     mesh = mesh_of()
     sent: dict[int, dict[str, float]] = {}
     for level in (0, 2):
@@ -207,7 +207,7 @@ PARTS: dict[str, Any] = {"reduce_over": OVER, "grad_accumulation": 2}
     ],
     ids=str,
 )
-def test_a_trainer_reduces_gradients_into_the_layout_of_the_optimizers_state(
+def test_reduced_gradients_train_as_those_of_the_compiler(
     tmp_path: Path,
     unreduced: list[Any],
     kind: AxisType,
@@ -220,7 +220,7 @@ def test_a_trainer_reduces_gradients_into_the_layout_of_the_optimizers_state(
     np.testing.assert_allclose(found, unreduced, rtol=tolerance)
 
 
-def test_settings_of_a_reduction_that_cannot_be_are_refused(tmp_path: Path, auto_mesh: Any) -> None:
+def test_invalid_reduction_settings_are_refused(tmp_path: Path, auto_mesh: Any) -> None:
     with pytest.raises(TrainerError, match="reduce_over="):
         sx.train.TrainerSettings(steps=1, reduce_dtype="bfloat16")
     with pytest.raises(TrainerError, match="no axis 'slice'"):
@@ -232,7 +232,7 @@ def test_settings_of_a_reduction_that_cannot_be_are_refused(tmp_path: Path, auto
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("in_jit", [True, False], ids=["compiled", "eager"])
-def test_an_update_moves_state_that_the_host_keeps_by_itself(kind: AxisType, in_jit: bool) -> None:
+def test_update_uses_optimizer_state_in_host_memory(kind: AxisType, in_jit: bool) -> None:
     mesh = mesh_of(kind=kind)
     hosted: dict[str, Any] = {"overrides": ZERO, "memory_kind": {sx.OptState: "pinned_host"}}
 
@@ -257,7 +257,7 @@ def test_an_update_moves_state_that_the_host_keeps_by_itself(kind: AxisType, in_
     assert {v.sharding.memory_kind for _, v in sx.iter_variables(pair[0])} == {"device"}
 
 
-def test_a_memory_that_devices_have_not_is_refused_before_anything_is_moved() -> None:
+def test_unknown_memory_is_refused_before_anything_moves() -> None:
     pair = make()
     with pytest.raises(OverrideError, match="no such memory"):
         sx.shard(pair, mesh_of(), RULES, memory_kind={sx.OptState: "remote_host"})
@@ -272,7 +272,7 @@ POLICIES: list[Any] = [
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scanned"])
-def test_activations_are_kept_by_name_in_the_memory_that_is_said(scanned: bool) -> None:
+def test_named_activations_are_saved_in_their_memory(scanned: bool) -> None:
     tokens = np.random.default_rng(0).integers(0, 64, (2, 17))
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     step = sx.jit(sx.value_and_grad(sx.models.next_token_loss))
