@@ -14,9 +14,8 @@ import optax
 
 import shardax as sx
 from shardax.models import next_token_loss
-from shardax.partition.rules import Rules
 
-RULES = Rules({"batch": "data", "vocab": "model", "embed": None})
+RULES = sx.Rules({"batch": "data", "vocab": "model", "embed": None})
 TEXT = sx.train.ByteText.from_bytes(b"the quick brown fox jumps over the lazy dog. " * 100)
 TRAIN, HELD_OUT = TEXT.split(0.2, block_bytes=256)
 BATCH, SEQ = 8, 16

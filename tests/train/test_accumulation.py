@@ -14,7 +14,8 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import AccumulationError, CarryError
-from shardax.train.accumulation import accumulated_value_and_grad, split_batch
+from shardax.train import accumulated_value_and_grad
+from shardax.train.accumulation import split_batch
 
 
 class Net(sx.Module):

@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.errors import DataPositionError, WindowError
-from shardax.train.data.batches import (
+from shardax.train import (
+    ByteText,
     DataPosition,
     EvalBatches,
+    Positioned,
     RowBatches,
+    TextPart,
     TrainBatches,
     WholeBatches,
 )
-from shardax.train.data.sources import Positioned
-from shardax.train.data.text import ByteText, TextPart
 
 
 def numbered_text(length: int) -> ByteText:

@@ -17,7 +17,7 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import AccumulationError, DataParallelError
-from shardax.hlo.analyze import read_program
+from shardax.hlo import read_program
 from shardax.train import data_parallel_value_and_grad
 
 OVER = ("slice", "data")

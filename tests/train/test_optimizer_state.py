@@ -15,8 +15,7 @@ from tests.train.towers import RULES, TRANSFORMATIONS, Tower, X, loss, params_of
 
 import shardax as sx
 from shardax.partition.checker import spec_for
-from shardax.partition.placement import shard
-from shardax.train.optimizer import Optimizer
+from shardax.train import Optimizer
 
 # --- laziness -------------------------------------------------------------------------------------
 
@@ -103,7 +102,7 @@ def shardings_of(tree: Any) -> dict[Any, PartitionSpec]:
 def test_state_goes_straight_into_shards_beside_its_parameters(name: str, mesh: Mesh) -> None:
     model, plain = Tower(), Tower()
     optimizer = Optimizer(model, TRANSFORMATIONS[name]())
-    shard((model, optimizer), mesh, RULES)
+    sx.shard((model, optimizer), mesh, RULES)
     unsharded = Optimizer(plain, TRANSFORMATIONS[name]())
     for (path, a), (_, b) in zip(
         sx.iter_variables(optimizer, sx.OptState),
@@ -120,11 +119,11 @@ def test_state_goes_straight_into_shards_beside_its_parameters(name: str, mesh: 
 def test_state_follows_the_shardings_of_the_parameters(name: str, order: str, mesh: Mesh) -> None:
     model = Tower()
     if order == "model sharded first":
-        shard(model, mesh, RULES)
+        sx.shard(model, mesh, RULES)
         optimizer = Optimizer(model, TRANSFORMATIONS[name]())
     else:
         optimizer = Optimizer(model, TRANSFORMATIONS[name]())
-        shard(model, mesh, RULES)
+        sx.shard(model, mesh, RULES)
     for path, variable in sx.iter_variables(optimizer, sx.OptState):
         spec, _ = spec_for(variable.axes, variable.shape, mesh, RULES, path)
         sharding = variable.value.sharding
@@ -143,7 +142,7 @@ def test_sharded_step_equals_one_device_and_keeps_shardings(mesh: Mesh) -> None:
 
     model, plain = Tower(), Tower()
     optimizer, unsharded = Optimizer(model, optax.adamw(1e-2)), Optimizer(plain, optax.adamw(1e-2))
-    shard((model, optimizer), mesh, RULES)
+    sx.shard((model, optimizer), mesh, RULES)
     before = shardings_of((model, optimizer))
     x = jax.device_put(X, NamedSharding(mesh, PartitionSpec()))
     with jax.set_mesh(mesh):

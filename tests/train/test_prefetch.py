@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.errors import DataPositionError, PrefetchError
-from shardax.train.data.batches import TrainBatches
-from shardax.train.data.prefetch import Prefetch, put_batch
-from shardax.train.data.text import ByteText
+from shardax.train import ByteText, Prefetch, TrainBatches, put_batch
 
 PART = ByteText.from_bytes(np.random.default_rng(0).integers(0, 256, 2000, np.uint8)).whole
 

@@ -13,15 +13,8 @@ import pytest
 from tests.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
-from shardax.train.data.sources import (
-    Positioned,
-    adapted,
-    decoded,
-    encoded,
-    go_to,
-    host_batch,
-    saved_position,
-)
+from shardax.train import Positioned
+from shardax.train.data.sources import adapted, decoded, encoded, go_to, host_batch, saved_position
 
 # Of torchdata 0.11 over newer versions of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.errors import TextNotFoundError, TextSourceError
-from shardax.train.data.text import ByteText, TextPart, open_text
+from shardax.train import ByteText, TextPart, open_text
 
 
 @given(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardax.errors import TextNotFoundError, TextSourceError
-from shardax.train.data.text import ByteText
+from shardax.train import ByteText
 
 
 @pytest.fixture

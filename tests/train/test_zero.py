@@ -20,7 +20,7 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, OverrideError, TrainerError
-from shardax.hlo.analyze import read_program
+from shardax.hlo import read_program
 from shardax.train import data_parallel_value_and_grad
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
