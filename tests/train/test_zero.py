@@ -258,7 +258,8 @@ def test_update_uses_optimizer_state_in_host_memory(kind: AxisType, in_jit: bool
 
 
 def test_unknown_memory_is_refused_before_anything_moves() -> None:
-    pair = make()
+    model = sx.nn.MLP(EMBED, HIDDEN, rngs=sx.Rngs(0))
+    pair = model, sx.train.Optimizer(model, optax.adam(1e-2))
     with pytest.raises(OverrideError, match="no such memory"):
         sx.shard(pair, mesh_of(), RULES, memory_kind={sx.OptState: "remote_host"})
     assert all(variable.is_lazy for _, variable in sx.iter_variables(pair[1]))
