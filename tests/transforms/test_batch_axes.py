@@ -362,8 +362,9 @@ def test_the_axes_serve_jax_vmap_where_there_are_no_modules() -> None:
 
 # --- the law: what a loop over the lanes gives, stacked ---
 
-SIZES = st.sampled_from([2, 3, 5])
-OTHER = st.sampled_from([1, 4, 6])
+SIZES = st.sampled_from([2, 5])
+OTHER = st.sampled_from([(), (4,), (1,), (4, 6)])
+"""Shapes without the batch: few, as each is compiled for."""
 
 
 @st.composite
@@ -372,7 +373,7 @@ def leaves(draw: st.DrawFn, size: int) -> tuple[Any, int | None]:
     kind = draw(st.sampled_from(["batched", "batched", "shared", "number", "word", "none"]))
     if kind in ("number", "word", "none"):
         return {"number": 1.5, "word": "l2", "none": None}[kind], None
-    shape = [draw(OTHER) for _ in range(draw(st.integers(0, 2)))]
+    shape = list(draw(OTHER))
     axis = None
     if kind == "batched":
         axis = draw(st.integers(0, len(shape)))
@@ -408,15 +409,15 @@ class Leaf:
         self.value, self.axis = pair
 
 
-def total(tree: Any) -> Any:
+def total(tree: Any, xp: Any = jnp) -> Any:
     """A function of everything in a problem."""
     words = len([leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, str)])
     arrays = [
-        jnp.asarray(leaf[...] if isinstance(leaf, sx.Variable) else leaf)
+        xp.asarray(leaf[...] if isinstance(leaf, sx.Variable) else leaf)
         for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, sx.Variable))
         if not isinstance(leaf, str)
     ]
-    return words + sum((i + 1) * jnp.sin(array).sum() for i, array in enumerate(arrays))
+    return words + sum((i + 1) * xp.sin(array).sum() for i, array in enumerate(arrays))
 
 
 @settings(max_examples=40, deadline=None)
@@ -429,7 +430,7 @@ def test_law_vmap_equals_a_loop_over_the_lanes_and_a_stack(drawn: Any) -> None:
             if leaf.axis is None:
                 return leaf.value
             value = leaf.value[...] if isinstance(leaf.value, sx.Variable) else leaf.value
-            return jnp.take(value, i, axis=leaf.axis)
+            return np.take(np.asarray(value), i, axis=leaf.axis)
 
         return jax.tree.map(part, marked)
 
@@ -443,4 +444,5 @@ def test_law_vmap_equals_a_loop_over_the_lanes_and_a_stack(drawn: Any) -> None:
     batch = sx.Batch(size, where=where)
     assert jax.tree.map(lambda leaf: leaf.axis, marked) == batch.find(whole).axes
     found = sx.vmap(total, in_axes="auto", batch=batch)(whole)
-    np.testing.assert_allclose(found, jnp.stack([total(taken(i)) for i in range(size)]), rtol=1e-5)
+    expected = [total(taken(i), np) for i in range(size)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

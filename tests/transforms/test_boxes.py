@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax as sx
@@ -24,7 +25,8 @@ COUNT = 5
 def named(*names: Any) -> Any:
     """A box of logical names whose array has one size per name: a=2, b=3, c=4, layers=5."""
     sizes = {"a": 2, "b": 3, "c": 4, "layers": COUNT, "other": COUNT, None: COUNT}
-    return LogicallyPartitioned(jnp.ones([sizes[name] for name in names]), names)
+    array = np.ones([sizes[name] for name in names], np.float32)
+    return LogicallyPartitioned(jnp.asarray(array), names)
 
 
 def sizes(box: Any) -> dict[Any, int]:
@@ -132,11 +134,12 @@ def test_boxes_in_boxes_and_boxes_of_many_arrays_are_told_as_well() -> None:
     assert seen == [(("x",), ("a",), None)]
 
 
-@given(st.permutations(["a", "b", "c"]), st.integers(1, 3), st.integers(-3, 2), st.integers(-3, 2))
+@given(st.integers(1, 3), st.integers(-3, 2), st.integers(-3, 2))
+@settings(max_examples=20)
 def test_law_what_goes_through_comes_back_with_its_names_in_any_place(
-    names: list[str], rank: int, into: int, out: int
+    rank: int, into: int, out: int
 ) -> None:
-    rest = names[:rank]
+    rest = ["a", "b", "c"][:rank]
     into, out = into % (rank + 1), out % (rank + 1) - (rank + 1)
     before = [*rest[:into], "layers", *rest[into:]]
     box = named(*before)
