@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 
@@ -42,6 +42,7 @@ NARROWINGS: list[Any] = [
     lambda s: s.at_instances_of(sx.Variable).invert(),
 ]
 NARROW = st.sampled_from(NARROWINGS)
+MANY = settings(max_examples=30)
 NARROW_TO_VARIABLES = st.sampled_from(OF_VARIABLES)
 
 
@@ -96,6 +97,7 @@ def outcome(edit: Callable[[], Any]) -> Any:
         return error
 
 
+@MANY
 @given(models(), NARROW)
 def test_setting_what_is_there_changes_nothing(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
@@ -104,6 +106,7 @@ def test_setting_what_is_there_changes_nothing(model: Node, narrow: Any) -> None
     assert_same_model(selection.apply(lambda value: value, allow_empty=True), model)
 
 
+@MANY
 @given(models(), NARROW)
 def test_paths_lead_back_to_what_is_selected(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
@@ -112,6 +115,7 @@ def test_paths_lead_back_to_what_is_selected(model: Node, narrow: Any) -> None:
     assert list(selection.get_by_path()) == list(selection.keypaths())
 
 
+@MANY
 @given(models(), NARROW)
 def test_taking_apart_and_putting_together_gives_the_same(model: Node, narrow: Any) -> None:
     selected, rest = narrow(sx.select(model)).partition()
@@ -120,6 +124,7 @@ def test_taking_apart_and_putting_together_gives_the_same(model: Node, narrow: A
     assert not user_variables(selected) & user_variables(rest)
 
 
+@MANY
 @given(models(), NARROW_TO_VARIABLES)
 def test_every_variable_is_in_one_part(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
@@ -129,6 +134,7 @@ def test_every_variable_is_in_one_part(model: Node, narrow: Any) -> None:
     assert user_variables(sx.combine(selected, rest)) == user_variables(model)
 
 
+@MANY
 @given(models(), NARROW_TO_VARIABLES)
 def test_an_edit_and_the_opposite_edit_give_the_same(model: Node, narrow: Any) -> None:
     wrapped = narrow(sx.select(model)).apply(Around, allow_empty=True)
@@ -138,6 +144,7 @@ def test_an_edit_and_the_opposite_edit_give_the_same(model: Node, narrow: Any) -
     assert user_variables(back) == user_variables(model)
 
 
+@MANY
 @given(models(), NARROW_TO_VARIABLES)
 def test_ties_are_kept_and_what_is_not_edited_is_shared(model: Node, narrow: Any) -> None:
     sx.graphdef(model)
@@ -151,6 +158,7 @@ def test_ties_are_kept_and_what_is_not_edited_is_shared(model: Node, narrow: Any
     assert epoch.current == at
 
 
+@MANY
 @given(models(), NARROW, st.sampled_from(EDITS))
 def test_in_place_does_what_a_new_tree_shows_or_both_refuse(
     model: Node, narrow: Any, edit: Any
@@ -170,6 +178,7 @@ def test_in_place_does_what_a_new_tree_shows_or_both_refuse(
     assert_same_model(model, before)
 
 
+@MANY
 @given(models(), NARROW, st.sampled_from(EDITS))
 def test_an_exception_undoes_edits_in_place(model: Node, narrow: Any, edit: Any) -> None:
     copy = sx.clone(model)
@@ -182,6 +191,7 @@ def test_an_exception_undoes_edits_in_place(model: Node, narrow: Any, edit: Any)
         assert_same_model(model, copy)
 
 
+@MANY
 @given(models(), NARROW)
 def test_every_selection_has_a_text(model: Node, narrow: Any) -> None:
     lazy = [variable.is_lazy for _, variable in sx.iter_variables(model)]

@@ -56,6 +56,17 @@ class Box(sx.Module):
     """A Module without attributes of its own."""
 
 
+class Mask(sx.Module):
+    """Sets elements to zero by the bits of a random key: a dropout whose program is small."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.stream = rngs.dropout
+
+    def __call__(self, x: Any) -> Any:
+        bits = jax.random.key_data(self.stream())[-1]
+        return x * ((bits >> jnp.arange(x.shape[-1], dtype=jnp.uint32)) & 1)
+
+
 class Many(sx.Module):
     """Many Variables in a list, all of which ``step`` writes."""
 

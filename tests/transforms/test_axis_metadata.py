@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.strategies import assert_same_model
 from tests.transforms.examples import Box
 
@@ -52,9 +52,14 @@ each_transform = pytest.mark.parametrize("transform", ["vmap", "scan"])
 # --- names ---
 
 
-@each_transform
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("metadata", [NAMED, None], ids=["named", "unnamed"])
+@pytest.mark.parametrize(
+    ("transform", "axis", "metadata"),
+    [  # each axis with each transform, and with and without a name
+        (transform, axis, [NAMED, None][(place + (transform == "scan")) % 2])
+        for place, axis in enumerate(AXES)
+        for transform in ("vmap", "scan")
+    ],
+)
 def test_a_name_is_taken_off_inside_and_put_back_outside(
     transform: str, axis: int, metadata: Any
 ) -> None:
@@ -230,8 +235,16 @@ def _agree(model: Any, mesh: Mesh) -> bool:
     )
 
 
-@pytest.mark.parametrize("axis", [0, -1])
-@pytest.mark.parametrize("metadata", [NAMED, None], ids=["named", "unnamed"])
+@pytest.mark.parametrize(
+    ("mesh", "axis", "metadata"),
+    [
+        (AxisType.Auto, 0, NAMED),
+        (AxisType.Auto, -1, None),
+        (AxisType.Explicit, 0, None),
+        (AxisType.Explicit, -1, NAMED),
+    ],
+    indirect=["mesh"],
+)
 def test_a_stack_lies_as_its_names_say_flax_6(mesh: Mesh, axis: int, metadata: Any) -> None:
     """Flax names the new dimension but does not split it."""
     model = sx.shard(_stack(out_axes=axis, metadata=metadata), mesh, RULES)
@@ -248,8 +261,18 @@ def _update(m: Any) -> None:
     m.copy = sx.clone(m.bias)
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("mesh", "axis", "compiled"),
+    [
+        (AxisType.Auto, 0, False),
+        (AxisType.Auto, 1, True),
+        (AxisType.Auto, -1, False),
+        (AxisType.Explicit, 0, True),
+        (AxisType.Explicit, 1, False),
+        (AxisType.Explicit, -1, True),
+    ],
+    indirect=["mesh"],
+)
 def test_what_lanes_write_and_make_lies_as_its_names_say(
     mesh: Mesh, axis: int, compiled: bool
 ) -> None:
@@ -315,8 +338,16 @@ def test_a_sharded_model_keeps_its_shardings_inside_eval_shape(mesh: Mesh) -> No
     assert declared == sx.shardings(model, mesh, RULES).flat()
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("given", [False, True], ids=["made inside", "given"])
+@pytest.mark.parametrize(
+    ("mesh", "stacked", "given"),
+    [
+        (AxisType.Auto, False, False),
+        (AxisType.Auto, True, True),
+        (AxisType.Explicit, False, True),
+        (AxisType.Explicit, True, False),
+    ],
+    indirect=["mesh"],
+)
 def test_a_model_sharded_inside_a_program_lies_as_its_names_say(
     mesh: Mesh, stacked: bool, given: bool
 ) -> None:

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Many, Scale, step, values
 
@@ -45,14 +43,22 @@ def test_a_loop_that_ends_by_itself_has_converged(mode: Any) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize("max_steps", [1, 2, 3, 5, 7])
-def test_a_loop_that_reaches_its_limit_says_so(mode: Any, max_steps: int) -> None:
-    result = sx.bounded_while_loop(
-        _below(100), _add_one, 0, max_steps=max_steps, history=lambda x: x, differentiable=mode
-    )
-    assert int(result.final) == int(result.length) == max_steps
-    assert result.history.tolist() == list(range(1, max_steps + 1))
-    assert not bool(result.converged)
+def test_a_loop_that_reaches_its_limit_says_so(mode: Any) -> None:
+    limits = (1, 2, 3, 5, 7)  # "recompute" divides them into blocks of the size of their root
+
+    @jax.jit
+    def run() -> Any:
+        return [
+            sx.bounded_while_loop(
+                _below(100), _add_one, 0, max_steps=limit, history=lambda x: x, differentiable=mode
+            )
+            for limit in limits
+        ]
+
+    for result, limit in zip(run(), limits, strict=True):
+        assert int(result.final) == int(result.length) == limit
+        assert result.history.tolist() == list(range(1, limit + 1))
+        assert not bool(result.converged)
 
 
 @every_mode
@@ -67,10 +73,9 @@ def test_no_steps_at_all(mode: Any, limit: int, converged: bool) -> None:
     run = functools.partial(
         sx.bounded_while_loop, _below(limit), _add_one, history=_add_one, differentiable=mode
     )
-    none = run(0, max_steps=0)
+    none, never = jax.jit(lambda: (run(0, max_steps=0), run(5, max_steps=3)))()
     assert int(none.final) == 0 and none.history.shape == (0,) and int(none.length) == 0
     assert bool(none.converged) == converged
-    never = run(5, max_steps=3)
     assert int(never.final) == 5 and never.history.tolist() == [0] * 3
     assert int(never.length) == 0 and bool(never.converged)
 
@@ -133,7 +138,7 @@ def test_random_keys_go_around_and_into_the_history(mode: Any) -> None:
 
 @every_mode
 def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
-    def run(padding: Any) -> Any:
+    def row_after(padding: Any) -> Any:
         result = sx.bounded_while_loop(
             _below(1.0),
             _add_one,
@@ -143,12 +148,18 @@ def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
             padding=padding,
             differentiable=mode,
         )
-        return jax.tree.map(lambda rows: rows[1].tolist(), result.history)
+        return jax.tree.map(lambda rows: rows[1], result.history)
 
-    assert run(0) == {"a": (0.0, False), "b": [0.0, 0.0]}
-    assert run({"a": (-1, True), "b": np.array([1, 2])}) == {"a": (-1.0, True), "b": [1.0, 2.0]}
-    assert run(sx.Variable(jnp.float32(0))) == run(0)
-    assert run({"a": 1, "b": jnp.inf}) == {"a": (1.0, True), "b": [np.inf, np.inf]}
+    zeros = {"a": (0.0, False), "b": [0.0, 0.0]}
+    cases = [
+        (0, zeros),
+        ({"a": (-1, True), "b": np.array([1, 2])}, {"a": (-1.0, True), "b": [1.0, 2.0]}),
+        ({"a": 1, "b": jnp.inf}, {"a": (1.0, True), "b": [np.inf, np.inf]}),
+    ]
+    found = jax.jit(lambda: [row_after(padding) for padding, _ in cases])()
+    found.append(row_after(sx.Variable(jnp.float32(0))))
+    for row, (_, expected) in zip(found, [*cases, (None, zeros)], strict=True):
+        assert jax.tree.map(lambda x: x.tolist(), row) == expected
 
 
 @pytest.mark.parametrize(
@@ -201,9 +212,18 @@ def test_modules_go_around_as_the_objects_they_are(mode: Any) -> None:
     assert factors.tolist() == [[2.0] * 2, [4.0] * 2, [0.0] * 2, [0.0] * 2]
 
 
+@functools.cache
+def _draws_until(total: float) -> list[float]:
+    """What a loop in Python draws until its sum reaches a total."""
+    rngs, drawn = sx.Rngs(0), []
+    while sum(drawn) < total:
+        drawn.append(float(jax.random.uniform(rngs())))
+    return drawn
+
+
 @every_mode
 def test_captured_variables_that_the_body_writes_go_around(mode: Any) -> None:
-    total, rngs, same = sx.Variable(jnp.float32(0)), sx.Rngs(0), sx.Rngs(0)
+    total, rngs = sx.Variable(jnp.float32(0)), sx.Rngs(0)
 
     def body(i: Any) -> Any:
         total[...] = total + jax.random.uniform(rngs())
@@ -217,12 +237,10 @@ def test_captured_variables_that_the_body_writes_go_around(mode: Any) -> None:
         history=lambda i: total.value,
         differentiable=mode,
     )
-    expected = []
-    while sum(expected) < 1:
-        expected.append(float(jax.random.uniform(same())))
+    expected = _draws_until(1)
     count = len(expected)
     assert int(result.length) == int(rngs.default.count) == count
-    assert np.allclose(result.history[:count], np.cumsum(expected))
+    np.testing.assert_allclose(result.history[:count], np.cumsum(expected), rtol=1e-5)
     assert float(total) == float(result.history[count - 1])
 
 
@@ -255,11 +273,13 @@ def test_under_vmap_each_lane_has_its_own_length(mode: Any) -> None:
             differentiable=mode,
         )
 
-    result = sx.jit(sx.vmap(run))(jnp.array([2, 0, 9, 4]))
+    nest = jax.vmap(jax.vmap(run))
+    result, nested = sx.jit(lambda limits, pairs: (sx.vmap(run)(limits), nest(pairs)))(
+        jnp.array([2, 0, 9, 4]), jnp.array([[1, 2], [3, 0]])
+    )
     assert result.final.tolist() == result.length.tolist() == [2, 0, 4, 4]
     assert result.converged.tolist() == [True, True, False, True]
     assert result.history.tolist() == [[1, 2, -1, -1], [-1] * 4, [1, 2, 3, 4], [1, 2, 3, 4]]
-    nested = jax.vmap(jax.vmap(run))(jnp.array([[1, 2], [3, 0]]))
     assert nested.length.tolist() == [[1, 2], [3, 0]]
 
 
@@ -271,8 +291,11 @@ def test_lanes_that_stop_together_and_lanes_by_argument_agree(mode: Any) -> None
             lambda c: c[1] < limit, body, (x, 0), max_steps=3, differentiable=mode
         )
 
-    together = jax.vmap(run, in_axes=(0, None))(jnp.arange(3.0), 2)
-    apart = jax.vmap(run)(jnp.arange(3.0), jnp.full(3, 2))
+    @jax.jit
+    def both(x: Any, limits: Any) -> Any:
+        return jax.vmap(run, in_axes=(0, None))(x, limits[0]), jax.vmap(run)(x, limits)
+
+    together, apart = both(jnp.arange(3.0), np.full(3, 2, np.int32))
     assert together.final[0].tolist() == apart.final[0].tolist() == [0.0, 4.0, 8.0]
     assert together.length.tolist() == apart.length.tolist() == [2, 2, 2]
 
@@ -310,12 +333,17 @@ def test_what_a_finished_lane_would_compute_does_no_harm(mode: Any) -> None:
             differentiable=mode,
         )
 
-    result = jax.vmap(run, in_axes=(None, 0))(weight, jnp.array([0.04, 0.9]))
-    assert bool(jnp.isfinite(result.history).all()) and result.length.tolist() == [1, 3]
-    if mode != "no":
-        loss = lambda w, x: jax.vmap(run, in_axes=(None, 0))(w, x).final.sum()  # noqa: E731
-        for gradient in jax.grad(loss, argnums=(0, 1))(weight, jnp.array([0.04, 0.9])):
-            assert bool(jnp.isfinite(gradient).all())
+    lanes = jax.vmap(run, in_axes=(None, 0))
+    gradients = jax.grad(lambda w, x: lanes(w, x).final.sum(), argnums=(0, 1))
+
+    @jax.jit
+    def both(w: Any, x: Any) -> Any:
+        return lanes(w, x), () if mode == "no" else gradients(w, x)
+
+    result, found = both(weight, jnp.array([0.04, 0.9]))
+    assert np.isfinite(result.history).all() and result.length.tolist() == [1, 3]
+    for gradient in found:
+        assert np.isfinite(gradient).all() and np.all(gradient != 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -430,41 +458,50 @@ def test_the_form_of_what_goes_around_stays() -> None:
 # --- the law ---
 
 
-@given(st.integers(0, 6), st.integers(0, 40), st.sampled_from(MODES), st.booleans())
-@settings(max_examples=20)
-def test_a_bounded_loop_is_a_loop_in_python(
-    max_steps: int, limit: int, mode: Any, captured: bool
-) -> None:
-    many, expected = Many(3), Many(3)
+def _row(many: Many) -> Any:
+    return many.cells[1].value * 10
+
+
+def _advance(many: Many) -> Many:
+    step(many)
+    many.cells[1][...] = many.cells[1] * 2
+    return many
+
+
+@sx.jit(static_argnames=("captured", "options"))
+def _loop(many: Many, limit: Any, *, captured: bool, options: tuple[Any, ...]) -> Any:
+    """A bounded loop whose model is captured by its functions or goes around."""
 
     def holds(many: Many) -> Any:
         return many.cells[1].value.sum() < limit
 
-    def advance(many: Many) -> Many:
-        step(many)
-        many.cells[1][...] = many.cells[1] * 2
-        return many
-
-    def row(many: Many) -> Any:
-        return many.cells[1].value * 10
-
-    rows = []
-    while holds(expected) and len(rows) < max_steps:
-        advance(expected)
-        rows.append(row(expected).tolist())
-    length = len(rows)
-    options: dict[str, Any] = {"max_steps": max_steps, "differentiable": mode, "padding": -1}
     if captured:
         result = sx.bounded_while_loop(
             lambda none: holds(many),
-            lambda none: advance(many) and none,
+            lambda none: _advance(many) and none,
             (),
-            history=lambda none: row(many),
-            **options,
+            history=lambda none: _row(many),
+            **dict(options),
         )
     else:
-        result = sx.bounded_while_loop(holds, advance, many, history=row, **options)
+        result = sx.bounded_while_loop(holds, _advance, many, history=_row, **dict(options))
         assert result.final is many
-    assert values(many) == values(expected)
-    assert result.history.tolist() == rows + [[-1.0] * 2] * (max_steps - length)
-    assert int(result.length) == length and bool(result.converged) == (not bool(holds(expected)))
+    return result.history, result.length, result.converged
+
+
+@every_mode
+@pytest.mark.parametrize(
+    ("max_steps", "captured"), [(0, True), (1, False), (3, True), (5, False), (6, True)]
+)
+def test_a_bounded_loop_is_a_loop_in_python(mode: Any, max_steps: int, captured: bool) -> None:
+    options = (("max_steps", max_steps), ("differentiable", mode), ("padding", -1))
+    for limit in (0, 4, 40):
+        many, rows, expected = Many(3), [], np.zeros((3, 2))
+        while expected[1].sum() < limit and len(rows) < max_steps:
+            expected += 1
+            expected[1] *= 2
+            rows.append((expected[1] * 10).tolist())
+        history, length, converged = _loop(many, limit, captured=captured, options=options)
+        assert [cell.value.tolist() for cell in many.cells] == expected.tolist()
+        assert history.tolist() == rows + [[-1.0] * 2] * (max_steps - len(rows))
+        assert (int(length), bool(converged)) == (len(rows), not expected[1].sum() < limit)

@@ -183,7 +183,7 @@ def test_a_deep_network_needs_no_calls_of_add_axis_and_remove_axis() -> None:
     expected = x
     for i in range(COUNT):
         expected = jnp.tanh(expected @ params["w"].value[i])
-    assert jnp.allclose(result, expected, atol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
     assert params["w"].names == ("layers", "embed", "embed_out")
 
 

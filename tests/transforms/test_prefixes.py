@@ -61,7 +61,7 @@ WAYS = {
     "shard_map": Way(
         "in_specs", "out_specs", sx.StateSharding, PartitionSpec(), PartitionSpec("data"),
         PartitionSpec(None, None, None, "data"),
-        lambda f, into, out: sx.shard_map(f, mesh=MESH, in_specs=into, out_specs=out),
+        lambda f, into, out: sx.jit(sx.shard_map(f, mesh=MESH, in_specs=into, out_specs=out)),
     ),
 }  # fmt: skip
 

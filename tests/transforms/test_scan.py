@@ -106,11 +106,12 @@ class TestEntries:
     def test_slices_of_a_module_are_seen_one_by_one_and_their_writes_are_put_together(self) -> None:
         layers = stacked()
         layers.eval()
-        x = jnp.ones(3)
+        x = np.ones(3, np.float32)
         y = sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)(layers, x)
+        kernel, bias = np.asarray(layers.linear.kernel.value), np.asarray(layers.linear.bias.value)
         for i in range(4):
-            x = jnp.tanh(x @ layers.linear.kernel[i] + layers.linear.bias[i])
-        np.testing.assert_allclose(y, x, rtol=1e-6)
+            x = np.tanh(x @ kernel[i] + bias[i])
+        np.testing.assert_allclose(y, x, rtol=1e-5)
         assert layers.calls.value.tolist() == [1, 1, 1, 1]
 
     def test_state_axes_choose_by_filter(self) -> None:
@@ -137,19 +138,26 @@ class TestEntries:
         assert (rows.tolist(), int(count)) == ([1, 2, 3], 3)
 
     @pytest.mark.parametrize("axis", [0, 1, -1, -2])
-    @pytest.mark.parametrize("out", [0, 1, -1])
-    def test_slices_and_results_lie_along_any_axis(self, axis: int, out: int) -> None:
-        w = sx.Variable(jnp.arange(12.0).reshape(3, 4))
-        x = jnp.arange(12.0).reshape(3, 4)
+    def test_slices_and_results_lie_along_any_axis(self, axis: int) -> None:
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        outs = (0, 1, -1)
 
         def body(w: Any, x: Any) -> Any:
             w[...] = w + x
             return w * 10
 
-        rows = sx.scan(body, in_axes=axis, out_axes=out)(w, x)
-        np.testing.assert_array_equal(w.value, 2 * x)
-        rows_first = jnp.moveaxis(20 * x, axis, 0)
-        np.testing.assert_array_equal(rows, jnp.moveaxis(rows_first, 0, out))
+        @sx.jit  # one program for all
+        def run(ws: Any, x: Any) -> Any:
+            return [
+                sx.scan(body, in_axes=axis, out_axes=out)(w, x)
+                for w, out in zip(ws, outs, strict=True)
+            ]
+
+        ws = [sx.Variable(jnp.asarray(x)) for _ in outs]
+        for w, rows, out in zip(ws, run(ws, x), outs, strict=True):
+            np.testing.assert_array_equal(w.value, 2 * x)
+            rows_first = np.moveaxis(20 * x, axis, 0)
+            np.testing.assert_array_equal(rows, np.moveaxis(rows_first, 0, out))
 
     def test_keyword_arguments_have_axis_0(self) -> None:
         final, _ = sx.scan(lambda c, *, x: (c + x, None), in_axes=(Carry,))(0.0, x=jnp.arange(4.0))
@@ -253,7 +261,7 @@ class TestTracing:
         layers = stacked()
         layers.eval()
         run = sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)
-        grads = sx.grad(lambda layers, x: run(layers, x).sum())(layers, jnp.ones(3))
+        grads = sx.jit(sx.grad(lambda layers, x: run(layers, x).sum()))(layers, jnp.ones(3))
 
         def by_hand(kernel: Any, bias: Any) -> Any:
             x = jnp.ones(3)
@@ -261,7 +269,7 @@ class TestTracing:
                 x = jnp.tanh(x @ kernel[i] + bias[i])
             return x.sum()
 
-        kernel, bias = jax.grad(by_hand, argnums=(0, 1))(
+        kernel, bias = jax.jit(jax.grad(by_hand, argnums=(0, 1)))(
             layers.linear.kernel.value, layers.linear.bias.value
         )
         np.testing.assert_allclose(grads["linear"]["kernel"], kernel, rtol=1e-5)

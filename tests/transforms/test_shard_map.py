@@ -69,14 +69,15 @@ def test_gradients_inside_and_outside_are_those_of_one_device(mesh: Mesh) -> Non
     def loss(block: Block, x: Any) -> Any:
         return mean_over("data", jnp.mean(block(x) ** 2))
 
-    expected = sx.grad(loss)(Block(), x)
+    expected = sx.jit(sx.grad(loss))(Block(), x)
     entries = {"mesh": mesh, "in_specs": (specs, P("data"))}
     inside = sx.jit(sx.shard_map(sx.grad(loss), out_specs=specs.filter(sx.Param), **entries))
     outside = sx.jit(sx.grad(sx.shard_map(loss, out_specs=P(), **entries)))
-    for gradient in (inside(Block(), x), outside(Block(), x)):
+    found = inside(Block(), x)
+    for gradient in (found, outside(Block(), x)):
         assert list(gradient.flat()) == list(expected.flat())
         jax.tree.map(close, gradient, expected)
-    assert spec_of(inside(Block(), x)["up"]["kernel"]) == (None, "model")
+    assert spec_of(found["up"]["kernel"]) == (None, "model")
 
 
 def test_what_is_replicated_and_written_equally_stays_one(mesh: Mesh) -> None:
@@ -85,9 +86,8 @@ def test_what_is_replicated_and_written_equally_stays_one(mesh: Mesh) -> None:
     def record(seen: Any, x: Any) -> None:
         seen[...] = jax.lax.psum(x.sum(), ("data", "model"))
 
-    sx.shard_map(record, mesh=mesh, in_specs=(None, P(("data", "model"))), out_specs=None)(
-        seen, jnp.arange(8.0)
-    )
+    entries = {"in_specs": (None, P(("data", "model"))), "out_specs": None}
+    sx.jit(sx.shard_map(record, mesh=mesh, **entries))(seen, jnp.arange(8.0))
     assert float(seen) == 28.0 and seen.value.sharding.is_fully_replicated
 
 
@@ -103,12 +103,13 @@ def test_objects_keep_their_identity_and_structural_changes_are_carried_back(
         return table, {"new": sx.Variable(x), "same": table.rows}
 
     specs = sx.StateSharding({sx.PathContains("calls"): P(), ...: P("data")})
-    returned, rest = sx.shard_map(
+    run = sx.shard_map(
         grow,
         mesh=auto_mesh,
         in_specs=(specs, P("data")),
         out_specs=(specs, {"new": P("data"), "same": P("data")}),
-    )(table, jnp.ones(8))
+    )
+    returned, rest = sx.jit(run)(table, jnp.ones(8))
     assert returned is table and rest["same"] is table.rows
     assert table.name == "grown" and table.squares.value.tolist() == [i * i for i in range(8)]
     assert dict(table.rows.metadata) == {"note": "inside"}
@@ -123,7 +124,7 @@ def test_values_that_are_pytrees_have_one_spec_or_one_for_each_array(auto_mesh: 
         return pair["a"].shape
 
     specs = sx.State.from_flat({(): {"a": P("data"), "b": P()}})
-    shape = sx.shard_map(double, mesh=auto_mesh, in_specs=(specs,), out_specs=P())(pair)
+    shape = sx.jit(sx.shard_map(double, mesh=auto_mesh, in_specs=(specs,), out_specs=P()))(pair)
     assert list(map(int, shape)) == [2]
     assert pair["a"].tolist() == [0, 2, 4, 6] and float(pair["b"]) == 6
     assert (spec_of(pair["a"]), spec_of(pair["b"])) == (("data",), ())
@@ -159,7 +160,8 @@ def test_functions_methods_partials_and_callable_modules(auto_mesh: Mesh) -> Non
             return self(x)
 
     by_method = Decorated()
-    assert by_method.step(jnp.ones(8)).tolist() == expected and int(by_method.calls) == 1
+    result = sx.jit(lambda model, x: model.step(x))(by_method, jnp.ones(8))
+    assert result.tolist() == expected and int(by_method.calls) == 1
     assert Decorated.step.__doc__ == "Doc."
 
     def scaled(scale: float, table: Table, x: Any) -> Any:
@@ -167,12 +169,12 @@ def test_functions_methods_partials_and_callable_modules(auto_mesh: Mesh) -> Non
 
     entries = {"mesh": auto_mesh, "out_specs": P("data")}
     partial = sx.shard_map(functools.partial(scaled, 1.0), in_specs=(BY_TYPE, P("data")), **entries)
-    assert partial(Table(), jnp.ones(8)).tolist() == expected
+    assert sx.jit(partial)(Table(), jnp.ones(8)).tolist() == expected
 
     whole, bound = Table(), Table()  # what a function is bound to is whole in every shard
     for function, table in [(whole, whole), (bound.__call__, bound)]:
         run = sx.shard_map(function, mesh=auto_mesh, in_specs=P(), out_specs=P())
-        assert run(jnp.ones(8)).tolist() == expected and int(table.calls) == 1
+        assert sx.jit(run)(jnp.ones(8)).tolist() == expected and int(table.calls) == 1
 
 
 def test_flax_11_arguments_may_be_given_by_name(auto_mesh: Mesh) -> None:
@@ -183,10 +185,19 @@ def test_flax_11_arguments_may_be_given_by_name(auto_mesh: Mesh) -> None:
     run = sx.shard_map(call, mesh=auto_mesh, in_specs=specs, out_specs=P("data"))
     x, scale = jnp.ones(8), jnp.full(8, 2.0)
     expected = [2 * (1 + 2 * i) for i in range(8)]
-    assert run(Table(), x, 0.0, scale).tolist() == expected
-    assert run(Table(), scale=scale, x=x).tolist() == expected
-    assert run(x=x, offset=0.0, scale=scale, table=Table()).tolist() == expected
-    assert run(Table(), x).tolist() == [1 + 2 * i for i in range(8)]
+
+    @sx.jit
+    def called_in_all_ways() -> Any:
+        return [
+            run(Table(), x, 0.0, scale),
+            run(Table(), scale=scale, x=x),
+            run(x=x, offset=0.0, scale=scale, table=Table()),
+            run(Table(), x),
+        ]
+
+    *by_name, by_default = called_in_all_ways()
+    assert [result.tolist() for result in by_name] == [expected] * 3
+    assert by_default.tolist() == [1 + 2 * i for i in range(8)]
     with pytest.raises(TypeError, match=r"missing .* argument: 'x'"):
         run(table=Table())
 
@@ -265,7 +276,7 @@ def test_a_shared_variable_has_one_spec(auto_mesh: Mesh) -> None:
 
     def run(second: Any, out: Any = None) -> Any:
         entries = {"in_specs": (BY_TYPE, second), "out_specs": out or P("data")}
-        return sx.shard_map(call, mesh=auto_mesh, **entries)(table, rows)
+        return sx.jit(sx.shard_map(call, mesh=auto_mesh, **entries))(table, rows)
 
     assert run(P("data")) is rows and rows.value.tolist() == [i + 1 for i in range(8)]
     assert run(P("data", None)) is rows
@@ -285,6 +296,5 @@ def test_tied_parameters_have_one_gradient(auto_mesh: Mesh) -> None:
         return jax.lax.pmean((tied.embed * tied.head * x).mean(), "data")
 
     run = sx.shard_map(sx.grad(loss), mesh=auto_mesh, in_specs=(P(), P("data")), out_specs=P())
-    assert {path: float(g) for path, g in run(Tied(3.0), jnp.ones(4)).flat().items()} == {
-        ("embed",): 6.0
-    }
+    gradient = sx.jit(run)(Tied(3.0), jnp.ones(4))
+    assert {path: float(g) for path, g in gradient.flat().items()} == {("embed",): 6.0}

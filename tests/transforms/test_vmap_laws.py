@@ -14,7 +14,6 @@ from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_
 
 import shardax as sx
 
-
 COUNTS = st.sampled_from([1, 3])
 """Numbers of lanes."""
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +41,13 @@ def _lane_streams(rngs: sx.Rngs, count: int) -> list[sx.Rngs]:
     return [sx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
 
 
+def _lane_of(array: Any, lane: int, axis: int) -> Any:
+    """One lane; by NumPy, but for keys."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array[lane]  # a vector, whose only axis is the first and the last
+    return np.take(np.asarray(array), lane, axis)
+
+
 # --- split ---
 
 
@@ -50,7 +59,7 @@ def test_lanes_draw_different_numbers_and_the_stream_moves_on_by_one_draw() -> N
     assert (rngs.default.key.shape, int(rngs.default.count)) == ((), 2)
 
 
-@given(st.integers(1, 4), st.integers(0, 3), st.lists(st.sampled_from("ab"), max_size=4))
+@given(st.sampled_from([1, 3]), st.integers(0, 3), st.lists(st.sampled_from("ab"), max_size=4))
 @settings(max_examples=20)
 def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list[str]) -> None:
     rngs, other = sx.Rngs(a=0, b=1), sx.Rngs(a=0, b=1)
@@ -62,7 +71,7 @@ def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list
         return [jax.random.key_data(r[name]()) for name in draws]
 
     lanes = [draw(lane) for lane in _lane_streams(other, count)]
-    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *lanes)
+    expected = jax.tree.map(lambda *rows: np.stack(rows), *lanes)
     assert_equal_values(sx.vmap(draw, axis_size=count)(rngs), expected)
     assert int(rngs.a.count) == before + ("a" in draws)
     assert int(rngs.b.count) == ("b" in draws)
@@ -78,8 +87,8 @@ def test_an_ensemble_has_parameters_of_its_own_in_every_lane() -> None:
     rngs = sx.Rngs(0)
     made = sx.vmap(lambda r: sx.nn.Linear(2, 3, rngs=r), axis_size=4)(rngs)
     lanes = [sx.nn.Linear(2, 3, rngs=lane) for lane in _lane_streams(sx.Rngs(0), 4)]
-    assert_equal_values(made.kernel.value, jnp.stack([lane.kernel.value for lane in lanes]))
-    assert len(jnp.unique(made.kernel[:, 0, 0])) == 4
+    assert_equal_values(made.kernel.value, np.stack([lane.kernel.value for lane in lanes]))
+    assert len(np.unique(made.kernel.value[:, 0, 0])) == 4
 
 
 def test_dropout_drops_other_elements_in_every_lane() -> None:
@@ -185,36 +194,50 @@ def test_a_stream_with_a_key_per_lane_is_mapped_like_any_array() -> None:
     assert rngs.default.count.tolist() == [2, 2, 2]
 
 
+def _draw_twice(r: sx.Rngs) -> Any:
+    return jax.random.normal(r.params()) + jax.random.normal(r.params())
+
+
+OVER = {
+    "vmap": sx.vmap(_draw_twice),
+    "scan": sx.scan(_draw_twice, in_axes=0, out_axes=0),
+    "jit": sx.jit(sx.vmap(_draw_twice)),
+}
+
+
+@functools.cache
+def _keys() -> Any:
+    return jax.random.split(jax.random.key(0), 3)
+
+
+@functools.cache
+def _drawn_by_each_lane() -> Any:
+    """What a stream of each key gives in two calls."""
+    lanes = [sx.Rngs(params=key) for key in _keys()]
+    return np.array([[_draw_twice(lane) for lane in lanes] for _ in range(2)])
+
+
 @pytest.mark.parametrize("form", ["typed", "raw", "default", "mixed"])
-@pytest.mark.parametrize("over", ["vmap", "scan", "jit"])
+@pytest.mark.parametrize("over", OVER)
 def test_rngs_of_an_array_of_keys_have_one_key_per_lane(form: str, over: str) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
     rngs = {
-        "typed": lambda: sx.Rngs(params=keys),
-        "raw": lambda: sx.Rngs(params=jax.random.key_data(keys)),
-        "default": lambda: sx.Rngs(keys),
-        "mixed": lambda: sx.Rngs(params=keys, dropout=7),
+        "typed": lambda: sx.Rngs(params=_keys()),
+        "raw": lambda: sx.Rngs(params=jax.random.key_data(_keys())),
+        "default": lambda: sx.Rngs(_keys()),
+        "mixed": lambda: sx.Rngs(params=_keys(), dropout=7),
     }[form]()
-
-    def draw(r: sx.Rngs) -> Any:
-        return jax.random.normal(r.params()) + jax.random.normal(r.params())
-
-    run = sx.scan(draw, in_axes=0, out_axes=0) if over == "scan" else sx.vmap(draw)
-    run = sx.jit(run) if over == "jit" else run
-    lanes = [sx.Rngs(params=key) for key in keys]
-    for _ in range(2):
-        assert jnp.allclose(run(rngs), jnp.stack([draw(lane) for lane in lanes]))
+    for expected in _drawn_by_each_lane():
+        np.testing.assert_allclose(OVER[over](rngs), expected, rtol=1e-6)
     assert rngs.params.count.value.tolist() == [4, 4, 4]
 
 
 def test_keys_that_are_written_into_a_stream_of_one_key_are_mapped_too() -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
+    expected = [float(jax.random.normal(sx.Rngs(params=key).params())) for key in _keys()]
     for run in (sx.vmap, lambda f: sx.scan(f, in_axes=0, out_axes=0)):
         rngs = sx.Rngs(params=0)
-        rngs.params.key.value = keys
+        rngs.params.key.value = _keys()
         drawn = run(lambda r: jax.random.normal(r.params()))(rngs)
-        expected = [jax.random.normal(sx.Rngs(params=key).params()) for key in keys]
-        assert jnp.allclose(drawn, jnp.stack(expected))
+        np.testing.assert_allclose(drawn, expected, rtol=1e-6)
         assert rngs.params.count.value.tolist() == [1, 1, 1]
 
 
@@ -224,7 +247,8 @@ def test_rngs_of_a_table_of_keys_are_mapped_along_any_axis_and_twice() -> None:
     rows = sx.vmap(draw)(sx.Rngs(params=keys))
     columns = sx.vmap(draw, in_axes=1)(sx.Rngs(params=keys))
     expected = [[float(jax.random.normal(sx.Rngs(params=k).params())) for k in row] for row in keys]
-    assert jnp.allclose(rows, jnp.array(expected)) and jnp.allclose(columns.T, rows)
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    np.testing.assert_allclose(np.transpose(columns), rows, rtol=1e-6)
 
 
 def test_streams_made_inside_come_out_with_a_key_per_lane() -> None:
@@ -250,7 +274,7 @@ def test_layers_made_inside_that_keep_a_split_stream_have_a_key_per_lane(out_axe
     assert (stream.key.shape, stream.count.value.tolist()) == ((3,), [1, 1, 1])
     lanes = [Block(lane) for lane in _lane_streams(sx.Rngs(0), 3)]
     for i, lane in enumerate(lanes):
-        whole = jax.tree.map(lambda a, i=i: jnp.take(a, i, axis=out_axes), sx.state(made))
+        whole = jax.tree.map(lambda a, i=i: _lane_of(a, i, out_axes), sx.state(made))
         assert_equal_values(whole.flat(), sx.state(lane).flat())
     assert (rngs.default.key.shape, int(rngs.default.count)) == ((), 1)
 
@@ -334,6 +358,6 @@ def test_numbers_are_the_same_over_a_mesh(mesh: Mesh) -> None:
         for run in (sx.vmap(draw), sx.jit(sx.vmap(draw))):
             rngs.default.count[...] = jnp.uint32(0)
             drawn = run(placed, rngs)
-            assert jnp.allclose(jax.device_get(drawn), expected, atol=1e-6)
+            np.testing.assert_allclose(drawn, expected, rtol=1e-5, atol=1e-6)
             assert drawn.sharding.spec == placed.kernel.sharding.spec
             assert int(rngs.default.count) == 1
