@@ -99,7 +99,7 @@ def outcome(edit: Callable[[], Any]) -> Any:
 
 @MANY
 @given(models(), NARROW)
-def test_setting_what_is_there_changes_nothing(model: Node, narrow: Any) -> None:
+def test_setting_current_values_changes_nothing(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
     assume(stand_apart(selection))
     assert_same_model(selection.set_all(selection.get_all(), allow_empty=True), model)
@@ -108,7 +108,7 @@ def test_setting_what_is_there_changes_nothing(model: Node, narrow: Any) -> None
 
 @MANY
 @given(models(), NARROW)
-def test_paths_lead_back_to_what_is_selected(model: Node, narrow: Any) -> None:
+def test_keypaths_select_the_same_places(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
     again = [sx.select(model).at_keypaths(path) for path in selection.keypaths()]
     assert [one.keypaths() for one in again] == [(path,) for path in selection.keypaths()]
@@ -136,7 +136,7 @@ def test_every_variable_is_in_one_part(model: Node, narrow: Any) -> None:
 
 @MANY
 @given(models(), NARROW_TO_VARIABLES)
-def test_an_edit_and_the_opposite_edit_give_the_same(model: Node, narrow: Any) -> None:
+def test_edit_then_inverse_edit_restores_the_model(model: Node, narrow: Any) -> None:
     wrapped = narrow(sx.select(model)).apply(Around, allow_empty=True)
     around = sx.select(wrapped).at_instances_of(Around)
     back = around.apply(lambda held: held.inner, allow_empty=True)
@@ -146,7 +146,7 @@ def test_an_edit_and_the_opposite_edit_give_the_same(model: Node, narrow: Any) -
 
 @MANY
 @given(models(), NARROW_TO_VARIABLES)
-def test_ties_are_kept_and_what_is_not_edited_is_shared(model: Node, narrow: Any) -> None:
+def test_ties_stay_and_unedited_objects_are_shared(model: Node, narrow: Any) -> None:
     sx.graphdef(model)
     copy, at = sx.clone(model), epoch.current
     selection = narrow(sx.select(model))
@@ -160,9 +160,7 @@ def test_ties_are_kept_and_what_is_not_edited_is_shared(model: Node, narrow: Any
 
 @MANY
 @given(models(), NARROW, st.sampled_from(EDITS))
-def test_in_place_does_what_a_new_tree_shows_or_both_refuse(
-    model: Node, narrow: Any, edit: Any
-) -> None:
+def test_inplace_edit_matches_the_functional_edit(model: Node, narrow: Any, edit: Any) -> None:
     before, copy = sx.clone(model), sx.clone(model)
     selection = narrow(sx.select(model))
     assume(selection.keypaths() != ((),))  # the tree itself cannot change into another

@@ -123,7 +123,7 @@ def _memory_of_the_gradient(mode: Any, max_steps: int, size: int = 64) -> int:
 
 
 @pytest.mark.parametrize(("mode", "growth"), [("store", 16), ("recompute", 4)])
-def test_memory_of_the_gradient_grows_like_the_limit_or_its_root(mode: Any, growth: int) -> None:
+def test_gradient_memory_grows_linearly_or_by_root(mode: Any, growth: int) -> None:
     at = {steps: _memory_of_the_gradient(mode, steps) for steps in (256, 4096, 65536)}
     first, second = at[4096] - at[256], at[65536] - at[4096]
     assert 0.9 * growth < second / first < 1.1 * growth, at

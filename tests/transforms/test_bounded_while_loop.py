@@ -107,7 +107,7 @@ def test_the_result_is_a_pytree_that_leaves_jit(mode: Any) -> None:
 
 
 @every_mode
-def test_a_python_number_takes_the_type_that_the_body_makes_of_it(mode: Any) -> None:
+def test_python_number_takes_the_body_dtype(mode: Any) -> None:
     body = lambda c: (c[0] * jnp.float32(1.5), c[1] + 1)  # noqa: E731
     result = sx.bounded_while_loop(
         lambda c: c[1] < 2, body, (1, 0), max_steps=4, history=lambda c: c, differentiable=mode
@@ -117,7 +117,7 @@ def test_a_python_number_takes_the_type_that_the_body_makes_of_it(mode: Any) -> 
 
 
 @every_mode
-def test_random_keys_go_around_and_into_the_history(mode: Any) -> None:
+def test_random_keys_are_carried_and_recorded(mode: Any) -> None:
     first = jax.random.key(0)
     result = sx.bounded_while_loop(
         lambda c: c[1] < 2,
@@ -137,7 +137,7 @@ def test_random_keys_go_around_and_into_the_history(mode: Any) -> None:
 
 
 @every_mode
-def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
+def test_padding_is_number_array_or_prefix(mode: Any) -> None:
     def row_after(padding: Any) -> Any:
         result = sx.bounded_while_loop(
             _below(1.0),
@@ -175,7 +175,7 @@ def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
         (jax.random.key(0), r"\.n"),
     ],
 )
-def test_padding_that_does_not_fit_is_an_error_naming_the_place(padding: Any, told: str) -> None:
+def test_unfitting_padding_raises_with_path(padding: Any, told: str) -> None:
     with pytest.raises(BoundedLoopError, match=told):
         sx.bounded_while_loop(
             _below(1),
@@ -196,7 +196,7 @@ def _call(model: Scale) -> Scale:
 
 
 @every_mode
-def test_modules_go_around_as_the_objects_they_are(mode: Any) -> None:
+def test_carried_modules_keep_their_identity(mode: Any) -> None:
     model = Scale(rate=1.0)
     result = sx.bounded_while_loop(
         lambda m: m.calls < 2,
@@ -222,7 +222,7 @@ def _draws_until(total: float) -> list[float]:
 
 
 @every_mode
-def test_captured_variables_that_the_body_writes_go_around(mode: Any) -> None:
+def test_captured_variables_that_are_written_are_carried(mode: Any) -> None:
     total, rngs = sx.Variable(jnp.float32(0)), sx.Rngs(0)
 
     def body(i: Any) -> Any:
@@ -284,7 +284,7 @@ def test_under_vmap_each_lane_has_its_own_length(mode: Any) -> None:
 
 
 @every_mode
-def test_lanes_that_stop_together_and_lanes_by_argument_agree(mode: Any) -> None:
+def test_shared_and_mapped_limits_agree_under_vmap(mode: Any) -> None:
     def run(x: Any, limit: Any) -> Any:
         body = lambda c: (c[0] * 2, c[1] + 1)  # noqa: E731
         return sx.bounded_while_loop(
@@ -320,7 +320,7 @@ def test_module_state_of_each_lane_stops_with_it(mode: Any) -> None:
 
 
 @every_mode
-def test_what_a_finished_lane_would_compute_does_no_harm(mode: Any) -> None:
+def test_finished_lanes_produce_no_nonfinite_values(mode: Any) -> None:
     weight = jnp.float32(1)
 
     def run(weight: Any, x: Any) -> Any:
@@ -372,9 +372,7 @@ def test_steps_that_no_lane_takes_are_not_run(mode: Any) -> None:
 
 
 @every_mode
-def test_on_shards_what_goes_around_may_come_to_differ_between_them(
-    auto_mesh: Any, mode: Any
-) -> None:
+def test_carry_may_become_different_between_shards(auto_mesh: Any, mode: Any) -> None:
     def shard(x: Any) -> Any:
         result = sx.bounded_while_loop(
             lambda c: c[1] < 2,
@@ -391,7 +389,7 @@ def test_on_shards_what_goes_around_may_come_to_differ_between_them(
 
 
 @every_mode
-def test_rows_keep_the_layout_of_what_they_hold(explicit_mesh: Any, mode: Any) -> None:
+def test_history_rows_keep_the_sharding(explicit_mesh: Any, mode: Any) -> None:
     with jax.set_mesh(explicit_mesh):
         x = jax.device_put(jnp.arange(4.0), P("data"))
         result = sx.jit(
@@ -412,7 +410,7 @@ def test_rows_keep_the_layout_of_what_they_hold(explicit_mesh: Any, mode: Any) -
 
 
 @pytest.mark.parametrize("max_steps", [-1, 2.0, True, "3", None])
-def test_the_limit_is_an_integer_of_at_least_zero(max_steps: Any) -> None:
+def test_max_steps_is_a_nonnegative_integer(max_steps: Any) -> None:
     with pytest.raises(BoundedLoopError, match=r"max_steps of sx\.bounded_while_loop is "):
         sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=max_steps)
 
@@ -448,7 +446,7 @@ def test_the_history_only_reads() -> None:
         )
 
 
-def test_the_form_of_what_goes_around_stays() -> None:
+def test_changed_form_of_carry_raises() -> None:
     with pytest.raises(CarryError, match=r"from int32\[\] to float32\[2\]"):
         sx.bounded_while_loop(lambda x: True, lambda x: jnp.ones(2), jnp.int32(0), max_steps=3)
     with pytest.raises(ArgumentError, match=r"is a str"):

@@ -200,9 +200,7 @@ SEEDS = st.integers(0, 3)
 
 @given(chain=chains, seed=SEEDS, compiled=COMPILED)
 @settings(max_examples=12)
-def test_transforms_compose_in_any_order_with_one_result(
-    chain: list[Any], seed: int, compiled: bool
-) -> None:
+def test_transforms_compose_in_any_order(chain: list[Any], seed: int, compiled: bool) -> None:
     step = compose(chain, bare)
     found = run(sx.jit(step) if compiled else step, seed)
     assert_alike(found, expected(seed))
@@ -210,7 +208,7 @@ def test_transforms_compose_in_any_order_with_one_result(
 
 @given(chain=chains, seed=SEEDS)
 @settings(max_examples=10)
-def test_gradients_through_any_composition_are_those_of_the_bare_step(
+def test_gradients_through_compositions_match_the_plain_function(
     chain: list[Any], seed: int
 ) -> None:
     found = sx.jit(sx.grad(loss(compose(chain, bare))))(Cell(seed), X).flat()
@@ -221,7 +219,7 @@ def test_gradients_through_any_composition_are_those_of_the_bare_step(
 
 @given(chain=chains, seed=SEEDS, compiled=COMPILED)
 @settings(max_examples=10)
-def test_a_model_that_is_closed_over_does_what_one_that_is_passed_does(
+def test_captured_model_behaves_as_a_passed_one(
     chain: list[Any], seed: int, compiled: bool
 ) -> None:
     """Where writes through closures are carried; vmap and shard_map refuse them."""

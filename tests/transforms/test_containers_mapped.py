@@ -181,7 +181,7 @@ def test_such_containers_are_arguments_results_and_carries(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stack_of_layers_with_such_containers_has_its_name_and_its_numbers(kind: str) -> None:
+def test_stack_of_container_layers_has_name_and_values(kind: str) -> None:
     rngs = sx.Rngs(0)
     stack = sx.nn.Stack(lambda: Net(KINDS[kind], rngs), 3)
     other = sx.Rngs(0)

@@ -96,7 +96,7 @@ def test_on_shards_every_shard_has_its_own_state(run: Callable[..., Any], auto_m
     assert lanes.count.value.tolist() == expected.count.value.tolist()
 
 
-def test_a_choice_takes_in_only_what_its_branches_use() -> None:
+def test_cond_takes_only_operands_its_branches_use() -> None:
     model = sx.List([Scale(2), Scale(7)])
 
     def run(model: Any) -> Any:
@@ -192,9 +192,7 @@ def _partly(mapped: bool) -> Partly:
 
 @pytest.mark.parametrize("form", ["called", "mapped", "on shards"])
 @pytest.mark.parametrize("name", TAKEN_IN)
-def test_what_a_choice_or_loop_does_not_use_it_does_not_take_in(
-    name: str, form: str, auto_mesh: Any
-) -> None:
+def test_control_flow_excludes_unused_variables(name: str, form: str, auto_mesh: Any) -> None:
     run, model, x = TAKEN_IN[name], _partly(form == "mapped"), jnp.ones(3)
     if form == "mapped":
         run = sx.vmap(run, in_axes=(ELEMENTS, 0))
@@ -211,7 +209,7 @@ def test_what_a_choice_or_loop_does_not_use_it_does_not_take_in(
         assert not [shape for shape in shapes if 11 in shape]
 
 
-def test_a_choice_that_differs_between_shards_cannot_write_what_they_share(auto_mesh: Any) -> None:
+def test_shard_dependent_cond_cannot_write_replicated_state(auto_mesh: Any) -> None:
     model = Scale(1)
 
     def add(model: Scale) -> None:
@@ -228,7 +226,7 @@ def test_a_choice_that_differs_between_shards_cannot_write_what_they_share(auto_
 
 
 @every_kind
-def test_what_all_lanes_share_is_not_written_through_a_closure(run: Callable[..., Any]) -> None:
+def test_captured_state_cannot_be_written_under_vmap(run: Callable[..., Any]) -> None:
     model = Dropped()
     with pytest.raises(ForeignMutationError, match=r"model\.(count|rngs)"):
         sx.vmap(lambda x: run(model, x))(jnp.ones((2, 3)))
@@ -238,7 +236,7 @@ def test_what_all_lanes_share_is_not_written_through_a_closure(run: Callable[...
 @pytest.mark.usefixtures("collecting_only_what_is_new")
 @every_kind
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_is_let_go_when_its_last_user_is(run: Callable[..., Any], compiled: bool) -> None:
+def test_dropped_model_is_garbage_collected(run: Callable[..., Any], compiled: bool) -> None:
     model = Dropped()
     transformed = sx.jit(run) if compiled else run
     transformed(model, jnp.ones(3))

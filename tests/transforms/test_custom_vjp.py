@@ -133,7 +133,7 @@ def test_lanes_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, sx.jit], ids=["", "jit"])
-def test_inside_shard_map_shared_values_get_the_sum_over_shards(auto_mesh: Any, wrap: Any) -> None:
+def test_shard_map_sums_gradients_of_replicated_values(auto_mesh: Any, wrap: Any) -> None:
     class Plain(sx.Module):
         def __init__(self) -> None:
             self.factor = sx.Param(jnp.array([[1.0, 2.0]]))
@@ -169,7 +169,7 @@ def test_without_differentiation_the_function_itself_runs() -> None:
     assert (float(value), float(gradient)) == (101.0, 1.0)
 
 
-def test_a_rule_that_cannot_be_traced_is_no_matter_until_it_is_needed() -> None:
+def test_failing_rule_raises_only_under_differentiation() -> None:
     def fwd(x: Any) -> Any:
         raise NotImplementedError("no gradient")
 
@@ -210,7 +210,7 @@ def test_no_tracer_is_left_behind() -> None:
 # --- what rules get ---
 
 
-def test_residuals_may_be_modules_variables_arrays_and_static_values() -> None:
+def test_residuals_are_modules_arrays_and_static_values() -> None:
     seen = []
 
     def fwd(model: Scale, x: Any) -> Any:
@@ -267,7 +267,7 @@ def test_modules_in_residuals_are_copies_to_work_with() -> None:
     assert int(model.calls) == 2 and stream is not None and int(stream.count) == 2
 
 
-def test_arguments_without_gradient_come_first_static_ones_as_they_are() -> None:
+def test_nondiff_arguments_come_first_static_ones_unchanged() -> None:
     got = []
 
     @sx.custom_vjp(nondiff_argnums=(0, 2, -1))
@@ -289,7 +289,7 @@ def test_arguments_without_gradient_come_first_static_ones_as_they_are() -> None
     assert got == [(jnp.sin, Scale, [0.0, 0.0])]
 
 
-def test_defaults_and_names_are_positions_and_keyword_only_ones_have_no_gradient() -> None:
+def test_keyword_only_arguments_have_no_gradient() -> None:
     @sx.custom_vjp(nondiff_argnums=1)
     def power(x: Any, n: int = 2, *, times: Any = 1.0, mode: str = "a") -> Any:
         assert isinstance(n, int) and mode in "ab"
@@ -305,7 +305,7 @@ def test_defaults_and_names_are_positions_and_keyword_only_ones_have_no_gradient
         sx.grad(lambda t: power(3.0, times=t))(2.0)
 
 
-def test_a_filter_says_which_variables_of_an_argument_have_a_gradient() -> None:
+def test_filter_selects_variables_with_gradients() -> None:
     @sx.custom_vjp(nondiff_argnums=(sx.DiffState(1, sx.BatchStat),))
     def function(a: Sine, b: Sine) -> Any:
         return (a.factor * b.mean).sum()
@@ -359,9 +359,7 @@ def test_methods_bound_methods_and_callable_modules() -> None:
         (None, [0.0, 0.0]),
     ],
 )
-def test_a_gradient_of_a_module_is_by_path_and_zero_where_missing(
-    given: Any, expected: Any
-) -> None:
+def test_missing_gradients_of_a_module_are_zero(given: Any, expected: Any) -> None:
     function = sx.custom_vjp(lambda model, n: model.factor.sum() * n)
     function.defvjp(lambda model, n: (function(model, n), None), lambda r, ct: [given, None])
     for run in (sx.grad(function), sx.jit(sx.grad(function)), sx.grad(sx.jit(function))):
@@ -406,7 +404,7 @@ def test_a_variable_shared_by_arguments_has_one_gradient() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_true_rule_passes_the_check_of_finite_differences(compiled: bool) -> None:
+def test_correct_rule_matches_finite_differences(compiled: bool) -> None:
     graphdef, state = sx.split(with_values(sx.nn.Linear(3, 2, rngs=sx.Rngs(0))))
     function = sx.custom_vjp(lambda m, x: jnp.tanh(m(x)))
 

@@ -69,7 +69,7 @@ AROUND = pytest.mark.parametrize("around", [sx.Jitted, sx.Remat])
 
 
 @AROUND
-def test_a_wrapped_layer_does_what_the_layer_does(around: Callable[[Any], Any]) -> None:
+def test_wrapped_layer_computes_as_the_layer(around: Callable[[Any], Any]) -> None:
     layer, plain = noisy(), noisy()
     wrapped = around(layer)
     assert wrapped.body is layer
@@ -125,7 +125,7 @@ def test_modes_reach_the_layer(around: Callable[[Any], Any]) -> None:
 
 
 @AROUND
-def test_attributes_of_the_layer_are_those_of_the_wrapper(around: Callable[[Any], Any]) -> None:
+def test_wrapper_exposes_attributes_of_the_layer(around: Callable[[Any], Any]) -> None:
     layer = noisy()
     wrapped = around(layer)
     assert wrapped.linear is layer.linear and int(wrapped.peek()) == 0
@@ -183,9 +183,7 @@ def test_wrappers_nest_around_any_part_of_a_model(around: Callable[[Any], Any]) 
 
 
 @AROUND
-def test_only_modules_that_can_be_called_have_something_around_them(
-    around: Callable[[Any], Any],
-) -> None:
+def test_only_callable_modules_are_wrapped(around: Callable[[Any], Any]) -> None:
     class Silent(sx.Module):
         pass
 
@@ -206,7 +204,7 @@ def test_stateless_calls_and_slots_go_through(around: Callable[[Any], Any]) -> N
 # --- Jitted ---
 
 
-def test_the_call_is_traced_once_for_all_layers_of_one_structure() -> None:
+def test_equal_layers_are_traced_once() -> None:
     kind = fresh_class()
     layers = [sx.Jitted(kind(sx.Rngs(seed))) for seed in range(4)]
     for layer in [*layers, *layers, sx.clone(layers[0])]:
@@ -227,7 +225,7 @@ def test_an_edit_of_the_layer_is_seen() -> None:
     assert layer(X).shape == (2, 2)
 
 
-def test_inside_another_compiled_function_it_is_part_of_that_program() -> None:
+def test_inside_jit_it_joins_the_outer_program() -> None:
     model = noisy()
     model.linear = sx.Jitted(model.linear)
     for make in (sx.make_jaxpr, jax.make_jaxpr):
@@ -238,7 +236,7 @@ def test_inside_another_compiled_function_it_is_part_of_that_program() -> None:
     np.testing.assert_allclose(sx.jit(sx.Jitted(noisy()))(X), plain(X), rtol=1e-5, atol=1e-8)
 
 
-def test_under_transforms_that_compile_nothing_it_is_still_compiled() -> None:
+def test_it_compiles_under_other_transforms() -> None:
     layer = sx.Jitted(fresh_class()(sx.Rngs(0)))
     for _ in range(3):
         sx.grad(lambda layer: layer(X).sum())(layer)
@@ -257,7 +255,7 @@ def test_an_exception_leaves_the_layer_as_it_was() -> None:
     assert int(layer.calls) == 0 and layer(X).shape == (2, 4)
 
 
-def test_static_arguments_are_named_as_those_of_the_layers_call() -> None:
+def test_static_arguments_are_those_of_the_call() -> None:
     traces = []
 
     class Repeat(sx.Module):
@@ -280,7 +278,7 @@ def test_static_arguments_are_named_as_those_of_the_layers_call() -> None:
         layer(X, [2])
 
 
-def test_donated_arguments_are_used_up_and_the_layers_variables_stay() -> None:
+def test_donation_spares_the_layer_variables() -> None:
     layer = sx.Jitted(noisy(), donate_argnums=0)
     x = X + 1
     layer(x)
@@ -293,7 +291,7 @@ def test_donated_arguments_are_used_up_and_the_layers_variables_stay() -> None:
         sx.Jitted(noisy(), donate_argnames="y")
 
 
-def test_declared_shardings_are_those_of_the_arguments_and_hold_inside_too(auto_mesh: Any) -> None:
+def test_declared_shardings_apply_to_arguments(auto_mesh: Any) -> None:
     rows = NamedSharding(auto_mesh, PartitionSpec("data"))
     columns = NamedSharding(auto_mesh, PartitionSpec(None, "model"))
     for declared in (rows, (rows,)):
@@ -335,7 +333,7 @@ def test_variables_used_through_closures_are_live() -> None:
 # --- Remat ---
 
 
-def test_a_policy_is_static_and_says_what_is_kept() -> None:
+def test_remat_policy_chooses_what_is_kept() -> None:
     class Deep(sx.Module):
         def __init__(self) -> None:
             self.layers = [sx.nn.Linear(4, 4, rngs=sx.Rngs(i)) for i in range(4)]
@@ -357,7 +355,7 @@ def test_a_policy_is_static_and_says_what_is_kept() -> None:
     assert len({sx.graphdef(sx.Remat(Deep(), policy=policy)) for policy in names}) == 1
 
 
-def test_static_side_inputs_need_the_option_in_the_function() -> None:
+def test_static_side_inputs_need_the_static_option() -> None:
     layer = noisy()
     assert sx.remat(layer, static="auto")(X, "eval").shape == (2, 4)
     with pytest.raises(StaticArgumentError, match="static='all'"):

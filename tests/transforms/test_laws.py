@@ -91,7 +91,7 @@ def _is_float(value: Any) -> bool:
 
 @given(models())
 @FEW
-def test_closed_over_is_the_same_as_passed_in_and_as_not_compiled(model: Any) -> None:
+def test_captured_passed_and_eager_models_agree(model: Any) -> None:
     passed, eager = sx.clone(model), sx.clone(model)
     results = [sx.jit(lambda: _touch(model))(), sx.jit(_touch)(passed), _touch(eager)]
     assert_equal_values(results[0], results[1])
@@ -102,7 +102,7 @@ def test_closed_over_is_the_same_as_passed_in_and_as_not_compiled(model: Any) ->
 
 @given(models())
 @FEW
-def test_an_abstract_copy_has_the_structure_shapes_and_sharing_of_the_model(model: Any) -> None:
+def test_eval_shape_keeps_structure_shapes_and_sharing(model: Any) -> None:
     shapes = sx.eval_shape(lambda m: m, model)
     assert sx.graphdef(shapes) == sx.graphdef(model)
     assert sx.find_duplicates(shapes) == sx.find_duplicates(model)
@@ -112,7 +112,7 @@ def test_an_abstract_copy_has_the_structure_shapes_and_sharing_of_the_model(mode
 
 @given(models())
 @FEW
-def test_a_compiled_program_serves_any_model_of_equal_structure_and_shapes(model: Any) -> None:
+def test_compiled_program_serves_models_of_equal_structure(model: Any) -> None:
     other = sx.clone(model)
     compiled = sx.jit(_touch).lower(model).compile()
     assert_equal_values(compiled(other), _touch(model))
@@ -164,9 +164,7 @@ def test_grad_of_a_pure_function_is_jaxs(tree: Any, scale: float) -> None:
 
 @given(st.lists(_FLOATS, min_size=1, max_size=4), st.data())
 @FEW
-def test_gradients_of_a_model_are_those_of_its_values_summed_over_ties(
-    arrays: list[Any], data: st.DataObject
-) -> None:
+def test_gradients_are_summed_over_ties(arrays: list[Any], data: st.DataObject) -> None:
     params = [sx.Param(array) for array in arrays]
     uses = data.draw(st.lists(st.integers(0, len(params) - 1), min_size=1, max_size=6))
     model = sx.List([params[i] for i in uses])

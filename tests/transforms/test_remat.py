@@ -87,20 +87,20 @@ def _primitives(jaxpr: Any) -> list[str]:
 
 @pytest.mark.parametrize("wrap", [lambda f: f, sx.jit], ids=["eager", "jit"])
 def test_values_gradients_numbers_and_writes_are_those_without(wrap: Any) -> None:
-    plain, rematerialised = Noisy(), Noisy()
+    plain, rematerialized = Noisy(), Noisy()
     x = X
     for _ in range(2):  # the second time draws other numbers
         expected = wrap(sx.value_and_grad(_loss(_call)))(plain, x)
-        found = wrap(sx.value_and_grad(_loss(sx.remat(_call))))(rematerialised, x)
+        found = wrap(sx.value_and_grad(_loss(sx.remat(_call))))(rematerialized, x)
         _assert_close(found, expected)
         x = x + 1
-    assert int(rematerialised.calls) == 2
-    plain_state, state = sx.state(plain).flat(), sx.state(rematerialised).flat()
+    assert int(rematerialized.calls) == 2
+    plain_state, state = sx.state(plain).flat(), sx.state(rematerialized).flat()
     assert list(plain_state) == list(state)
     count = ("dropout", "stream", "count")
     assert_equal_values(state[count], plain_state[count])
     _assert_close(state[("mean",)], plain_state[("mean",)])
-    assert len(rematerialised.seen.value) == 2
+    assert len(rematerialized.seen.value) == 2
 
 
 def test_random_numbers_are_replayed_and_not_drawn_again() -> None:
@@ -116,7 +116,7 @@ def test_random_numbers_are_replayed_and_not_drawn_again() -> None:
     assert int(stream.count) == 1
 
 
-def test_it_computes_again_what_it_does_not_keep() -> None:
+def test_unsaved_values_are_recomputed() -> None:
     model = Noisy()
 
     def computed(forward: Any) -> int:
@@ -126,7 +126,7 @@ def test_it_computes_again_what_it_does_not_keep() -> None:
     assert (computed(_call), computed(sx.remat(_call)), computed(keep)) == (2, 4, 2)
 
 
-def test_a_policy_chooses_what_is_kept_by_name() -> None:
+def test_policy_saves_values_by_name() -> None:
     def forward(model: Scale, x: Any) -> Any:
         hidden = checkpoint_name(jnp.sin(model(x)), "hidden")
         return jnp.cos(hidden)
@@ -153,7 +153,7 @@ def test_prevent_cse_is_handed_on() -> None:
 # --- forms ---
 
 
-def test_usable_as_decorator_with_and_without_options_on_functions_and_methods() -> None:
+def test_decorates_functions_and_methods() -> None:
     class Model(Scale):
         @sx.remat
         def plain(self, x: Any) -> Any:
@@ -180,7 +180,7 @@ def test_static_arguments_by_name() -> None:
     assert float(sx.grad(forward)(3.0, mode="same")) == 1.0
 
 
-def test_a_callable_module_a_bound_method_and_a_partial() -> None:
+def test_modules_methods_and_partials_are_functions() -> None:
     model = Scale()
     functions = (model, model.__call__, functools.partial(_call, model))
     for function in functions:
@@ -328,13 +328,13 @@ def test_what_remat_refuses(call: Any, error: type[ShardaxError], message: str) 
 
 @given(models())
 @FEW
-def test_remat_is_the_identity_on_values_writes_and_gradients(model: Any) -> None:
+def test_remat_keeps_values_writes_and_gradients(model: Any) -> None:
     model.own = sx.Param(1.0)
     other = sx.clone(model)
     out, gradients = sx.vjp(touch, model)
-    found, rematerialised = sx.vjp(sx.remat(touch), other)
+    found, rematerialized = sx.vjp(sx.remat(touch), other)
     assert_equal_values(found, out)
-    assert_equal_values(rematerialised(out), gradients(out))
+    assert_equal_values(rematerialized(out), gradients(out))
     assert_same_model(other, model)
 
 

@@ -47,7 +47,7 @@ def _compiled(name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", SINGULAR)
 @settings(max_examples=20, deadline=None)
 @given(numbers=st.lists(NUMBERS, min_size=4, max_size=4), seed=st.integers(0, 9))
-def test_values_and_derivatives_are_those_of_the_chosen_side(
+def test_values_and_derivatives_match_the_chosen_side(
     name: str, numbers: list[float], seed: int
 ) -> None:
     function, derivative, inside, _ = SINGULAR[name]
@@ -74,7 +74,7 @@ def test_values_and_derivatives_are_those_of_the_chosen_side(
     ],
     ids=["grad", "jit of grad", "vmap of grad", "grad of vmap", "remat"],
 )
-def test_one_where_gives_nan_and_safe_where_does_not(transformed: Any) -> None:
+def test_plain_where_gives_nan_safe_where_not(transformed: Any) -> None:
     x = jnp.array([0.0, 4.0])
     wrong = jax.jit(transformed(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)))(x)
     safe = lambda x: sx.safe_where(x > 0, jnp.sqrt, x, otherwise=0.0, stand_in=1.0)  # noqa: E731
@@ -83,7 +83,7 @@ def test_one_where_gives_nan_and_safe_where_does_not(transformed: Any) -> None:
     np.testing.assert_array_equal(right, [0.0, 0.25])
 
 
-def test_cond_in_lanes_has_no_nan_in_its_gradient_either() -> None:
+def test_gradient_of_cond_under_vmap_is_finite() -> None:
     x = jnp.array([0.0, 4.0])
     one = lambda x: sx.cond(x > 0, jnp.sqrt, jnp.zeros_like, x)  # noqa: E731
     assert jax.jit(jax.vmap(jax.grad(one)))(x).tolist() == [0.0, 0.25]
@@ -98,7 +98,7 @@ def test_second_derivatives_are_finite_too() -> None:
     assert second(jnp.array([0.0, -1.0, 2.0])).tolist() == [0.0, 0.0, -0.25]
 
 
-def test_the_other_side_may_be_a_function_and_is_guarded_likewise() -> None:
+def test_otherwise_may_be_a_guarded_function() -> None:
     def sinc(x: Any) -> Any:
         small = jnp.abs(x) < 1e-3
         return sx.safe_where(
@@ -125,7 +125,7 @@ def test_several_operands_and_what_is_only_broadcast() -> None:
     assert [g.tolist() for g in found] == [[[0.0, 1.0, 0.5]] * 2, [[0.0, -2.0, -0.5]]]
 
 
-def test_a_norm_along_a_dimension_has_a_gradient_at_zero() -> None:
+def test_norm_has_a_finite_gradient_at_zero() -> None:
     def unit(v: Any) -> Any:
         nonzero = (v != 0).any(-1, keepdims=True)
         return sx.safe_where(
@@ -142,7 +142,7 @@ def test_a_norm_along_a_dimension_has_a_gradient_at_zero() -> None:
     np.testing.assert_allclose(gradient, [[0.0, 0.0], [0.128, -0.096]], rtol=1e-5)
 
 
-def test_variables_are_operands_and_may_be_written_by_the_function() -> None:
+def test_variables_are_operands_and_may_be_written() -> None:
     scale, calls = sx.Param(jnp.array([0.0, 2.0])), sx.Variable(jnp.int32(0))
 
     @sx.jit
@@ -172,6 +172,6 @@ def test_dtypes_are_kept(dtype: Any) -> None:
         ((True, jnp.log, jnp.ones(2), jnp.int32(3)), ArgumentError, "Operand 1 .* int32 .* 0.5"),
     ],
 )
-def test_what_it_cannot_work_on_is_refused(arguments: Any, error: Any, message: str) -> None:
+def test_unsupported_operands_are_refused(arguments: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         sx.safe_where(*arguments, otherwise=0.0, stand_in=0.5)

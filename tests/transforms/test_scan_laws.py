@@ -98,9 +98,7 @@ def test_scan_is_a_python_loop(
 
 @given(PROGRAMS, LENGTHS)
 @settings(max_examples=12)
-def test_lifted_scan_is_the_plain_scan_of_the_pure_function(
-    program: list[Any], length: int
-) -> None:
+def test_scan_equals_lax_scan_of_pure_function(program: list[Any], length: int) -> None:
     model = Three(dict.fromkeys(NAMES, Carry), length)
     xs = numbers(length)
     graphdef, state = sx.split(model)
@@ -119,7 +117,7 @@ def test_lifted_scan_is_the_plain_scan_of_the_pure_function(
 
 @given(PROGRAMS, LENGTHS)
 @settings(max_examples=12)
-def test_a_captured_module_does_what_a_passed_one_does(program: list[Any], length: int) -> None:
+def test_captured_module_behaves_as_a_passed_one(program: list[Any], length: int) -> None:
     shared = dict.fromkeys(NAMES, Carry)
     passed, captured = Three(shared, length), Three(shared, length)
     xs = numbers(length)

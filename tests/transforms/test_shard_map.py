@@ -30,7 +30,7 @@ from shardax.errors import InconsistentAliasingError, PrefixError
 # --- shards and writes ---
 
 
-def test_the_function_sees_shards_and_writes_land_by_their_specs(mesh: Mesh) -> None:
+def test_function_sees_shards_and_writes_follow_specs(mesh: Mesh) -> None:
     table, shapes = Table(), []
 
     def call(table: Table, x: Any) -> Any:
@@ -48,9 +48,7 @@ def test_the_function_sees_shards_and_writes_land_by_their_specs(mesh: Mesh) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_a_model_laid_out_by_name_gives_the_result_and_state_of_one_device(
-    mesh: Mesh, compiled: bool
-) -> None:
+def test_sharded_model_matches_one_device(mesh: Mesh, compiled: bool) -> None:
     block, alone, x = Block(), Block(), batch()
     specs = sx.partition_specs(block, RULES)
     run = sx.shard_map(
@@ -62,7 +60,7 @@ def test_a_model_laid_out_by_name_gives_the_result_and_state_of_one_device(
     assert spec_of(block.mean) == ("model",)
 
 
-def test_gradients_inside_and_outside_are_those_of_one_device(mesh: Mesh) -> None:
+def test_gradients_inside_and_outside_match_one_device(mesh: Mesh) -> None:
     x = batch()
     specs = sx.partition_specs(Block(), RULES)
 
@@ -80,7 +78,7 @@ def test_gradients_inside_and_outside_are_those_of_one_device(mesh: Mesh) -> Non
     assert spec_of(found["up"]["kernel"]) == (None, "model")
 
 
-def test_what_is_replicated_and_written_equally_stays_one(mesh: Mesh) -> None:
+def test_equal_writes_of_replicated_values_are_kept(mesh: Mesh) -> None:
     seen = sx.BatchStat(jnp.float32(0))
 
     def record(seen: Any, x: Any) -> None:
@@ -91,9 +89,7 @@ def test_what_is_replicated_and_written_equally_stays_one(mesh: Mesh) -> None:
     assert float(seen) == 28.0 and seen.value.sharding.is_fully_replicated
 
 
-def test_objects_keep_their_identity_and_structural_changes_are_carried_back(
-    auto_mesh: Mesh,
-) -> None:
+def test_objects_keep_identity_and_structural_changes_return(auto_mesh: Mesh) -> None:
     table = Table()
 
     def grow(table: Table, x: Any) -> Any:
@@ -116,7 +112,7 @@ def test_objects_keep_their_identity_and_structural_changes_are_carried_back(
     assert spec_of(table.squares) == spec_of(rest["new"]) == ("data",)
 
 
-def test_values_that_are_pytrees_have_one_spec_or_one_for_each_array(auto_mesh: Mesh) -> None:
+def test_pytree_values_take_one_spec_or_several(auto_mesh: Mesh) -> None:
     pair = sx.Variable({"a": jnp.arange(4.0), "b": jnp.float32(3)})
 
     def double(pair: Any) -> Any:
@@ -202,9 +198,7 @@ def test_flax_11_arguments_may_be_given_by_name(auto_mesh: Mesh) -> None:
         run(table=Table())
 
 
-def test_an_argument_that_can_only_be_given_by_name_has_the_entry_for_everything(
-    auto_mesh: Mesh,
-) -> None:
+def test_keyword_only_arguments_take_the_single_spec(auto_mesh: Mesh) -> None:
     def add(x: Any, *, y: Any) -> Any:
         return x + y
 
@@ -227,7 +221,7 @@ def test_an_argument_that_can_only_be_given_by_name_has_the_entry_for_everything
         ((sx.State({"rows": P()}), P()), (Table(), 2.0), r"\.x\.calls"),
     ],
 )
-def test_specs_that_do_not_fit_the_arguments_are_refused(
+def test_unfitting_specs_are_refused(
     auto_mesh: Mesh, specs: Any, arguments: Any, message: str
 ) -> None:
     def first(x: Any, y: Any, z: Any = 0) -> Any:
@@ -250,14 +244,14 @@ def test_specs_that_do_not_fit_the_arguments_are_refused(
         NamedSharding(jax.make_mesh((1,), ("data",)), P()),
     ],
 )
-def test_what_is_no_spec_is_refused_before_any_call(entry: Any) -> None:
+def test_invalid_specs_are_refused_at_definition(entry: Any) -> None:
     with pytest.raises(PrefixError, match="in_specs gives"):
         sx.shard_map(lambda x: x, in_specs=entry, out_specs=P())
     with pytest.raises(PrefixError, match="out_specs gives"):
         sx.shard_map(lambda x: x, in_specs=P(), out_specs=entry)
 
 
-def test_a_single_string_is_no_set_of_axis_names() -> None:
+def test_axis_names_as_string_is_refused() -> None:
     with pytest.raises(PrefixError, match=r"axis_names='data' .* \{'data'\}"):
         sx.shard_map(lambda x: x, in_specs=P(), out_specs=P(), axis_names="data")
 

@@ -57,7 +57,7 @@ def test_gradients_reach_captured_variables(mesh: Mesh) -> None:
     close(sx.jit(sx.grad(loss))(weight), expected)
 
 
-def test_a_write_to_a_captured_variable_names_it_and_the_way_out(auto_mesh: Mesh) -> None:
+def test_write_to_captured_variable_raises_with_fix(auto_mesh: Mesh) -> None:
     table, count = Table(), sx.Variable(jnp.float32(0))
 
     def writes(x: Any) -> Any:
@@ -83,7 +83,7 @@ def test_a_write_to_a_captured_variable_names_it_and_the_way_out(auto_mesh: Mesh
     assert (int(table.calls), float(count), int(rngs.default.count)) == (0, 0.0, 0)
 
 
-def test_the_structure_of_a_captured_module_cannot_be_changed(auto_mesh: Mesh) -> None:
+def test_structure_of_captured_module_cannot_change(auto_mesh: Mesh) -> None:
     box = Box()
 
     def change(x: Any) -> Any:

@@ -16,7 +16,7 @@ import shardax as sx
 from shardax.errors import OutputError, SharedWriteError
 
 
-def test_a_stream_under_mesh_axes_is_split_and_moves_on_by_one_draw(mesh: Mesh) -> None:
+def test_stream_is_split_over_mesh_axes(mesh: Mesh) -> None:
     rngs = sx.Rngs(dropout=0, noise=1)
 
     def draw(rngs: sx.Rngs) -> Any:
@@ -31,7 +31,7 @@ def test_a_stream_under_mesh_axes_is_split_and_moves_on_by_one_draw(mesh: Mesh) 
     assert again.tolist() == first.tolist()
 
 
-def test_a_split_stream_differs_along_the_axes_of_its_spec_only(auto_mesh: Mesh) -> None:
+def test_split_stream_differs_only_along_its_spec(auto_mesh: Mesh) -> None:
     run = sx.shard_map(
         lambda rngs: jax.random.normal(rngs.params(), (1,)),
         mesh=auto_mesh,
@@ -48,7 +48,7 @@ def test_a_split_stream_differs_along_the_axes_of_its_spec_only(auto_mesh: Mesh)
     np.testing.assert_allclose(rows, expected, rtol=1e-6)
 
 
-def test_a_stream_that_is_not_split_draws_the_same_everywhere(auto_mesh: Mesh) -> None:
+def test_replicated_stream_draws_the_same_everywhere(auto_mesh: Mesh) -> None:
     rngs, alone = sx.Rngs(0), sx.Rngs(0)
     run = sx.shard_map(
         lambda rngs: jax.random.normal(rngs.params(), (2,)),
@@ -83,7 +83,7 @@ def test_a_split_stream_cannot_be_given_another_key(auto_mesh: Mesh) -> None:
         sx.shard_map(reseed, mesh=auto_mesh, in_specs=P("data"), out_specs=None)(sx.Rngs(0))
 
 
-def test_a_new_layer_that_keeps_a_split_stream_is_refused_with_the_fix(auto_mesh: Mesh) -> None:
+def test_new_layer_with_split_stream_is_refused(auto_mesh: Mesh) -> None:
     rngs = sx.Rngs(0)
     make = sx.shard_map(
         lambda rngs: sx.nn.Dropout(0.5, rngs=rngs),

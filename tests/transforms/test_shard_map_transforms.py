@@ -18,9 +18,7 @@ from shardax.errors import SharedWriteError
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["grad inside", "grad outside"])
-def test_a_rule_of_sx_custom_vjp_is_used_and_its_writes_carried(
-    auto_mesh: Mesh, inside: bool
-) -> None:
+def test_custom_vjp_rule_is_used_with_its_writes(auto_mesh: Mesh, inside: bool) -> None:
     @sx.custom_vjp
     def scale(table: Table, x: Any) -> Any:
         table.calls += 1
@@ -44,7 +42,7 @@ def test_a_rule_of_sx_custom_vjp_is_used_and_its_writes_carried(
     assert int(table.calls) == 1
 
 
-def test_rematerialised_dropout_replays_in_every_shard(auto_mesh: Mesh) -> None:
+def test_rematerialized_dropout_replays_in_every_shard(auto_mesh: Mesh) -> None:
     specs = sx.StateSharding({sx.RngState: P("data"), ...: P()})
 
     def loss(model: Any, x: Any) -> Any:
@@ -101,9 +99,7 @@ def test_compiled_functions_loops_and_maps_inside(auto_mesh: Mesh) -> None:
     assert int(table.calls) == 3
 
 
-def test_a_decision_that_differs_between_shards_makes_what_it_decides_differ(
-    auto_mesh: Mesh,
-) -> None:
+def test_shard_dependent_cond_results_vary_by_shard(auto_mesh: Mesh) -> None:
     """``jax.lax.cond`` counts such results as equal in all shards, and is silently wrong."""
 
     def choose(table: Table, x: Any) -> Any:
@@ -128,7 +124,7 @@ def test_a_decision_that_differs_between_shards_makes_what_it_decides_differ(
 
 
 @pytest.mark.parametrize("kind", ["while_loop", "fori_loop", "bounded_while_loop"])
-def test_loops_of_different_lengths_leave_values_that_differ(auto_mesh: Mesh, kind: str) -> None:
+def test_loops_of_shard_dependent_length_vary_by_shard(auto_mesh: Mesh, kind: str) -> None:
     """``jax.lax.while_loop`` counts such results as equal in all shards, and is silently wrong."""
 
     def loop(step: Any, steps: Any) -> Any:

@@ -51,7 +51,7 @@ def test_no_update_of_a_compiled_function_is_lost(options: dict[str, Any], first
     assert values(model) == {("factor",): [1.0 + count] * 2, ("calls",): count}
 
 
-def test_nor_of_different_functions_of_one_model() -> None:
+def test_no_update_of_different_functions_is_lost() -> None:
     v = sx.Variable(jnp.zeros(()))
     calls: list[Any] = [
         sx.jit(_add),
@@ -64,7 +64,7 @@ def test_nor_of_different_functions_of_one_model() -> None:
     assert float(v) == 5 * THREADS
 
 
-def test_nor_of_compiled_functions_beside_eager_steps() -> None:
+def test_no_update_beside_eager_steps_is_lost() -> None:
     v, rngs, step = sx.Variable(jnp.zeros(())), sx.Rngs(0), sx.jit(_add)
     drawn, draw = [], sx.jit(lambda rngs: rngs.noise())
 
@@ -81,7 +81,7 @@ def test_nor_of_compiled_functions_beside_eager_steps() -> None:
     assert len({str(jax.random.key_data(key)) for key in drawn}) == 20 * THREADS
 
 
-def test_nor_is_anything_that_they_attach_or_sow() -> None:
+def test_no_sown_value_is_lost() -> None:
     model, step = Box(), sx.jit(lambda m, x: m.sow("seen", x))
     assert _in_threads(lambda i: step(model, jnp.float32(i)), 5) == []
     assert sorted(map(float, model.seen.value)) == sorted(
@@ -89,7 +89,7 @@ def test_nor_is_anything_that_they_attach_or_sow() -> None:
     )
 
 
-def test_readers_of_a_model_that_another_thread_donates_see_one_of_its_states() -> None:
+def test_readers_during_donation_see_a_consistent_state() -> None:
     model = Scale()
     step, read = sx.jit(_move, donate_argnums=0), sx.jit(lambda m: (m.factor.sum(), m.calls * 1))
     step(model, 1.0)
@@ -115,9 +115,7 @@ EAGER: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", EAGER.values(), ids=EAGER.keys())
-def test_an_eager_transform_that_would_lose_an_update_raises_and_writes_nothing(
-    call: Callable[[Any], Any],
-) -> None:
+def test_eager_transform_losing_an_update_raises(call: Callable[[Any], Any]) -> None:
     v, step = sx.Variable(jnp.zeros(())), sx.jit(_add)
     raised = _in_threads(lambda i: step(v) if i % 2 else call(v), 6)
     assert {type(error) for error in raised} <= {sx.errors.ConcurrentWriteError}

@@ -51,7 +51,7 @@ def _lane_of(array: Any, lane: int, axis: int) -> Any:
 # --- split ---
 
 
-def test_lanes_draw_different_numbers_and_the_stream_moves_on_by_one_draw() -> None:
+def test_lanes_draw_different_numbers() -> None:
     rngs = sx.Rngs(0)
     first = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
     second = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
@@ -83,7 +83,7 @@ def test_a_stream_that_no_lane_drew_from_stays() -> None:
     assert (int(rngs.params.count), int(rngs.dropout.count)) == (0, 1)
 
 
-def test_an_ensemble_has_parameters_of_its_own_in_every_lane() -> None:
+def test_ensemble_has_different_parameters_per_lane() -> None:
     rngs = sx.Rngs(0)
     made = sx.vmap(lambda r: sx.nn.Linear(2, 3, rngs=r), axis_size=4)(rngs)
     lanes = [sx.nn.Linear(2, 3, rngs=lane) for lane in _lane_streams(sx.Rngs(0), 4)]
@@ -98,7 +98,7 @@ def test_dropout_drops_other_elements_in_every_lane() -> None:
     assert int(_count(layer)) == 1
 
 
-def test_where_the_axis_stands_does_not_matter_to_a_stream() -> None:
+def test_axis_position_does_not_matter_to_streams() -> None:
     drawn = [
         sx.vmap(lambda r, x: x + jax.random.normal(r.noise()), in_axes=(axis, 0))(
             sx.Rngs(0), jnp.zeros(3)
@@ -109,7 +109,7 @@ def test_where_the_axis_stands_does_not_matter_to_a_stream() -> None:
     assert_equal_values(drawn[0], drawn[2])
 
 
-def test_a_stream_that_two_arguments_share_is_split_once() -> None:
+def test_stream_shared_by_arguments_is_split_once() -> None:
     rngs = sx.Rngs(0)
     layers = [sx.nn.Dropout(0.5, rngs=rngs) for _ in range(2)]
     y = sx.vmap(lambda a, b, x: (a(x), b(x)))(*layers, ONES)
@@ -140,7 +140,7 @@ def test_it_draws_the_same_compiled() -> None:
 # --- shared ---
 
 
-def test_without_an_axis_all_lanes_draw_the_same_numbers() -> None:
+def test_unmapped_stream_draws_the_same_per_lane() -> None:
     rngs, eager = sx.Rngs(0), sx.Rngs(0)
     drawn = sx.vmap(
         lambda r, x: (jax.random.normal(r.noise()), jax.random.normal(r.noise())), in_axes=(None, 0)
@@ -150,13 +150,13 @@ def test_without_an_axis_all_lanes_draw_the_same_numbers() -> None:
     assert_equal_values(_state(rngs), _state(eager))
 
 
-def test_a_model_that_the_function_is_bound_to_shares_its_streams() -> None:
+def test_bound_model_shares_its_streams() -> None:
     layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
     y = sx.vmap(layer)(ONES)
     assert len({tuple(row) for row in y.tolist()}) == 1 and int(_count(layer)) == 1
 
 
-def test_streams_may_be_split_while_parameters_are_shared_and_the_other_way_round() -> None:
+def test_streams_and_parameters_split_independently() -> None:
     class Noisy(sx.Module):
         def __init__(self) -> None:
             self.scale = sx.Param(jnp.ones(()))
@@ -185,7 +185,7 @@ def test_some_streams_may_be_split_by_name() -> None:
 # --- already one key per lane ---
 
 
-def test_a_stream_with_a_key_per_lane_is_mapped_like_any_array() -> None:
+def test_stream_of_keys_is_mapped_as_array() -> None:
     rngs = sx.Rngs(0).fork(split=3)
     lanes = _lane_streams(sx.Rngs(0), 3)
     for _ in range(2):
@@ -219,7 +219,7 @@ def _drawn_by_each_lane() -> Any:
 
 @pytest.mark.parametrize("form", ["typed", "raw", "default", "mixed"])
 @pytest.mark.parametrize("over", OVER)
-def test_rngs_of_an_array_of_keys_have_one_key_per_lane(form: str, over: str) -> None:
+def test_rngs_of_key_array_give_one_per_lane(form: str, over: str) -> None:
     rngs = {
         "typed": lambda: sx.Rngs(params=_keys()),
         "raw": lambda: sx.Rngs(params=jax.random.key_data(_keys())),
@@ -231,7 +231,7 @@ def test_rngs_of_an_array_of_keys_have_one_key_per_lane(form: str, over: str) ->
     assert rngs.params.count.value.tolist() == [4, 4, 4]
 
 
-def test_keys_that_are_written_into_a_stream_of_one_key_are_mapped_too() -> None:
+def test_keys_written_into_stream_are_mapped() -> None:
     expected = [float(jax.random.normal(sx.Rngs(params=key).params())) for key in _keys()]
     for run in (sx.vmap, lambda f: sx.scan(f, in_axes=0, out_axes=0)):
         rngs = sx.Rngs(params=0)
@@ -241,7 +241,7 @@ def test_keys_that_are_written_into_a_stream_of_one_key_are_mapped_too() -> None
         assert rngs.params.count.value.tolist() == [1, 1, 1]
 
 
-def test_rngs_of_a_table_of_keys_are_mapped_along_any_axis_and_twice() -> None:
+def test_rngs_of_key_table_map_along_axes() -> None:
     keys = jax.random.split(jax.random.key(0), (2, 3))
     draw = sx.vmap(lambda r: jax.random.normal(r.params()))
     rows = sx.vmap(draw)(sx.Rngs(params=keys))
@@ -251,14 +251,14 @@ def test_rngs_of_a_table_of_keys_are_mapped_along_any_axis_and_twice() -> None:
     np.testing.assert_allclose(np.transpose(columns), rows, rtol=1e-6)
 
 
-def test_streams_made_inside_come_out_with_a_key_per_lane() -> None:
+def test_new_streams_have_a_key_per_lane() -> None:
     forks = sx.vmap(lambda r: r.fork(), axis_size=3)(sx.Rngs(0))
     assert forks.default.key.shape == forks.default.count.shape == (3,)
     assert len(set(sx.vmap(lambda r: jax.random.normal(r.noise()))(forks).tolist())) == 3
 
 
 @pytest.mark.parametrize("out_axes", [0, -1])
-def test_layers_made_inside_that_keep_a_split_stream_have_a_key_per_lane(out_axes: int) -> None:
+def test_new_layers_keep_a_key_per_lane(out_axes: int) -> None:
     """The trap: with the caller's one stream the members are no slices of the ensemble."""
 
     class Block(sx.Module):
@@ -279,14 +279,14 @@ def test_layers_made_inside_that_keep_a_split_stream_have_a_key_per_lane(out_axe
     assert (rngs.default.key.shape, int(rngs.default.count)) == ((), 1)
 
 
-def test_two_ensembles_that_only_keep_the_stream_drop_other_elements() -> None:
+def test_ensembles_of_one_stream_drop_different_elements() -> None:
     rngs = sx.Rngs(0)
     make = sx.vmap(lambda r: sx.nn.Dropout(0.5, rngs=r), axis_size=3)
     y = [row for _ in range(2) for row in sx.vmap(_drop)(make(rngs), ONES).tolist()]
     assert len(set(map(tuple, y))) == 6 and int(rngs.default.count) == 2
 
 
-def test_a_layer_that_is_attached_inside_has_a_key_per_lane_and_given_objects_stay() -> None:
+def test_attached_layer_has_a_key_per_lane() -> None:
     def attach(model: sx.Module, rngs: sx.Rngs) -> Any:
         model.drop = sx.nn.Dropout(0.5, rngs=rngs)
         model.rngs = rngs
@@ -299,7 +299,7 @@ def test_a_layer_that_is_attached_inside_has_a_key_per_lane_and_given_objects_st
     assert model.drop.stream.key.shape == model.rngs.default.key.shape == (3,)
 
 
-def test_layers_made_in_a_scan_over_a_split_stream_have_a_key_per_slice() -> None:
+def test_layers_made_in_scan_have_own_keys() -> None:
     made = sx.scan(lambda r: sx.nn.Dropout(0.5, rngs=r), in_axes=0, out_axes=0, length=3)
     rngs = sx.Rngs(0)
     layer = made(rngs)
@@ -318,7 +318,7 @@ def test_a_key_per_lane_needs_an_axis() -> None:
 # --- refused ---
 
 
-def test_a_stream_that_was_not_passed_in_is_not_drawn_from() -> None:
+def test_captured_stream_cannot_be_drawn_from() -> None:
     layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
     with pytest.raises(
         ForeignMutationError, match=r"RngState layer\.stream\.count was not passed in"
@@ -327,7 +327,7 @@ def test_a_stream_that_was_not_passed_in_is_not_drawn_from() -> None:
     assert int(_count(layer)) == 0
 
 
-def test_a_split_stream_is_not_given_another_key_inside() -> None:
+def test_split_stream_cannot_be_given_new_key() -> None:
     rngs = sx.Rngs(0)
 
     def reseed(r: sx.Rngs) -> None:
