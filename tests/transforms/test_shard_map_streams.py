@@ -15,20 +15,28 @@ from tests.transforms.sharded import P
 import shardax as sx
 from shardax.errors import OutputError, SharedWriteError
 
+GRID = P(("data", "model"))
+
+
+def _draw_two(rngs: sx.Rngs) -> Any:
+    return jnp.stack([jax.random.bits(rngs.dropout(), ()) for _ in range(2)])[None]
+
 
 def test_stream_is_split_over_mesh_axes(mesh: Mesh) -> None:
     rngs = sx.Rngs(dropout=0, noise=1)
-
-    def draw(rngs: sx.Rngs) -> Any:
-        return jnp.stack([jax.random.bits(rngs.dropout(), ()) for _ in range(2)])[None]
-
-    grid = P(("data", "model"))
-    run = sx.shard_map(sx.jit(draw), mesh=mesh, in_specs=grid, out_specs=grid)
-    first, second = run(rngs), sx.jit(run)(rngs)
+    run = sx.jit(sx.shard_map(_draw_two, mesh=mesh, in_specs=GRID, out_specs=GRID))
+    first, second = run(rngs), run(rngs)
     assert len({*np.ravel(first).tolist(), *np.ravel(second).tolist()}) == 2 * 8 * 2
     assert (int(rngs.dropout.count), int(rngs.noise.count)) == (2, 0)
     again = run(sx.Rngs(dropout=0, noise=1))
     assert again.tolist() == first.tolist()
+
+
+def test_eager_and_compiled_draws_are_equal(auto_mesh: Mesh) -> None:
+    eager, compiled = sx.Rngs(dropout=0), sx.Rngs(dropout=0)
+    run = sx.shard_map(sx.jit(_draw_two), mesh=auto_mesh, in_specs=GRID, out_specs=GRID)
+    assert run(eager).tolist() == sx.jit(run)(compiled).tolist()
+    assert int(eager.dropout.count) == int(compiled.dropout.count) == 1
 
 
 def test_split_stream_differs_only_along_its_spec(auto_mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from tests.strategies import assert_equal_values
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import AxisSizeError, ForeignMutationError, OutputError
@@ -343,14 +344,15 @@ def test_split_stream_cannot_be_given_new_key() -> None:
 
 def test_numbers_are_the_same_over_a_mesh(mesh: Mesh) -> None:
     def draw(model: Any, rngs: sx.Rngs) -> Any:
-        return model.kernel + jax.random.normal(rngs.noise(), model.kernel.shape)
+        return model.kernel + jax.random.uniform(rngs.noise(), model.kernel.shape)
 
     def make() -> Any:
-        return sx.vmap(
-            lambda r: sx.nn.Linear(4, 8, rngs=r),
+        layers = sx.vmap(
+            lambda r: sx.nn.Linear(4, 8, kernel_init=jax.nn.initializers.ones, rngs=r),
             axis_size=4,
             metadata={sx.partition.PARTITION_NAME: "layers"},
         )(sx.Rngs(0))
+        return with_values(layers)
 
     expected = sx.vmap(draw)(make(), sx.Rngs(1))
     placed, rngs = sx.shard(make(), mesh, {"layers": "data", "out": "model"}), sx.Rngs(1)
