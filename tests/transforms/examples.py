@@ -61,10 +61,14 @@ class Mask(sx.Module):
 
     def __init__(self, rngs: sx.Rngs) -> None:
         self.stream = rngs.dropout
+        self.deterministic = False
 
     def __call__(self, x: Any) -> Any:
+        if self.deterministic:
+            return x
         bits = jax.random.key_data(self.stream())[-1]
-        return x * ((bits >> jnp.arange(x.shape[-1], dtype=jnp.uint32)) & 1)
+        columns = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
+        return x * ((bits >> columns) & 1)
 
 
 class Many(sx.Module):

@@ -96,7 +96,8 @@ def _shards(model: Any) -> Any:
         a[...] = a + x
         return a * b
 
-    return sx.shard_map(body, mesh=mesh, in_specs=(specs, P("d")), out_specs=P("d"))(model, ROWS[0])
+    run = sx.shard_map(body, mesh=mesh, in_specs=(specs, P("d")), out_specs=P("d"))
+    return sx.jit(run)(model, ROWS[0])
 
 
 def _until(model: Any) -> Any:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.strategies import assert_same_model
+from tests.transforms.examples import Mask
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import DonationError, LayerConfigError, PrefixError, StaticArgumentError
@@ -27,7 +29,7 @@ class Noisy(sx.Module):
 
     def __init__(self, rngs: sx.Rngs) -> None:
         self.linear: Any = sx.nn.Linear(4, 4, rngs=rngs)
-        self.dropout = sx.nn.Dropout(0.5, rngs=rngs)
+        self.dropout = Mask(rngs)
         self.mean = sx.BatchStat(jnp.zeros(4))
         self.calls = sx.Variable(0)
 
@@ -54,7 +56,7 @@ def fresh_class() -> type[Noisy]:
 
 
 def noisy(seed: int = 0) -> Noisy:
-    return Noisy(sx.Rngs(seed))
+    return with_values(Noisy(sx.Rngs(seed)), seed)
 
 
 @pytest.fixture(autouse=True)
