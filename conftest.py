@@ -63,9 +63,16 @@ PROGRAMS = Path(
     os.environ.get("JAX_COMPILATION_CACHE_DIR")
     or Path(__file__).parent / ".cache" / f"programs-{jaxlib.__version__}"
 )
-jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _keep_programs() -> None:
+    """Keeps every compiled program."""
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+_keep_programs()
 # Implicit rank promotion hides shape errors; the library must never need it.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -133,8 +140,17 @@ class PageCode(pytest.Item):
 
     def runtest(self) -> None:
         """Runs the examples in one namespace."""
-        for example in EXAMPLES.parse(self.path).examples():
-            example.evaluate()
+        # The page about settings shows those of JAX, and not those of the tests.
+        shows_settings = self.path.name == "configure.md"
+        if shows_settings:
+            jax.config.update("jax_compilation_cache_dir", None)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        try:
+            for example in EXAMPLES.parse(self.path).examples():
+                example.evaluate()
+        finally:
+            if shows_settings:
+                _keep_programs()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
         """Shows what the example printed beside what it should have; its line is in the text."""

@@ -19,6 +19,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
 import json
 import multiprocessing
 import os
@@ -43,6 +44,8 @@ PACKAGES = ("_core", "_transforms", "partition", "_select", "nn", "models", "pla
 BUDGET = 12.0  # CPU-seconds of tests for one mutant
 PER_FILE = 6
 SECONDS = 300  # until tests count as hanging
+# Plugins of pytest are imported before it runs.
+IGNORED = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 NOT_COPIED = (".git", ".venv*", ".compilers*", ".cache", "__pycache__", "runs", ".hypothesis")
 
 OTHER_OPERATOR: dict[type[ast.AST], type[ast.AST]] = {
@@ -70,7 +73,7 @@ OTHER_OPERATOR: dict[type[ast.AST], type[ast.AST]] = {
 
 # Processes that have imported what takes long, but not shardax.
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["jax", "jax.numpy", "optax", "hypothesis", "pytest", "scipy", "sybil"]
+PRELOADED = ["jax", "jax.numpy", "optax", "scipy.stats", "tests.suite.mutants"]
 
 
 @dataclass(frozen=True)
@@ -226,12 +229,17 @@ class Reach:
             Path(f).as_posix().rpartition("/src/")[2]: f for f in self.data.measured_files()
         }
 
+    @functools.cache  # noqa: B019 (one object for the whole run)
+    def lines_of(self, file: str) -> dict[int, list[str]]:
+        """Returns the contexts of each line of a file, which takes long to read."""
+        return self.data.contexts_by_lineno(file)
+
     def tests(self, mutant: Mutant) -> list[str]:
         """Returns the tests to run for a mutant, the cheapest first."""
         file = self.by_name.get(mutant.file)
         contexts: set[str] = set()
         if file is not None:
-            lines = self.data.contexts_by_lineno(file)
+            lines = self.lines_of(file)
             contexts = set(lines.get(mutant.line, ())) - {""}
             if not contexts and mutant.line in lines:  # run once, when the file is imported
                 contexts = {context for each in lines.values() for context in each} - {""}
@@ -259,7 +267,7 @@ def _run_pytest(tree: Path, tests: Sequence[str], log: Path) -> None:
     own = {str(ROOT), str(ROOT / "src"), ""}
     sys.path[:] = [str(tree / "src"), str(tree), *(path for path in sys.path if path not in own)]
     os.environ |= {"PYTHONPATH": str(tree / "src"), "CI": "1"}
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *IGNORED]
     code = pytest.main([*options, *tests])
     sys.stdout.flush()
     os._exit(int(code))
