@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.suite import cpu_seconds
+
 LIMIT = 20.0
 # Tests that take more, each with the reason.
 DEAR = {
@@ -22,11 +24,6 @@ DEAR = {
 }
 # Another limit, for the test of this file.
 LIMIT_VARIABLE = "SHARDAX_TEST_CPU_SECONDS"
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and of the children it has waited for."""
-    return sum(os.times()[:4])
 
 
 class CpuLimit:

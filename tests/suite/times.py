@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.suite.limits import cpu_seconds
+from tests.suite import cpu_seconds
 
 DEAREST = 30
 STAGES = {
