@@ -25,6 +25,7 @@ def tower(**options: Any) -> Tower:
     return with_values(Tower(**options))
 
 
+@jax.jit
 def plain_value_and_grad(plain: Any) -> Any:
     def plain_loss(plain: Any) -> Any:
         values = dict(zip(PATHS, plain, strict=True))
@@ -38,19 +39,15 @@ gradient = sx.jit(sx.grad(loss))
 
 def by_hand(tx: Any, steps: int) -> dict[Any, Any]:
     """Trains the same parameters in a plain list, with optax alone."""
+    plain = list(sx.state(tower(), sx.Param).flat().values())
     tx = optax.with_extra_args_support(tx)
-
-    @jax.jit
-    def train(plain: Any) -> Any:
-        state = tx.init(plain)
-        for _ in range(steps):
-            value, grads = plain_value_and_grad(plain)
-            updates, state = tx.update(grads, state, plain, value=value)
-            plain = optax.apply_updates(plain, updates)
-        return plain
-
-    trained = train(list(sx.state(tower(), sx.Param).flat().values()))
-    return dict(zip(PATHS, map(np.asarray, trained), strict=True))
+    state = tx.init(plain)
+    # Operations one by one: those of one transformation are those of others.
+    for _ in range(steps):
+        value, grads = plain_value_and_grad(plain)
+        updates, state = tx.update(grads, state, plain, value=value)
+        plain = optax.apply_updates(plain, updates)
+    return dict(zip(PATHS, map(np.asarray, plain), strict=True))
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
