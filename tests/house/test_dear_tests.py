@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_waiting_is_free():
 """
 
 
-OPTIONS = ("-c", os.devnull, "-p", "no:cacheprovider", "--tb=line")
+OPTIONS = ("-c", os.devnull, "-p", "no:cacheprovider", "--tb=line", "-ra")
 
 
 def test_tests_above_the_cpu_limit_fail(tmp_path: Path) -> None:
@@ -48,10 +49,10 @@ def test_tests_above_the_cpu_limit_fail(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    lines = done.stdout.splitlines()
-    dear = [line.split()[0].partition("::")[2] for line in lines if "CPU-seconds; the" in line]
-    assert sorted(dear) == ["test_own_seconds", "test_seconds_of_a_child"], done.stdout
-    assert lines[-1].startswith("4 passed, 2 errors")
+    dear = re.findall(r"^ERROR test_program.py::(\w+)", done.stdout, re.MULTILINE)
+    assert dear == ["test_own_seconds", "test_seconds_of_a_child"], done.stdout
+    assert "CPU-seconds; the limit is 0.4" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("4 passed, 2 errors")
 
 
 def test_every_dear_test_exists_and_has_a_reason() -> None:
