@@ -127,7 +127,7 @@ def test_both_directions_equal_flax(name: str) -> None:
             return self.both(x, seq_lengths=LENGTHS)
 
     both: Any = Both()
-    expected = jax.jit(both.apply)({"params": params}, x) * REAL[..., None]
+    expected = both.apply({"params": params}, x) * REAL[..., None]
     _, joined = run(sx.nn.Bidirectional(*cells), x, mask=REAL)
     close(joined, expected)
     added = sx.nn.Bidirectional(

@@ -33,7 +33,7 @@ DEAR = {
     "tests/cli/test_resume.py::test_run_killed_three_times_resumes_bit_for_bit": (
         "a run that is killed begins four times, each a process"
     ),
-    "tests/distributed/test_launch.py::test_killed_process_restarts_all_from_the_newest_checkpoint": (
+    "tests/distributed/test_launch.py::test_killed_process_restarts_all_from_the_newest_checkpoint": (  # noqa: E501
         "a job of two processes begins twice"
     ),
     "tests/benchmarks/test_parallel.py::test_search_of_a_published_model_includes_its_layout": (
