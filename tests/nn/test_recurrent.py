@@ -128,12 +128,11 @@ def test_both_directions_equal_flax(name: str) -> None:
 
     both: Any = Both()
     expected = both.apply({"params": params}, x) * REAL[..., None]
-    _, joined = run(sx.nn.Bidirectional(*cells), x, mask=REAL)
-    close(joined, expected)
+    close(sx.nn.Bidirectional(*cells)(x, mask=REAL), expected)
     added = sx.nn.Bidirectional(
         sx.nn.RNN(cells[0]), sx.nn.RNN(cells[1], reverse=True), merge=jnp.add
     )
-    (_, back), y = run(added, x, mask=REAL)
+    (_, back), y = added(x, mask=REAL, return_carry=True)
     close(y, expected[..., :FEATURES] + expected[..., FEATURES:])
     hidden = back[0] if name == "lstm" else back
     close(hidden, expected[:, 0, FEATURES:])  # it ends at the first step
