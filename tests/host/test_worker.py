@@ -47,7 +47,7 @@ def running(worker, tmp_path):
 def test_it_is_an_executor_in_another_process(worker):
     assert isinstance(worker, Executor)
     assert worker.submit(there.process).result() == worker.info()["pid"] != os.getpid()
-    assert list(worker.map(there.add, [1, 2], [10, 20], timeout=20)) == [11, 22]
+    assert list(worker.map(there.add, [1, 2], [10, 20], timeout=600)) == [11, 22]
 
 
 def test_functions_without_import_path_travel_with_their_closure(worker):
@@ -156,9 +156,9 @@ def test_models_arrive_and_are_copies(worker):
     model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     x = jnp.ones((1, 2))
     expected = model(x)
-    assert jnp.array_equal(worker.submit(there.by_shardax, model, x).result(), expected)
+    assert np.array_equal(worker.submit(there.by_shardax, model, x).result(), expected)
     worker.submit(there.train, model, 1.0).result()
-    assert jnp.array_equal(model(x), expected)
+    assert np.array_equal(model(x), expected)
 
 
 def test_a_value_of_64_bits_is_not_cut(worker):
@@ -261,10 +261,10 @@ def test_call_waiting_behind_another_client_is_interruptible(worker, running, tm
         wait_for(waiting.running)
         waiting.interrupt()
         with pytest.raises(errors.CallCancelledError):
-            waiting.result(20)
+            waiting.result(600)
         assert running[0].running()
         running[0].interrupt()
-        assert other.submit(abs, -1).result(20) == 1
+        assert other.submit(abs, -1).result(600) == 1
     assert not (tmp_path / "second").exists()
 
 
@@ -273,7 +273,7 @@ def test_dropped_value_survives_for_calls_submitted_before(worker):
     worker.submit(there.nap, 0.2)
     size = worker.submit(len, kept)
     del kept
-    assert size.result(20) == 2
+    assert size.result(600) == 2
 
 
 def test_interrupting_a_call_that_is_over_does_nothing(worker):
@@ -358,11 +358,11 @@ def test_a_client_that_goes_takes_its_calls_along(worker, tmp_path):
     waiting = other.submit(there.count, str(tmp_path / "second"))
     wait_for(path.exists)
     other._connection.close()
-    assert worker.submit(abs, -1).result(20) == 1
+    assert worker.submit(abs, -1).result(600) == 1
     assert path.read_text() == "CallInterrupted"
     assert not (tmp_path / "second").exists()
     for future in (running, waiting):
-        assert isinstance(future.exception(20), errors.WorkerCrashedError)
+        assert isinstance(future.exception(600), errors.WorkerCrashedError)
 
 
 # --- life -----------------------------------------------------------------------------------------

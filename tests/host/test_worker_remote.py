@@ -9,6 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tests.host import worker_functions as there
 
@@ -41,7 +42,7 @@ def test_methods_partials_and_modules_run_on_a_copy(worker):
     model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     x = jnp.ones((1, 2))
     for function in (model, model.__call__, sx.jit(model)):
-        assert jnp.array_equal(remote(function, executor=worker)(x), model(x))
+        assert np.array_equal(remote(function, executor=worker)(x), model(x))
 
 
 def test_options_reach_the_worker(worker):
@@ -118,8 +119,8 @@ def test_dask_cluster_serves_as_executor(tmp_path):
             remote(scaled, executor=executor).submit(model, jnp.full((1, 2), i)) for i in range(4)
         ]
         for i, future in enumerate(futures):
-            assert jnp.allclose(future.result(60), scaled(model, jnp.full((1, 2), i)), atol=1e-6)
+            assert np.allclose(future.result(600), scaled(model, jnp.full((1, 2), i)), atol=1e-6)
         naps = [remote(there.process_after, executor=executor).submit(0.3, i) for i in range(4)]
-        assert len({future.result(60) for future in naps} - {os.getpid()}) == 2
+        assert len({future.result(600) for future in naps} - {os.getpid()}) == 2
         with pytest.raises(KeyError, match="lost"):
             remote(there.fails, executor=executor)("lost")

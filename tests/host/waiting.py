@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 600) -> None:
     """Returns when a condition holds; fails if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -84,7 +84,7 @@ def arrays(tree: Any) -> list[Any]:
     ]
 
 
-@settings(max_examples=200, phases=PHASES)
+@settings(max_examples=300, phases=PHASES)
 @given(trees(), meshes(), rules, policies, overrides, memory_kinds)
 def test_law_shard_places_everything_or_changes_nothing(
     tree: Any, mesh: Any, rules: Any, policy: Any, overrides: Any, memory_kind: Any

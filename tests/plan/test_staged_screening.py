@@ -7,6 +7,7 @@ That a search finds by itself which family of layouts suits a step is tested on 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from shardax import plan
 from shardax.plan.searching import search as searching
 
 
-def perceptron_search(monkeypatch: pytest.MonkeyPatch, **options: Any) -> plan.Plan:
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of these tests: which programs are compiled does not depend on it."""
+    return tmp_path_factory.mktemp("programs")
+
+
+def perceptron_search(monkeypatch: pytest.MonkeyPatch, programs: Path, **options: Any) -> plan.Plan:
     monkeypatch.setattr(searching, "FEW", 1)
     return plan.search(
         train,
@@ -25,18 +32,18 @@ def perceptron_search(monkeypatch: pytest.MonkeyPatch, **options: Any) -> plan.P
         meshes=[MESH],
         top=options.pop("top", None),
         effort="screen",
-        cache=None,
+        cache=programs,
         progress=False,
         **options,
     )
 
 
 def test_least_promising_candidates_are_skipped_with_a_note(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, programs: Path
 ) -> None:
-    every = perceptron_search(monkeypatch, within=None)
+    every = perceptron_search(monkeypatch, programs, within=None)
     compiled = [each.layout.name for each in every if each.outcome == "fits"]
-    few = perceptron_search(monkeypatch, within=1.0, finalists=0)
+    few = perceptron_search(monkeypatch, programs, within=1.0, finalists=0)
     left = [each for each in few if "rough estimate" in each.reason]
     assert {each.outcome for each in left} == {"rejected"}
     kept = [each.layout.name for each in few if each.outcome == "fits"]
@@ -45,5 +52,7 @@ def test_least_promising_candidates_are_skipped_with_a_note(
     assert any(f"left out by a rough estimate: {len(left)}" in note for note in few.notes)
 
 
-def test_compiling_continues_until_enough_layouts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(perceptron_search(monkeypatch, within=1.0, top=3, finalists=0)) == 3
+def test_compiling_continues_until_enough_layouts_fit(
+    monkeypatch: pytest.MonkeyPatch, programs: Path
+) -> None:
+    assert len(perceptron_search(monkeypatch, programs, within=1.0, top=3, finalists=0)) == 3
