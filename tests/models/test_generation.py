@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from tests.conftest import make_mesh
+from tests.models.small import with_equal_values
 
 import shardax as sx
 from shardax.errors import GenerationError
@@ -25,7 +26,7 @@ SIZES: dict[str, Any] = {"num_layers": 2, "embed_dim": 32, "num_kv_heads": 4, "h
 @functools.cache
 def decoder(**options: Any) -> Decoder:
     """A decoder that tests share: none changes it."""
-    return Decoder(DecoderConfig(**(SIZES | options)), rngs=sx.Rngs(0))
+    return with_equal_values(Decoder(DecoderConfig(**(SIZES | options)), rngs=sx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +220,10 @@ def sampled(model: Any, counts: tuple[int, ...] = (4, 1)) -> list[list[list[int]
 @functools.cache
 def sampled_on_one_device(scan_layers: bool) -> list[list[list[int]]]:
     return sampled(decoder(scan_layers=scan_layers))
+
+
+def test_stacked_layers_sample_the_tokens_of_listed() -> None:
+    assert sampled_on_one_device(True) == sampled_on_one_device(False)
 
 
 @pytest.mark.parametrize(  # every two of the three together

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.models import small
-from tests.models.small import BATCH
+from tests.models.small import BATCH, with_equal_values
 
 import shardax as sx
 from shardax.models import DECODER_RULES, Decoder, next_token_loss
@@ -70,7 +70,8 @@ def _bytes_of(name: str, computations: dict[str, str]) -> Counter[str]:
 
 
 def decoder(scanned: bool) -> Decoder:
-    return Decoder(dataclasses.replace(SMALL, scan_layers=scanned), rngs=sx.Rngs(0))
+    config = dataclasses.replace(SMALL, scan_layers=scanned)
+    return with_equal_values(Decoder(config, rngs=sx.Rngs(0)))
 
 
 @functools.cache

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from tests.models.small import with_equal_values
 
 import shardax as sx
 
@@ -27,19 +27,7 @@ def decoder(
     config = sx.models.DecoderConfig(
         **SIZES, scan_layers=scanned, tied_head=tied, remat=remat, **options
     )
-    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
-    for path, variable in sx.iter_variables(model, sx.Param):
-        variable.value = _value(path, variable.shape)
-    return model
-
-
-def _value(path: tuple[Any, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Draws the value of a parameter; that of a stack is the values of its layers."""
-    if path[:2] == ("layers", "stacked"):
-        layers = range(shape[0])
-        return np.stack([_value(("layers", i, *path[2:]), shape[1:]) for i in layers])
-    noise = np.random.default_rng(zlib.crc32(repr(path).encode())).normal(size=shape)
-    return np.float32(1 + 0.1 * noise if len(shape) == 1 else 0.3 * noise)
+    return with_equal_values(sx.models.Decoder(config, rngs=sx.Rngs(0)))
 
 
 @sx.jit

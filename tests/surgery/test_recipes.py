@@ -55,7 +55,7 @@ def _with_heads(model: Any, kept: Any) -> jax.Array:
     x = model.embed(TOKENS)
     for layer in model.layers:
         qkv = layer.attn.project(layer.attn_norm(x), positions=turned)
-        values = layer.attn.attend(qkv) * kept[:, None]
+        values = layer.attn.attend(qkv) * kept.reshape(1, 1, -1, 1)
         x = x + jnp.einsum("bthd,hde->bte", values, layer.attn.out.kernel[...])
         x = x + layer.mlp(layer.mlp_norm(x))
     return model.head(model.final_norm(x))
