@@ -342,6 +342,7 @@ def test_each_iteration_of_a_loop_moves_statistics() -> None:
     close(statistics(looped), statistics(norm))
 
 
+@pytest.mark.parametrize("training", [True, False])
 def test_branch_taken_moves_statistics(training: bool) -> None:
     x, norm = floats(8, 4), make()
     result, stats = expected_after(x)
