@@ -72,7 +72,8 @@ def peer_carry(name: str, carry: Any) -> Any:
 
 @sx.jit
 def run(rnn: Any, x: Any, carry: Any = None, mask: Any = None) -> Any:
-    return rnn(x, carry, mask=mask, return_carry=True)
+    given = {} if carry is None else {"carry": carry}
+    return rnn(x, **given, mask=mask, return_carry=True)
 
 
 @pytest.mark.parametrize("name", CELLS)
