@@ -45,8 +45,8 @@ BENCH := $(STAMPS)-bench
 .DELETE_ON_ERROR:
 # Two installs at once into one environment would break it.
 .NOTPARALLEL:
-.PHONY: help demo test bench docs test-fast test-core test-house test-pages notebooks house lint types \
-	format api install clean
+.PHONY: help demo test bench docs test-fast test-core test-house test-pages test-times coverage mutants \
+	compat notebooks house lint types format api install clean
 
 help:
 	@echo "make demo        train a small language model over a mesh of 8 virtual devices"
@@ -57,6 +57,10 @@ help:
 	@echo "make test-core   tests and doctests of the engine"
 	@echo "make test-house  tests that keep the house: imports, sizes, names, docstrings"
 	@echo "make test-pages  the code of README.md and docs/"
+	@echo "make test-times  all tests, and what they cost: CPU-seconds by folder, the dearest, JAX's share"
+	@echo "make coverage    all tests, with the lines and branches that they run, by package"
+	@echo "make mutants     how many of 150 seeded defects the tests notice; after make coverage"
+	@echo "make compat      choose the tests that CI repeats on the newest JAX; after make coverage"
 	@echo "make notebooks   execute docs/notebooks and store the outputs"
 	@echo "make house       the size and shape of the package in figures, beside their aims"
 	@echo "make lint        format and lint, without changing anything"
@@ -101,6 +105,20 @@ house: $(TEST)
 
 test-pages: $(TEST)
 	$(PYTEST) README.md docs
+
+test-times: $(TEST)
+	$(PYTEST) $(PARALLEL) -p tests.suite.times --times=times.json
+
+coverage: $(TEST)
+	$(PYTEST) $(PARALLEL) -p tests.suite.times --times=times.json \
+		--cov=src/shardax --cov-branch --cov-context=test --cov-report=
+	$(BIN)/python -m tests.suite.coverage
+
+mutants: $(TEST)
+	$(BIN)/python -m tests.suite.mutants
+
+compat: $(TEST)
+	$(BIN)/python -m tests.suite.compat
 
 notebooks: $(TEST)
 	$(BIN)/python -m tests.docs.notebooks

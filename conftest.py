@@ -51,6 +51,7 @@ from hypothesis import HealthCheck, settings
 from sybil import Sybil
 from sybil.example import SybilFailure
 from sybil.parsers.markdown import PythonCodeBlockParser
+from tests.suite import compat
 
 DEVICES = 8
 
@@ -62,9 +63,16 @@ PROGRAMS = Path(
     os.environ.get("JAX_COMPILATION_CACHE_DIR")
     or Path(__file__).parent / ".cache" / f"programs-{jaxlib.__version__}"
 )
-jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _keep_programs() -> None:
+    """Keeps every compiled program."""
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+_keep_programs()
 # Implicit rank promotion hides shape errors; the library must never need it.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -132,8 +140,17 @@ class PageCode(pytest.Item):
 
     def runtest(self) -> None:
         """Runs the examples in one namespace."""
-        for example in EXAMPLES.parse(self.path).examples():
-            example.evaluate()
+        # The page about settings shows those of JAX, and not those of the tests.
+        shows_settings = self.path.name == "configure.md"
+        if shows_settings:
+            jax.config.update("jax_compilation_cache_dir", None)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        try:
+            for example in EXAMPLES.parse(self.path).examples():
+                example.evaluate()
+        finally:
+            if shows_settings:
+                _keep_programs()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
         """Shows what the example printed beside what it should have; its line is in the text."""
@@ -155,18 +172,40 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | Non
     return None
 
 
+pytest_plugins = ["tests.suite.limits"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that CI repeats on the newest JAX."""
+    chosen = compat.read()
+    for item in items:
+        if not chosen.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
+            item.add_marker(pytest.mark.compat)
+
+
+# The ids of tests that were skipped for want of a package. CI runs these again where it is.
+_skipped: set[str] = set()
+
+
+def _package_that_is_missing(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Returns the reason of a skip for want of a package, or ""."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    # The last are the words of `pytest.importorskip` without a reason.
+    is_package = report.skipped and ("install" in reason or "could not import" in reason)
+    return reason if is_package else ""
+
+
 def _fail_if_a_package_is_missing(report: pytest.CollectReport | pytest.TestReport) -> None:
     """Where every package is installed, as by CI, a skip that asks for one is a failure.
 
     ``EVERY_PACKAGE="but plan-tpu plan-gpu"`` names extras that another run has.
     """
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    reason = _package_that_is_missing(report)
     elsewhere = os.environ.get("EVERY_PACKAGE", "").split()[1:]
     if (
         "EVERY_PACKAGE" in os.environ
-        and report.skipped
-        # The last are the words of `pytest.importorskip` without a reason.
-        and ("install" in reason or "could not import" in reason)
+        and reason
         and not any(f"shardax[{extra}]" in reason for extra in elsewhere)
     ):
         report.outcome = "failed"
@@ -187,3 +226,21 @@ def pytest_make_collect_report() -> Iterator[None]:
     report = yield
     _fail_if_a_package_is_missing(report)
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes a skip for want of a package, also of other workers."""
+    if _package_that_is_missing(report):
+        _skipped.add(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Notes a module that skips as a whole."""
+    if _package_that_is_missing(report):
+        _skipped.add(report.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    """Writes the ids of skipped tests to the file that ``RECORD_SKIPPED`` names."""
+    if "RECORD_SKIPPED" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        Path(os.environ["RECORD_SKIPPED"]).write_text("\n".join(sorted(_skipped)))

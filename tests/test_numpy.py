@@ -53,7 +53,7 @@ def process_defaults() -> Iterator[None]:
 
 
 @each_of_floats
-def test_floats_have_the_numbers_of_numpy_and_the_dtype_and_device_in_scope(name: str) -> None:
+def test_floats_have_dtype_and_device_in_scope(name: str) -> None:
     plain = FLOATS[name]()
     assert plain.dtype == jnp.float32 and np.array_equal(plain, EXPECTED[name])
     with sx.default_dtype("bfloat16"), sx.default_device("cpu:3"):
@@ -64,7 +64,7 @@ def test_floats_have_the_numbers_of_numpy_and_the_dtype_and_device_in_scope(name
 
 @each_of_floats
 @pytest.mark.usefixtures("process_defaults")
-def test_arguments_come_before_blocks_and_blocks_before_the_process(name: str) -> None:
+def test_arguments_override_blocks_and_blocks_the_process(name: str) -> None:
     assert FLOATS[name]().dtype == jnp.float16 and FLOATS[name]().devices() == {jax.devices()[7]}
     with sx.default_dtype("bfloat16"), sx.default_device("cpu:3"):
         given = FLOATS[name](dtype="float32", device="cpu:1")
@@ -87,7 +87,7 @@ def test_arguments_come_before_blocks_and_blocks_before_the_process(name: str) -
         (lambda: sx.numpy.linspace(jnp.zeros(2, "float16"), 1, 3), "float16"),
     ],
 )
-def test_what_is_no_python_float_keeps_its_dtype(make: Any, dtype: str) -> None:
+def test_other_values_keep_their_dtype(make: Any, dtype: str) -> None:
     with sx.default_dtype("bfloat16"):
         assert make().dtype.name == dtype
 
@@ -102,7 +102,7 @@ def test_arrays_are_created_in_their_shards(mesh: Mesh) -> None:
     assert sx.numpy.asarray(kept) is kept
 
 
-def test_inside_programs_the_dtype_is_given_or_that_of_the_value() -> None:
+def test_dtype_must_be_given_inside_programs() -> None:
     for call in (lambda: sx.numpy.zeros(3), lambda: sx.numpy.array([0.5])):
         with pytest.raises(DtypeError, match=r"inside a program.*dtype=\.\.\."):
             jax.jit(call)()
@@ -111,7 +111,7 @@ def test_inside_programs_the_dtype_is_given_or_that_of_the_value() -> None:
         assert run(jnp.ones(3)).dtype == jnp.float32
 
 
-def test_dtypes_and_places_that_cannot_be_are_refused() -> None:
+def test_invalid_dtypes_and_places_are_refused() -> None:
     with pytest.raises(DtypeError, match="64 bits"):
         sx.numpy.zeros(3, "float64")
     with pytest.raises(DeviceError, match="no device 'moon'"):

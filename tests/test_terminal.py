@@ -58,7 +58,7 @@ def test_without_rich_nothing_is_live(terminal: Terminal, monkeypatch: pytest.Mo
     assert not is_live(terminal)
 
 
-def test_a_bar_shows_title_count_status_and_time_left(terminal: Terminal) -> None:
+def test_bar_shows_title_count_status_and_time(terminal: Terminal) -> None:
     with ProgressBar(terminal, "train", 40, done=5, status="starting") as bar:
         bar.update(done=21, status="loss 2.5 [not markup]")
         bar.note("step 21: [not markup] either")
@@ -69,7 +69,7 @@ def test_a_bar_shows_title_count_status_and_time_left(terminal: Terminal) -> Non
     assert len(found[-1]) <= 80
 
 
-def test_a_bar_can_change_its_title_and_total_and_leave_nothing(terminal: Terminal) -> None:
+def test_transient_bar_changes_title_and_clears_itself(terminal: Terminal) -> None:
     with ProgressBar(terminal, "planning", 0, transient=True, elapsed=True) as bar:
         bar.update(done=1, status="tp", title="screening", total=8)
         bar.update(done=2, status="dp")

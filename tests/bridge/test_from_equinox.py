@@ -67,7 +67,7 @@ def test_arrays_and_state_become_variables_of_their_kind() -> None:
     }
 
 
-def test_training_steps_equal_those_of_equinox_with_the_same_keys() -> None:
+def test_training_steps_equal_those_of_equinox() -> None:
     model, (peer, state), rngs = bridged(), made(), sx.Rngs(dropout=1)
     ours, theirs = sx.train.Optimizer(model, optax.adam(0.1)), optax.adam(0.1)
     memory = theirs.init(eqx.filter(peer, eqx.is_inexact_array))
@@ -103,14 +103,14 @@ def test_training_steps_equal_those_of_equinox_with_the_same_keys() -> None:
     assert not jnp.array_equal(model(X), model(X))
 
 
-def test_a_module_with_its_first_state_needs_no_make_with_state() -> None:
+def test_module_with_initial_state_is_bridged_alone() -> None:
     model = sx.bridge.from_equinox(Peer(jax.random.key(0)), rngs=sx.Rngs(dropout=1))
     np.testing.assert_array_equal(model(X), bridged()(X))
     with pytest.raises(sx.bridge.BridgeError, match=r"from_equinox\(module, state\)"):
         sx.bridge.from_equinox(made()[0])
 
 
-def test_state_is_kept_by_calls_under_the_vmap_that_names_the_batch() -> None:
+def test_calls_under_named_vmap_keep_state() -> None:
     make = lambda: eqx.nn.BatchNorm(4, "batch", mode="ema")  # noqa: E731
     model = sx.bridge.from_equinox(make())
     peer, state = eqx.nn.make_with_state(make)()
@@ -129,7 +129,7 @@ def mlp(seed: Any) -> Any:
     return sx.bridge.from_equinox(eqx.nn.MLP(4, 4, 8, 1, key=key))
 
 
-def test_models_of_one_make_have_one_structure_and_compile_once() -> None:
+def test_equal_modules_share_structure_and_compiled_program() -> None:
     assert sx.graphdef(mlp(0)) == sx.graphdef(mlp(1))
     traces = []
 
@@ -166,9 +166,7 @@ def test_bridged_models_are_vmapped_scanned_and_differentiated() -> None:
     )
 
 
-def test_axes_given_afterwards_shard_a_bridged_model_and_checkpoints_restore_it(
-    tmp_path: Any,
-) -> None:
+def test_bridged_model_is_sharded_and_restored_from_checkpoints(tmp_path: Any) -> None:
     model, mesh = mlp(0), jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     expected = jax.vmap(mlp(0))(X)
     model.variables["layers"][0]["weight"].set_metadata(axes=("mlp", "embed"))
@@ -184,7 +182,7 @@ def test_axes_given_afterwards_shard_a_bridged_model_and_checkpoints_restore_it(
     np.testing.assert_allclose(jax.vmap(other)(X), expected, rtol=1e-5)
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_class_instead_of_module_is_refused() -> None:
     with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Linear: make an instance"):
         sx.bridge.from_equinox(eqx.nn.Linear)
 

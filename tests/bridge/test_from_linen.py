@@ -46,7 +46,7 @@ def peer_variables() -> Any:
     return linen.unbox(Peer().init({"params": rngs.params(), "dropout": rngs.dropout()}, X))
 
 
-def test_collections_become_variables_of_their_kind_with_the_names_of_boxes() -> None:
+def test_collections_become_variables_with_axes_of_boxes() -> None:
     found = {
         path[1:]: (type(variable), variable.axes)
         for path, variable in sx.iter_variables(bridged())
@@ -64,7 +64,7 @@ def test_collections_become_variables_of_their_kind_with_the_names_of_boxes() ->
     }
 
 
-def test_initial_variables_are_those_that_linen_makes_of_the_same_keys() -> None:
+def test_initial_variables_equal_those_of_linen() -> None:
     jax.tree.map(
         np.testing.assert_array_equal,
         sx.state(bridged())["variables"].to_pure_dict(),
@@ -72,7 +72,7 @@ def test_initial_variables_are_those_that_linen_makes_of_the_same_keys() -> None
     )
 
 
-def test_training_steps_equal_those_of_linen_with_the_same_keys() -> None:
+def test_training_steps_equal_those_of_linen() -> None:
     model, variables, rngs = bridged(), peer_variables(), sx.Rngs(**SEEDS)
     rngs.dropout()  # the one of the initialisation
     optimizer = sx.train.Optimizer(model, optax.sgd(0.1))
@@ -116,7 +116,7 @@ def test_a_call_writes_nothing_that_linen_leaves_alone() -> None:
     assert all(variable.value is values[path] for path, variable in before.items())
 
 
-def test_the_default_stream_is_drawn_from_only_by_calls_that_need_keys() -> None:
+def test_default_stream_is_drawn_only_when_needed() -> None:
     model = sx.bridge.from_linen(Peer(), X, rngs=sx.Rngs(0))
     drawn = int(model.rngs.default.count.value)
     model(X, train=False)
@@ -126,7 +126,7 @@ def test_the_default_stream_is_drawn_from_only_by_calls_that_need_keys() -> None
     assert not jnp.array_equal(first, second)
 
 
-def test_calls_that_draw_without_streams_get_the_error_of_linen() -> None:
+def test_missing_stream_raises_the_error_of_linen() -> None:
     model = sx.bridge.from_linen(linen.Dropout(0.5, deterministic=False).bind({}))
     with pytest.raises(Exception, match=r"needs PRNG"):
         model(X)
@@ -163,7 +163,7 @@ class Sows(linen.Module):
         return self.perturb("inner", x) ** 2
 
 
-def test_what_is_sown_is_popped_and_other_collections_are_tagged() -> None:
+def test_sown_values_are_popped_other_collections_tagged() -> None:
     model = sx.bridge.from_linen(Sows(), jnp.float32(0), rngs=sx.Rngs(params=0))
     sx.pop(model, sx.Intermediate)
     for x in (1.0, 3.0):
@@ -182,7 +182,7 @@ def test_other_methods_are_called_by_name() -> None:
     np.testing.assert_allclose(model.call("attend", jnp.ones((1, 2))), table.sum(1)[None])
 
 
-def test_a_bridged_model_is_sharded_by_rules_and_vmapped() -> None:
+def test_bridged_model_is_sharded_by_rules_and_vmapped() -> None:
     model = bridged()
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     sx.shard(model, mesh, sx.Rules({"mlp": "model", "embed": None}))

@@ -47,7 +47,7 @@ def pair() -> tuple[Peer, Model]:
 X = jnp.arange(12.0).reshape(3, 4) / 12
 
 
-def test_arrays_become_variables_of_their_kind_with_axes_at_the_paths_of_the_peer() -> None:
+def test_variables_have_kinds_axes_and_paths_of_peer() -> None:
     _, model = pair()
     found = {
         path[2:]: (type(variable), variable.axes) for path, variable in sx.iter_variables(model)
@@ -66,7 +66,7 @@ def test_arrays_become_variables_of_their_kind_with_axes_at_the_paths_of_the_pee
     }
 
 
-def test_calls_equal_those_of_the_peer_and_write_its_statistics_and_streams() -> None:
+def test_calls_equal_peer_and_update_its_state() -> None:
     peer, model = pair()
     compiled = sx.jit(lambda model, x: model(x))
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_calls_equal_those_of_the_peer_and_write_its_statistics_and_streams() ->
     assert int(model.body.variables["dropout"]["rngs"].count.value) == 3
 
 
-def test_eval_and_train_reach_the_layers_of_the_peer() -> None:
+def test_eval_and_train_reach_peer_layers() -> None:
     peer, model = pair()
     for each in (model, peer):
         each(X)
@@ -175,7 +175,7 @@ class Sows(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module:DeprecationWarning")
-def test_what_the_peer_sows_is_popped_as_what_shardax_sows() -> None:
+def test_values_sown_by_the_peer_are_popped() -> None:
     model = sx.bridge.from_nnx(Sows())
     for x in (1.0, 2.0):
         model(jnp.float32(x))
@@ -215,19 +215,17 @@ def test_shared_variables_of_the_peer_are_one() -> None:
     )
 
 
-def test_kinds_of_the_users_are_selected_by_the_names_of_their_classes() -> None:
+def test_user_variable_kinds_are_selected_by_name() -> None:
     model = sx.bridge.from_nnx(nnx.LoRA(2, 1, 2, rngs=nnx.Rngs(0)))
     assert [type(v) for _, v in sx.iter_variables(model, "LoRAParam")] == [sx.Param, sx.Param]
 
 
-def test_what_is_no_nnx_module_is_refused() -> None:
+def test_class_instead_of_module_is_refused() -> None:
     with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Linear: make an instance"):
         sx.bridge.from_nnx(nnx.Linear)
 
 
-def test_without_flax_the_error_has_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_flax_error_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flax.nnx", None)
     with pytest.raises(ImportError, match=r"from_nnx needs flax: pip install 'flax>=0.12.8'"):
         sx.bridge.from_nnx(object())

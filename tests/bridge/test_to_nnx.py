@@ -36,7 +36,7 @@ def model() -> Model:
     return Model(sx.Rngs(0))
 
 
-def test_variables_have_the_kinds_paths_and_axes_of_the_model() -> None:
+def test_variables_have_kinds_paths_and_axes_of_model() -> None:
     found = {
         path[1:]: (type(variable), variable.get_metadata().get("out_sharding"))
         for path, variable in nnx.to_flat_state(nnx.state(sx.bridge.to_nnx(model())))
@@ -96,7 +96,7 @@ def test_the_model_is_not_changed() -> None:
     assert peer.variables.norm.mean.get_value().tolist() != [0.0] * 8
 
 
-def test_there_and_back_is_the_same() -> None:
+def test_round_trip_keeps_results_and_axes() -> None:
     there = sx.bridge.to_nnx(model())
     back = sx.bridge.from_nnx(there)
     expected = model()
@@ -126,7 +126,7 @@ def test_nnx_vmaps_over_models() -> None:
     np.testing.assert_allclose(rows, jnp.stack(expected), rtol=1e-5)
 
 
-def test_what_a_model_sows_is_kept() -> None:
+def test_sown_values_become_nnx_intermediates() -> None:
     class Sows(sx.Module):
         def __call__(self, x: jax.Array) -> jax.Array:
             self.sow("seen", x)
@@ -142,7 +142,7 @@ def test_what_a_model_sows_is_kept() -> None:
     assert [float(x) for x in seen.get_value()] == [3.0]
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_class_instead_of_module_is_refused() -> None:
     with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Linear: make an instance"):
         sx.bridge.to_nnx(cast(Any, sx.nn.Linear))
 
@@ -163,7 +163,7 @@ def test_a_layer_may_have_any_name(name: str) -> None:
     assert gradients["variables"][name]["kernel"].get_value().tolist() == [[1.0] * 3] * 2
 
 
-def test_keys_that_are_one_name_in_nnx_are_refused() -> None:
+def test_keys_of_equal_nnx_names_are_refused() -> None:
     model = sx.nn.Sequential()
     model.table = {0: sx.Param(jnp.ones(2)), "0": sx.Param(jnp.zeros(2))}
     with pytest.raises(sx.bridge.BridgeError, match=r"\.table\[0\] and \.table\['0'\]"):

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import shardax as sx
 from shardax._core.init import defaults
@@ -37,7 +39,10 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
+    """Starts from JAX's own cache of programs, not that of the tests; restores all afterwards."""
     before, state = jax.config.values, sx.random.get_state()
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     yield
     for name, value in before.items():
         if jax.config.values[name] != value:
@@ -47,6 +52,7 @@ def put_back() -> Iterator[None]:
     key_reuse.check_whole_process(False)
     comparing.clear()
     sx.random.set_state(state)
+    compilation_cache.reset_cache()
 
 
 def changed_from(before: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def test_without_settings_nothing_changes_and_all_are_shown() -> None:
     }
 
 
-def test_settings_change_what_they_name_and_nothing_else(tmp_path: Path) -> None:
+def test_settings_change_what_they_name_only(tmp_path: Path) -> None:
     before = everything()
     sx.random.seed(5)
     seeded = sx.random.get_state()
@@ -118,14 +124,14 @@ def test_the_summary_marks_what_was_set() -> None:
     assert repr(sx.configure()) == str(sx.configure())
 
 
-def test_creation_goes_to_the_device_on_request_and_computation_stays() -> None:
+def test_create_on_moves_creation_and_not_computation() -> None:
     sx.configure(create_on="cpu:3", dtype="bfloat16")
     drawn = sx.random.normal(3)
     assert drawn.devices() == {jax.devices()[3]} and drawn.dtype == jnp.bfloat16
     assert jnp.zeros(3).devices() == {jax.devices()[0]}
 
 
-def test_choices_go_back_to_those_of_jax(tmp_path: Path) -> None:
+def test_default_restores_the_choices_of_jax(tmp_path: Path) -> None:
     before = everything()
     sx.configure(dtype="bfloat16", create_on="cpu:1", cache_dir=tmp_path)
     configuration = sx.configure(dtype="default", create_on="default", cache_dir="default")
@@ -144,14 +150,12 @@ def test_programs_go_to_the_folder_named_last(tmp_path: Path) -> None:
     """JAX itself stays with the first folder that it used."""
     for number, name in enumerate(("first", "second")):
         sx.configure(cache_dir=tmp_path / name, cache_min_seconds=0)
-        jax.jit(lambda x, number=number: x * number + 17)(jnp.ones(3)).block_until_ready()
+        program = jax.jit(lambda x, number=number: x * number + 17)
+        program(np.ones(3, np.float32)).block_until_ready()
         assert any((tmp_path / name).iterdir())
-    from jax.experimental.compilation_cache import compilation_cache
-
-    compilation_cache.reset_cache()
 
 
-def test_a_folder_that_others_can_write_into_is_noted(tmp_path: Path) -> None:
+def test_folder_writable_by_others_is_noted(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     (note,) = sx.configure(cache_dir=tmp_path).notes
     assert str(tmp_path) in note and "chmod 700" in note
@@ -189,7 +193,7 @@ def test_a_folder_that_others_can_write_into_is_noted(tmp_path: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("runs", [True, False], ids=["late", "early"])
-def test_a_setting_that_is_not_valid_is_refused_and_nothing_changes(
+def test_invalid_setting_is_refused_and_changes_nothing(
     settings: dict[str, Any], message: str, runs: bool
 ) -> None:
     before = everything()
@@ -198,7 +202,7 @@ def test_a_setting_that_is_not_valid_is_refused_and_nothing_changes(
     assert changed_from(before) == {}
 
 
-def test_all_that_is_wrong_is_said_at_once_and_the_rest_is_not_set() -> None:
+def test_all_invalid_settings_are_named_and_none_set() -> None:
     before = everything()
     with pytest.raises(ConfigureError) as caught:
         sx.configure(x64="yes", debug_nans=True, seed=1.5, cache_min_seconds="fast")  # pyright: ignore[reportArgumentType]
@@ -210,7 +214,7 @@ def test_all_that_is_wrong_is_said_at_once_and_the_rest_is_not_set() -> None:
     assert changed_from(before) == {}
 
 
-def test_a_default_dtype_set_before_is_not_left_without_its_bits() -> None:
+def test_default_dtype_keeps_the_64_bits_it_needs() -> None:
     sx.configure(x64=True, dtype="float64")
     with pytest.raises(ConfigureError, match=r"dtype=.*float64.*set before"):
         sx.configure(x64=False)
@@ -228,23 +232,21 @@ def test_a_default_dtype_set_before_is_not_left_without_its_bits() -> None:
     ],
     ids=str,
 )
-def test_settings_that_come_too_late_are_named_and_nothing_changes(
-    settings: dict[str, Any], late: str
-) -> None:
+def test_late_settings_are_refused_and_change_nothing(settings: dict[str, Any], late: str) -> None:
     before = everything()
     with pytest.raises(ConfiguredTooLateError, match=rf"{late}.*8 devices of the platform 'cpu'"):
         sx.configure(debug_nans=True, seed=3, **settings)
     assert changed_from(before) == {}
 
 
-def test_what_runs_already_may_be_asked_for_again() -> None:
+def test_running_platform_and_devices_may_be_repeated() -> None:
     before = everything()
     for settings in ({"devices": 8}, {"platform": "cpu"}, {"platform": "cpu", "devices": 8}):
         sx.configure(**settings)
     assert changed_from(before) == {}
 
 
-def test_the_gpus_that_run_may_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_gpus_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.config.update("jax_cuda_visible_devices", "2,3")
     before = everything()
@@ -256,7 +258,7 @@ def test_the_gpus_that_run_may_be_asked_for_again(monkeypatch: pytest.MonkeyPatc
     assert changed_from(before) == {}
 
 
-def test_a_program_cannot_be_configured_while_it_is_traced() -> None:
+def test_configure_is_refused_while_tracing() -> None:
     before = everything()
 
     def program(x: Any) -> Any:
@@ -268,7 +270,7 @@ def test_a_program_cannot_be_configured_while_it_is_traced() -> None:
     assert changed_from(before) == {}
 
 
-def test_what_fails_on_the_way_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_restored_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if another thread had started the backend after the check."""
     before = everything()
     monkeypatch.setattr(configure_module, "backend_runs", lambda: False)
@@ -290,7 +292,7 @@ def test_what_fails_on_the_way_is_put_back(monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=str,
 )
-def test_a_platform_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_platforms_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigureError, match=message):
         check_settings(settings, runs=False)
 
@@ -310,7 +312,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
-def test_a_gpu_is_that_whose_plugin_is_installed(machine: Any) -> None:
+def test_gpu_is_the_platform_with_a_plugin(machine: Any) -> None:
     machine("xla_cuda13")
     assert usable_platform("gpu") == usable_platform("cuda") == "cuda"
     machine("jax_plugins.xla_rocm7")
@@ -330,7 +332,7 @@ def test_a_gpu_is_that_whose_plugin_is_installed(machine: Any) -> None:
         ("neuron", "no plugin for it is installed"),
     ],
 )
-def test_a_platform_that_is_not_installed_is_refused(
+def test_platform_that_is_not_installed_is_refused(
     platform: str, message: str, machine: Any
 ) -> None:
     machine()
@@ -338,13 +340,13 @@ def test_a_platform_that_is_not_installed_is_refused(
         usable_platform(platform)
 
 
-def test_a_machine_without_a_gpu_does_not_fall_back_silently(machine: Any) -> None:
+def test_missing_gpu_is_refused_without_fallback(machine: Any) -> None:
     machine("xla_cuda13", gpu=False)
     with pytest.raises(ConfigureError, match="no NVIDIA GPU here"):
         usable_platform("cuda")
 
 
-def test_the_processor_stays_beside_an_accelerator_and_its_devices_are_chosen(machine: Any) -> None:
+def test_accelerator_devices_are_chosen_and_cpu_stays(machine: Any) -> None:
     machine("xla_cuda13")
     assert check_settings({"platform": "gpu", "devices": 2}, runs=False).options == {
         "jax_platforms": "cuda,cpu",

@@ -25,6 +25,12 @@ def refused(**settings):
         return type(error).__name__
 
 found = {"ran at first": backend_runs()}
+rngs = sx.Rngs(params=0, dropout=1)
+layer = lambda: sx.nn.Sequential(sx.nn.MLP(8, 16, rngs=rngs), sx.nn.Dropout(0.5, rngs=rngs.fork()))
+stack = sx.nn.Stack(layer, 3)
+found["kernel"] = repr(stack.stacked.layers[0].up.kernel)
+found["kernel of a layer"] = repr(stack[1].layers[0].up.kernel)
+found["ran after building"] = backend_runs()
 found["shown"] = str(sx.configure()).splitlines()[0].split(", ")[-1]
 found["not valid"] = refused(devices=3, x64="yes")
 configuration = sx.configure(
@@ -56,10 +62,13 @@ def run(program: str, *arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_new_process_runs_as_configured_whatever_its_environment_says(tmp_path: Path) -> None:
+def test_new_process_builds_lazily_and_runs_as_configured(tmp_path: Path) -> None:
     flag = "--xla_force_host_platform_device_count=5"
     assert run(PROGRAM, str(tmp_path / "cache"), JAX_PLATFORMS="tpu", XLA_FLAGS=flag) == {
         "ran at first": False,
+        "kernel": "Param(float32[3, 8, 16], lazy, axes=('layers', 'embed', 'mlp'))",
+        "kernel of a layer": "Param(float32[8, 16], lazy, axes=('embed', 'mlp'))",
+        "ran after building": False,  # building models runs no operation of JAX
         "shown": "its backend has not started",
         "not valid": "ConfigureError",
         "notes": [

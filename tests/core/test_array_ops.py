@@ -40,7 +40,7 @@ def _name(function: Any) -> str:
 
 @pytest.mark.parametrize("function", [*ARITHMETIC, *COMPARISONS, divmod], ids=_name)
 @pytest.mark.parametrize("convert", [jnp.asarray, np.asarray, sx.Param], ids=_name)
-def test_binary_operators_equal_those_of_the_array_with_the_variable_on_either_side(
+def test_binary_operators_equal_array_operators_on_both_sides(
     function: Callable[[Any, Any], Any], convert: Callable[[Any], Any]
 ) -> None:
     other = jnp.asarray([[2.0, 1.0], [4.0, 2.0]])
@@ -50,7 +50,7 @@ def test_binary_operators_equal_those_of_the_array_with_the_variable_on_either_s
 
 @pytest.mark.parametrize("function", BITWISE, ids=_name)
 @pytest.mark.parametrize("convert", [jnp.asarray, np.asarray, sx.Variable], ids=_name)
-def test_bitwise_operators_equal_those_of_the_array_with_the_variable_on_either_side(
+def test_bitwise_operators_equal_array_operators_on_both_sides(
     function: Callable[[Any, Any], Any], convert: Callable[[Any], Any]
 ) -> None:
     other = jnp.asarray([[1, 2], [3, 1]])
@@ -59,7 +59,7 @@ def test_bitwise_operators_equal_those_of_the_array_with_the_variable_on_either_
 
 
 @pytest.mark.parametrize("number", [2, 2.0, np.float32(2), np.int32(2)], ids=repr)
-def test_numbers_on_either_side_promote_as_with_the_array(number: Any) -> None:
+def test_numbers_promote_as_with_the_array(number: Any) -> None:
     for function in (operator.add, operator.truediv, operator.pow, operator.lt):
         for array in (INTS, FLOATS.astype(jnp.bfloat16)):
             assert_equal_values(function(sx.Variable(array), number), function(array, number))
@@ -84,7 +84,7 @@ def test_in_place_operators_write_into_the_variable(function: Callable[[Any, Any
         assert dict(variable.metadata) == {"tag": "kept"}
 
 
-def test_an_in_place_operator_on_an_attribute_keeps_the_variable() -> None:
+def test_in_place_operator_on_attribute_keeps_the_variable() -> None:
     class Counter(sx.Module):
         def __init__(self) -> None:
             self.count = sx.Variable(0)
@@ -154,15 +154,13 @@ def test_jax_functions_take_it_as_an_array(function: Callable[[Any], Any]) -> No
     assert_equal_values(jax.tree.leaves(function(sx.Param(FLOATS))), [function(FLOATS)])
 
 
-def test_it_is_hashable_by_identity_although_equality_is_elementwise() -> None:
+def test_hash_is_identity_while_equality_is_elementwise() -> None:
     one, other = sx.Param(FLOATS), sx.Param(FLOATS)
     assert {one: 1, other: 2}[one] == 1
     assert (one == other).tolist() == [[True, True], [True, True]]
 
 
-def test_a_numpy_array_on_the_left_of_an_in_place_operator_does_what_it_does_with_an_array() -> (
-    None
-):
+def test_in_place_numpy_operator_behaves_as_with_array() -> None:
     with_array = with_variable = np.zeros((2, 2), np.float32)
     with_array += FLOATS
     with_variable += sx.Param(FLOATS)
@@ -198,7 +196,7 @@ def test_every_int32_is_kept(seed: int) -> None:
 
 
 @pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 2**40])
-def test_a_number_too_wide_for_jax_is_refused_rather_than_wrapped_around(number: int) -> None:
+def test_number_too_wide_for_jax_is_refused(number: int) -> None:
     with pytest.raises(VariableValueError, match=f"{number} does not fit into int32"):
         sx.Variable(number)
 
@@ -220,7 +218,7 @@ def test_what_is_not_made_of_arrays_is_refused(value: Any) -> None:
     assert float(variable) == 1.0
 
 
-def test_a_variable_given_as_a_value_stands_for_its_value() -> None:
+def test_variable_given_as_value_contributes_its_value() -> None:
     inner = sx.Param(jnp.ones(2), axes=("embed",))
     for variable in (sx.BatchStat(inner), sx.BatchStat(0.0).replace(inner)):
         assert isinstance(variable.value, jax.Array) and variable.axes is None
@@ -232,7 +230,7 @@ def test_a_variable_given_as_a_value_stands_for_its_value() -> None:
     assert isinstance(sx.Variable({"a": inner}).value["a"], jax.Array)
 
 
-def test_later_writes_into_a_numpy_array_do_not_reach_the_variable() -> None:
+def test_later_numpy_writes_do_not_reach_the_variable() -> None:
     source = np.zeros(1000, np.float32)
     before_reading, read = sx.Param(source), sx.Param(source)
     read_value = read.value
@@ -240,7 +238,7 @@ def test_later_writes_into_a_numpy_array_do_not_reach_the_variable() -> None:
     assert float(before_reading.sum()) == float(read.sum()) == float(read_value.sum()) == 0.0
 
 
-def test_an_abstract_variable_knows_its_shape_and_refuses_to_compute() -> None:
+def test_abstract_variable_knows_shape_and_refuses_to_compute() -> None:
     variable = sx.Param(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), axes=("embed", "mlp"))
     assert (variable.shape, variable.dtype, variable.is_abstract) == ((2, 3), jnp.bfloat16, True)
     for use in (lambda v: v + 1, np.sin, np.asarray, float, lambda v: v.sum(), abs):

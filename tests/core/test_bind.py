@@ -6,14 +6,13 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.core.elsewhere import in_another_process
 
 import shardax as sx
 from shardax.errors import BindError, FilterError, LabelConflictError
@@ -47,7 +46,7 @@ def linear(seed: Any = 0) -> sx.nn.Linear:
 # --- what unbind returns ---
 
 
-def test_unbind_returns_the_whole_tree_with_slots_and_the_variables_in_order() -> None:
+def test_unbind_returns_slots_and_variables_in_order() -> None:
     shared = sx.Param(jnp.ones(2))
     model = Head(shared, sx.Cache(jnp.zeros(1)), shared, "static", 1)
     slots, variables = sx.unbind(model)
@@ -66,7 +65,7 @@ def test_unbind_returns_the_whole_tree_with_slots_and_the_variables_in_order() -
     assert model.weight is shared
 
 
-def test_filters_choose_what_is_taken_and_the_rest_is_shared() -> None:
+def test_filters_select_variables_and_share_the_rest() -> None:
     model = Head(sx.Param(jnp.ones(2)), sx.BatchStat(jnp.zeros(1), tag="slow"))
     for chosen in (sx.Param, sx.Not("slow"), lambda path, v: path == ("weight",), [sx.Param]):
         slots, variables = sx.unbind(model, chosen)
@@ -77,7 +76,7 @@ def test_filters_choose_what_is_taken_and_the_rest_is_shared() -> None:
         sx.unbind(model, ..., sx.Param)
 
 
-def test_any_pytree_of_modules_and_variables_is_a_tree() -> None:
+def test_any_pytree_of_modules_and_variables_unbinds() -> None:
     shared = sx.Param(jnp.ones(2))
     method, partial = Head(shared).scaled, functools.partial(linear(1))
     tree = {
@@ -113,20 +112,14 @@ def test_a_variable_alone_is_a_tree() -> None:
 
 
 def test_labels_are_the_same_in_every_process() -> None:
-    program = (
-        "import jax.numpy as jnp, pickle, sys, shardax as sx\n"
-        "slots, frozen = sx.unbind(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), freeze=True)\n"
-        "sys.stdout.buffer.write(pickle.dumps((slots, frozen)))"
-    )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-    slots, frozen = pickle.loads(out)
+    slots, frozen = in_another_process()["unbound"]
     mine, values = sx.unbind(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), freeze=True)
     assert sx.graphdef(slots) == sx.graphdef(mine) and hash(frozen) == hash(values)
     assert frozen == values
     assert sx.bind(mine, frozen).up.kernel.value.shape == (2, 4)
 
 
-def test_copies_of_one_model_stand_side_by_side_under_their_own_labels() -> None:
+def test_copies_of_one_model_have_distinct_labels() -> None:
     model = linear()
     tree = {"student": model, "teacher": copy.deepcopy(model)}
     slots, variables = sx.unbind(tree)
@@ -134,7 +127,7 @@ def test_copies_of_one_model_stand_side_by_side_under_their_own_labels() -> None
     assert sx.bind(slots, variables[::-1])["teacher"].kernel is tree["teacher"].kernel
 
 
-def test_parts_taken_out_by_themselves_and_put_together_claim_one_label() -> None:
+def test_separately_unbound_equal_parts_claim_one_label() -> None:
     model = Head(sx.Param(jnp.ones(2)), sx.unbind(Head(sx.Cache(jnp.ones(1))))[0])
     with pytest.raises(LabelConflictError, match=r"\.weight: a slot at \.others\[0\]\.weight"):
         sx.unbind(model)
@@ -143,7 +136,7 @@ def test_parts_taken_out_by_themselves_and_put_together_claim_one_label() -> Non
         sx.bind(slots, ())
 
 
-def test_two_values_under_one_label_are_refused_unless_they_are_equal() -> None:
+def test_conflicting_values_for_one_label_are_refused() -> None:
     slots, (weight,) = sx.unbind(Head(sx.Param(jnp.ones(2))), freeze=True)
     other = jax.tree.map(lambda x: 2 * x, weight)
     with pytest.raises(LabelConflictError, match=r"\.weight: variables\.a\[0\], and variables\.b"):
@@ -152,7 +145,7 @@ def test_two_values_under_one_label_are_refused_unless_they_are_equal() -> None:
     assert sx.bind(slots, [weight, same]).weight is weight
 
 
-def test_a_variable_taken_out_of_two_trees_goes_back_into_both() -> None:
+def test_variable_unbound_from_two_trees_binds_to_both() -> None:
     v = sx.Param(jnp.ones(2))
     first, (same,) = sx.unbind(Head(v))
     second, _ = sx.unbind([Head(v)])
@@ -186,13 +179,13 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("variables", "message"), REFUSED)
-def test_what_does_not_fit_is_refused_with_its_place(variables: Any, message: str) -> None:
+def test_mismatched_value_is_refused_with_its_place(variables: Any, message: str) -> None:
     slots, _ = sx.unbind(linear())
     with pytest.raises(BindError, match=message):
         sx.bind(slots, variables())
 
 
-def test_all_that_does_not_fit_is_listed_at_once() -> None:
+def test_all_mismatches_are_listed_in_one_error() -> None:
     slots, _ = sx.unbind(linear())
     with pytest.raises(BindError, match=r"2 of 3(.|\n)*variables\[0\](.|\n)*variables\[2\]"):
         sx.bind(slots, [sx.Param(0.0), *sx.unbind(linear())[1][:1], 3])
@@ -205,7 +198,7 @@ def test_unused_variables_may_be_allowed() -> None:
     assert bound.kernel is more[0] and type(bound.bias) is sx.Slot
 
 
-def test_a_subtype_may_go_into_a_slot_of_its_base() -> None:
+def test_slot_accepts_subtype_of_its_variable_type() -> None:
     class Scale(sx.Param):
         pass
 
@@ -290,7 +283,7 @@ def test_models_are_bound_inside_compiled_functions() -> None:
         sx.jit(lambda variables: sx.bind(slots, variables)(x))(variables)
 
 
-def test_part_of_a_stack_is_taken_out_as_it_is() -> None:
+def test_part_of_stack_unbinds_whole() -> None:
     rngs = sx.Rngs(0)
     stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=rngs), 3)
     slots, frozen = sx.unbind(stack[1], freeze=True)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.structure import advance_structure_epoch, structure_epoch
 
 import shardax as sx
-from shardax._core.object import epoch
 from shardax.errors import StaticAttributeError
 
 # --- a random sequence of operations does the same to a List and a list ---
@@ -129,7 +129,7 @@ def test_a_dict_does_what_a_plain_dict_does(start: dict[Any, Any], operations: l
 
 
 @given(start=ITEMS, operations=LIST_OPERATIONS)
-def test_a_remembered_structure_follows_every_operation_on_a_list(
+def test_cached_structure_follows_every_list_operation(
     start: list[Any], operations: list[Any]
 ) -> None:
     tracked = sx.List(start)
@@ -140,7 +140,7 @@ def test_a_remembered_structure_follows_every_operation_on_a_list(
 
 
 @given(start=ENTRIES, operations=DICT_OPERATIONS)
-def test_a_remembered_structure_follows_every_operation_on_a_dict(
+def test_cached_structure_follows_every_dict_operation(
     start: dict[Any, Any], operations: list[Any]
 ) -> None:
     tracked = sx.Dict(start)
@@ -148,7 +148,7 @@ def test_a_remembered_structure_follows_every_operation_on_a_dict(
         sx.graphdef(tracked)
         _outcome(tracked, name, arguments)
         remembered = sx.graphdef(tracked)
-        epoch.advance()
+        advance_structure_epoch()
         assert remembered == sx.graphdef(tracked)
 
 
@@ -164,7 +164,7 @@ def test_lists_are_ordered_as_plain_lists(compare: Callable[[Any, Any], bool]) -
         compare(sx.List([1]), (1,))
 
 
-def test_containers_differ_from_tuples_and_other_types_as_plain_ones_do() -> None:
+def test_containers_compare_to_other_types_like_builtin_ones() -> None:
     assert sx.List([1]) != (1,)
     assert sx.Dict(a=1) != [("a", 1)]
     assert operator.add([0], sx.List([1])) == [0, 1]
@@ -176,7 +176,7 @@ def test_containers_are_unhashable_as_plain_ones_are(container: Any) -> None:
         hash(container)
 
 
-def test_a_dict_is_made_in_every_way_a_plain_dict_is() -> None:
+def test_dict_accepts_every_builtin_constructor_form() -> None:
     assert sx.Dict() == {}
     assert sx.Dict({"a": 1}, b=2) == sx.Dict([("a", 1), ("b", 2)]) == {"a": 1, "b": 2}
     assert sx.Dict.fromkeys("ab", 0) == {"a": 0, "b": 0}
@@ -185,7 +185,7 @@ def test_a_dict_is_made_in_every_way_a_plain_dict_is() -> None:
 # --- what is particular to models ---
 
 
-def test_sort_takes_key_and_reverse_and_a_failing_comparison_changes_nothing() -> None:
+def test_failing_sort_comparison_leaves_list_unchanged() -> None:
     words = sx.List(["bb", "a", "ccc"])
     words.sort(key=len, reverse=True)
     assert words == ["ccc", "bb", "a"]
@@ -202,7 +202,7 @@ def test_extend_adds_all_items_or_none() -> None:
     assert items == [1]
 
 
-def test_plain_containers_inside_become_tracked_and_the_originals_stay_untracked() -> None:
+def test_nested_plain_containers_become_tracked_copies() -> None:
     original: dict[str, Any] = {"layers": [1]}
     tracked = sx.Dict(original)
     assert isinstance(tracked["layers"], sx.List)
@@ -217,25 +217,25 @@ def test_setdefault_returns_the_tracked_container() -> None:
     assert groups == {"a": [1]}
 
 
-def test_arrays_are_held_in_hidden_variables_and_read_as_jax_arrays() -> None:
+def test_arrays_are_held_in_hidden_variables() -> None:
     items = sx.List([np.ones(2, np.float32), jnp.zeros(3)])
     assert [type(v).__name__ for _, v in sx.iter_variables(items)] == ["ArrayAttribute"] * 2
     assert all(isinstance(item, jax.Array) for item in items)
     assert [item.tolist() for item in items] == [[1.0, 1.0], [0.0, 0.0, 0.0]]
 
 
-def test_writing_an_array_over_an_array_is_a_value_write() -> None:
+def test_array_over_array_is_a_value_write() -> None:
     items, entries = sx.List([jnp.zeros(2)]), sx.Dict(a=jnp.zeros(2))
     hidden = [v for _, v in sx.iter_variables([items, entries])]
-    before = epoch.current
+    before = structure_epoch()
     items[0] = jnp.ones(3)
     entries["a"] = np.ones(3)
-    assert epoch.current == before
+    assert structure_epoch() == before
     assert [v for _, v in sx.iter_variables([items, entries])] == hidden
     assert [v.value.tolist() for v in hidden] == [[1.0] * 3] * 2
 
 
-def test_an_array_over_a_variable_is_refused_with_the_code_that_works() -> None:
+def test_array_over_variable_is_refused_with_working_code() -> None:
     items, entries = sx.List([sx.Param(1.0)]), sx.Dict(a=sx.BatchStat(1.0))
     with pytest.raises(
         StaticAttributeError, match=r"Param in item 0 of a list.*sx\.Param\(array\)"
@@ -247,7 +247,7 @@ def test_an_array_over_a_variable_is_refused_with_the_code_that_works() -> None:
     assert items[0] is replacement
 
 
-def test_reverse_moves_variables_and_arrays_rather_than_their_values() -> None:
+def test_reverse_moves_variables_instead_of_values() -> None:
     param = sx.Param(1.0)
     items = sx.List([param, jnp.ones(2), 3])
     items.reverse()
@@ -273,7 +273,7 @@ def test_unhashable_configuration_is_refused_where_it_is_put(
         assign()
 
 
-def test_a_shallow_copy_shares_objects_but_neither_places_nor_arrays() -> None:
+def test_shallow_copy_shares_objects_but_not_places() -> None:
     param = sx.Param(1.0)
     for original in (sx.List([param, jnp.zeros(2)]), sx.Dict({0: param, 1: jnp.zeros(2)})):
         copied = copy.copy(original)

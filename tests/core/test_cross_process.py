@@ -40,12 +40,12 @@ def test_what_is_read_lands_on_the_given_mesh() -> None:
         pickle.loads(written)
 
 
-def test_a_mesh_of_devices_that_are_here_is_restored() -> None:
+def test_mesh_of_local_devices_is_restored() -> None:
     mesh = restored_mesh(("data",), (1,), ("Auto",), ((jax.devices()[0].platform, 0),))
     assert dict(mesh.shape) == {"data": 1}
 
 
-def test_functions_that_a_module_has_by_name_go_by_name() -> None:
+def test_importable_functions_are_referred_to_by_name() -> None:
     assert isinstance(sx.jit(len), PickledByName)
     assert name_of(jax.nn.relu) == "relu"
     assert name_of(jax.custom_jvp(lambda x: x)) is None

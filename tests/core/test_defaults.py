@@ -28,7 +28,7 @@ def devices_of_a_draw() -> set[Any]:
     return sx.random.normal(3).devices()
 
 
-def test_the_innermost_dtype_counts_and_one_that_is_given_counts_most() -> None:
+def test_innermost_dtype_applies_unless_one_is_given() -> None:
     assert sx.random.normal().dtype == jnp.float32
     defaults.set_process_dtype("float16")
     assert sx.random.normal().dtype == jnp.float16
@@ -41,7 +41,7 @@ def test_the_innermost_dtype_counts_and_one_that_is_given_counts_most() -> None:
     assert sx.random.normal().dtype == jnp.float16
 
 
-def test_the_innermost_device_counts_and_the_process_s_is_for_creation_alone() -> None:
+def test_innermost_device_applies_and_process_default_only_creates() -> None:
     first, *_, seventh, last = jax.devices()
     assert devices_of_a_draw() == {first}
     defaults.set_process_device("cpu:7")
@@ -57,7 +57,7 @@ def test_the_innermost_device_counts_and_the_process_s_is_for_creation_alone() -
     assert sx.random.normal(3, device=seventh).devices() == {seventh}
 
 
-def test_blocks_end_with_an_exception_and_work_as_decorators() -> None:
+def test_scopes_end_on_exceptions_and_decorate_functions() -> None:
     @sx.default_dtype("bfloat16")
     @sx.default_device("cpu:1")
     def draw() -> Any:
@@ -89,7 +89,7 @@ def test_blocks_belong_to_their_thread() -> None:
         ("flaot32", "'flaot32' is not a dtype"),
     ],
 )
-def test_a_default_that_is_no_floating_dtype_is_refused(dtype: str, message: str) -> None:
+def test_non_floating_default_dtype_is_refused(dtype: str, message: str) -> None:
     with pytest.raises(DtypeError, match=message), sx.default_dtype(dtype):
         pass
     with pytest.raises(DtypeError, match=message):

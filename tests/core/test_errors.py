@@ -19,7 +19,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_is_also_one_of_python_and_says_what_it_is_for(error: type[ShardaxError]) -> None:
+def test_errors_subclass_python_errors_and_have_docstrings(error: type[ShardaxError]) -> None:
     standard = [base for base in error.__mro__ if not base.__module__.startswith("shardax.")]
     assert standard[0] not in (Exception, BaseException, object)
     assert error.__doc__ and error.__doc__ != ShardaxError.__doc__

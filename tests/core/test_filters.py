@@ -51,7 +51,7 @@ def test_a_filter_matches_what_it_says(filter: Any, matched: list[Any]) -> None:
     assert [id(v) for v in candidates if predicate(PATH, v)] == [id(v) for v in matched]
 
 
-def test_one_tag_given_as_tags_is_not_searched_for_substrings() -> None:
+def test_string_given_as_tags_is_one_tag() -> None:
     variable = sx.Param(1.0, tags="dropout_rate")
     assert to_predicate("dropout_rate")((), variable)
     assert not to_predicate("dropout")((), variable)
@@ -77,7 +77,7 @@ def test_filters_apply_to_states_as_to_models() -> None:
         assert list(state.filter(item).flat()) == list(sx.state(model, item).flat())
 
 
-def test_combinations_compare_by_content_so_that_they_can_be_static() -> None:
+def test_combinations_compare_by_content() -> None:
     assert sx.All(sx.Param, "a") == sx.All(sx.Param, "a")
     assert hash(sx.Not(sx.Any("a"))) == hash(sx.Not(sx.Any("a")))
     assert sx.All(sx.Param, "a") != sx.Any(sx.Param, "a")

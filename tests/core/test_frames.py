@@ -56,7 +56,7 @@ each_plain = pytest.mark.parametrize("run", PLAIN.values(), ids=PLAIN.keys())
 
 @each_plain
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_write_through_a_closure_inside_a_plain_transform_is_refused(
+def test_closure_write_inside_plain_transform_is_refused(
     write: Callable[[Any, Any], Any], run: Callable[[Any], Any]
 ) -> None:
     model = _model()
@@ -70,15 +70,13 @@ def test_a_write_through_a_closure_inside_a_plain_transform_is_refused(
 
 
 @each_plain
-def test_reading_through_a_closure_works_in_every_plain_transform(
-    run: Callable[[Any], Any],
-) -> None:
+def test_closure_read_works_in_every_plain_transform(run: Callable[[Any], Any]) -> None:
     model = _model()
     run(lambda x: model.w * x + model.array + model.rate + len(model.items))
     assert isinstance(model.array, jax.Array) and not isinstance(model.array, jax.core.Tracer)
 
 
-def test_a_model_made_in_an_outer_trace_is_protected_from_an_inner_one() -> None:
+def test_outer_trace_model_is_read_only_in_inner() -> None:
     @jax.jit
     def function(x: jax.Array) -> jax.Array:
         inner = _model()
@@ -112,7 +110,7 @@ print(int(counter))
 """
 
 
-def test_shardax_may_be_imported_first_while_jax_is_tracing() -> None:
+def test_first_import_while_tracing_works() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_WHILE_TRACING], capture_output=True, text=True, check=False
     )
@@ -122,7 +120,7 @@ def test_shardax_may_be_imported_first_while_jax_is_tracing() -> None:
 # --- frames ---
 
 
-def test_an_object_belongs_to_the_frame_in_which_it_was_made() -> None:
+def test_object_belongs_to_frame_of_its_creation() -> None:
     outside = sx.Param(1.0)
     with Frame("test") as outer:
         made = sx.Param(2.0)
@@ -133,7 +131,7 @@ def test_an_object_belongs_to_the_frame_in_which_it_was_made() -> None:
     assert local.frame is None and owner_here() is None
 
 
-def test_a_variable_from_outside_is_captured_once_and_stands_in() -> None:
+def test_outside_variable_is_captured_once_by_a_proxy() -> None:
     variable = sx.Param(1.0)
     with Frame("test") as frame:
         variable.value = jnp.float32(5)
@@ -147,7 +145,7 @@ def test_a_variable_from_outside_is_captured_once_and_stands_in() -> None:
     assert float(variable) == 1.0
 
 
-def test_a_structural_change_through_a_closure_in_a_frame_is_refused_with_the_way_out() -> None:
+def test_structural_change_through_closure_is_refused_with_fix() -> None:
     model = _model()
     before = sx.clone(model)
     structural = ["new array", "append", "dict entry", "static", "deletion", "sow"]
@@ -160,7 +158,7 @@ def test_a_structural_change_through_a_closure_in_a_frame_is_refused_with_the_wa
     assert_same_model(model, before)
 
 
-def test_a_variable_that_outlives_its_frame_says_that_it_leaked() -> None:
+def test_variable_outliving_its_frame_is_reported_as_leaked() -> None:
     with Frame("jit"):
         leaked = sx.Param(1.0)
     for use in (lambda: leaked.value, lambda: leaked + 1, lambda: setattr(leaked, "value", 2.0)):
@@ -186,7 +184,7 @@ def test_threads_have_frames_of_their_own() -> None:
     assert seen == [(None, None)]
 
 
-def test_one_model_may_be_used_in_plain_transforms_by_several_threads() -> None:
+def test_model_is_usable_in_transforms_by_several_threads() -> None:
     model = _model()
     barrier = threading.Barrier(4)
 
@@ -204,7 +202,7 @@ def test_one_model_may_be_used_in_plain_transforms_by_several_threads() -> None:
         assert list(pool.map(work, range(4))) == [10.0 + 5 * number for number in range(4)]
 
 
-def test_models_built_and_edited_in_several_threads_stay_apart() -> None:
+def test_threads_build_and_edit_models_independently() -> None:
     barrier = threading.Barrier(4)
 
     def work(number: int) -> int:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.structure import structure_epoch
 
 import shardax as sx
-from shardax._core.object import epoch
 from shardax.errors import (
     CheckpointMismatchError,
     FrozenVariableError,
@@ -50,7 +50,7 @@ WORDS = jnp.array([0, 3])
 # --- frozen values ---
 
 
-def test_a_frozen_value_keeps_value_type_axes_and_metadata_of_that_moment() -> None:
+def test_frozen_value_keeps_value_type_axes_and_metadata() -> None:
     w = sx.Param(jnp.zeros(2), axes=("embed",), tag="slow")
     frozen = w.freeze()
     w[...] = jnp.ones(2)
@@ -68,14 +68,14 @@ def test_a_frozen_value_keeps_value_type_axes_and_metadata_of_that_moment() -> N
     [jnp.arange(3.0), np.arange(3), {"a": jnp.ones(2), "b": (jnp.zeros(()),)}, jax.random.key(0)],
     ids=["array", "numpy", "pytree", "key"],
 )
-def test_thawing_gives_a_new_variable_of_the_same_value(value: Any) -> None:
+def test_thaw_creates_new_variable_of_equal_value(value: Any) -> None:
     w = sx.Cache(value)
     thawed = w.freeze().thaw()
     assert thawed is not w
     assert thawed.freeze() == w.freeze()
 
 
-def test_a_pytree_in_a_frozen_value_does_not_change_with_the_variables() -> None:
+def test_frozen_pytree_does_not_follow_its_variables() -> None:
     held = {"a": jnp.ones(2)}
     w = sx.Variable(held)
     frozen = w.freeze()
@@ -84,7 +84,7 @@ def test_a_pytree_in_a_frozen_value_does_not_change_with_the_variables() -> None
     assert list(frozen.value) == ["a"] and frozen.value["a"].tolist() == [1.0, 1.0]
 
 
-def test_writing_a_frozen_value_is_an_error_that_names_its_label() -> None:
+def test_writing_frozen_value_is_refused_naming_its_label() -> None:
     _, (frozen,) = sx.unbind(sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0)), freeze=True)
 
     def write_whole() -> None:
@@ -141,19 +141,19 @@ def test_equality_never_raises_where_numbers_are_not_known() -> None:
     assert compare(lazy, lazy) == lazy
 
 
-def test_compared_with_anything_else_a_frozen_value_is_its_array() -> None:
+def test_frozen_value_compares_as_its_array() -> None:
     frozen = sx.Param(jnp.arange(3.0)).freeze()
     assert (frozen == 1).tolist() == [False, True, False]
     assert (frozen == sx.Param(jnp.arange(3.0))).tolist() == [True, True, True]
     assert (frozen != jnp.zeros(3)).tolist() == [False, True, True]
 
 
-def test_metadata_with_an_array_is_refused_where_it_is_made() -> None:
+def test_array_metadata_is_refused_at_creation() -> None:
     with pytest.raises(MetadataError):
         sx.FrozenVariable(jnp.ones(2), sx.Param, scale=jnp.ones(2))
 
 
-def test_a_frozen_value_is_a_pytree_of_its_value() -> None:
+def test_frozen_value_is_pytree_of_its_value() -> None:
     frozen = sx.Param(jnp.ones(2), axes=("embed",)).freeze()
     doubled = jax.tree.map(lambda x: 2 * x, frozen)
     assert type(doubled) is sx.FrozenVariable and doubled.value.tolist() == [2.0, 2.0]
@@ -188,7 +188,7 @@ def test_user_defined_types_have_all_forms() -> None:
 # --- slots ---
 
 
-def test_reading_a_slot_in_any_way_is_an_error_that_names_type_and_label() -> None:
+def test_reading_a_slot_is_refused_naming_its_label() -> None:
     slot = sx.unbind(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))[0].kernel
     reads = [
         lambda: slot.value,
@@ -208,13 +208,13 @@ def test_reading_a_slot_in_any_way_is_an_error_that_names_type_and_label() -> No
     assert not hasattr(slot, "shape")
 
 
-def test_calling_a_model_without_its_variables_says_which_one_is_missing() -> None:
+def test_calling_unbound_model_names_the_missing_variable() -> None:
     slots, _ = sx.unbind(Tied())
     with pytest.raises(UnboundVariableError, match=r"BatchStat .*\.counts\[0\]"):
         slots(WORDS)
 
 
-def test_slots_are_equal_by_type_and_label_and_have_no_leaves() -> None:
+def test_slots_compare_by_type_and_label_without_leaves() -> None:
     slot = sx.Slot(("a", 0), sx.Param)
     assert slot == sx.Slot(("a", 0), sx.Param) and hash(slot) == hash(sx.Slot(("a", 0), sx.Param))
     assert slot != sx.Slot(("a", 0), sx.Cache) and slot != sx.Slot(("a", 1), sx.Param)
@@ -224,7 +224,7 @@ def test_slots_are_equal_by_type_and_label_and_have_no_leaves() -> None:
     assert jax.jit(lambda pair: pair)((slot, 1))[0] == slot
 
 
-def test_an_array_over_a_slot_or_frozen_value_would_lose_the_variable() -> None:
+def test_array_over_slot_or_frozen_value_is_refused() -> None:
     slots, _ = sx.unbind(Tied())
     for tree in (slots, sx.freeze(Tied())):
         with pytest.raises(StaticAttributeError, match=r"'embed'.*sx\.Param"):
@@ -237,14 +237,14 @@ def test_an_array_over_a_slot_or_frozen_value_would_lose_the_variable() -> None:
 # --- in a model ---
 
 
-def test_a_model_of_slots_is_structure_and_nothing_else() -> None:
+def test_model_of_slots_has_only_structure() -> None:
     slots, _ = sx.unbind(Tied(0))
     assert sx.graphdef(slots) == sx.graphdef(sx.unbind(Tied(1))[0])
     assert list(sx.iter_variables(slots)) == []
     assert repr(sx.state(slots)) == "State()"
 
 
-def test_a_frozen_model_shows_its_arrays_and_computes_as_before() -> None:
+def test_frozen_model_shows_arrays_and_computes_equally() -> None:
     model = Tied()
     model.layers[1].deterministic = True
     frozen = sx.freeze(model, sx.Param, "array", lambda path, v: path == ("scale",))
@@ -253,7 +253,7 @@ def test_a_frozen_model_shows_its_arrays_and_computes_as_before() -> None:
     assert int(frozen.counts[0]) == 4  # what is not frozen is the model's own
 
 
-def test_a_shared_frozen_value_is_one_leaf_with_one_gradient() -> None:
+def test_shared_frozen_value_has_one_leaf_and_gradient() -> None:
     model = sx.freeze(Tied())
     assert model.embed is model.head
     assert sx.find_duplicates(model) == [[("embed",), ("head",)]]
@@ -269,7 +269,7 @@ def test_a_shared_frozen_value_is_one_leaf_with_one_gradient() -> None:
     assert [g.value.ravel()[0].tolist() for g in plain if g.label == ("embed",)] == [3.0]
 
 
-def test_filters_take_frozen_values_for_what_can_no_longer_be_trained() -> None:
+def test_filters_treat_frozen_values_as_not_trainable() -> None:
     model = sx.freeze(Tied(), sx.PathContains("layers"))
     paths = [path for path, _ in sx.iter_variables(model, sx.Param)]
     assert paths == [("embed",)]
@@ -291,7 +291,7 @@ def test_state_cannot_be_written_into_a_frozen_model() -> None:
     assert model.bias.value.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_write_inside_a_compiled_function_is_refused_and_nothing_changes() -> None:
+def test_write_inside_compiled_function_is_refused_without_effect() -> None:
     model = sx.freeze(Tied(), sx.BatchStat)
     count = model.layers[1].stream.count.value
     with pytest.raises(FrozenVariableError, match=r"\.counts\[0\]"):
@@ -318,7 +318,7 @@ def test_compiled_functions_take_return_and_donate_frozen_models() -> None:
     assert len(traces) == 1
 
 
-def test_a_frozen_value_used_through_a_closure_is_never_a_stale_constant() -> None:
+def test_captured_frozen_value_is_never_a_stale_constant() -> None:
     held = sx.Param(jnp.ones(2)).freeze()
     read = sx.jit(lambda: held.sum())
     assert float(read()) == 2.0
@@ -326,7 +326,7 @@ def test_a_frozen_value_used_through_a_closure_is_never_a_stale_constant() -> No
     assert float(read()) == 0.0
 
 
-def test_mapped_transforms_keep_the_names_of_frozen_values_true() -> None:
+def test_mapped_transforms_keep_axes_of_frozen_values_correct() -> None:
     stacked = sx.vmap(
         lambda seed: sx.nn.Linear(2, 3, rngs=sx.Rngs(seed)),
         metadata={sx.partition.PARTITION_NAME: "layers"},
@@ -343,7 +343,7 @@ def test_mapped_transforms_keep_the_names_of_frozen_values_true() -> None:
     assert result.shape == (4, 1, 3) and seen == [(("in", "out"), (2, 3), ("kernel",))]
 
 
-def test_specs_and_shardings_of_frozen_values_follow_their_axes(auto_mesh: Any) -> None:
+def test_shardings_of_frozen_values_follow_their_axes(auto_mesh: Any) -> None:
     rules = [("vocab", "model"), ("embed", None), ("in", None), ("out", None)]
     model = Tied()
     live = sx.partition_specs(model, rules)
@@ -371,7 +371,7 @@ def test_pictures_tell_the_forms_apart() -> None:
     )
 
 
-def test_a_frozen_model_can_be_saved_but_not_restored_into(tmp_path: Any) -> None:
+def test_frozen_model_can_be_saved_but_not_restored(tmp_path: Any) -> None:
     model, other = Tied(), Tied(1)
     sx.train.checkpoint.save(sx.freeze(model), tmp_path / "step")
     sx.train.checkpoint.restore(other, tmp_path / "step")
@@ -383,11 +383,11 @@ def test_a_frozen_model_can_be_saved_but_not_restored_into(tmp_path: Any) -> Non
     assert half.embed.value is before
 
 
-def test_freezing_and_thawing_advance_no_epoch_and_compute_nothing() -> None:
+def test_freeze_and_thaw_neither_restructure_nor_compute() -> None:
     model = Tied()
     sx.graphdef(model)
-    before = epoch.current
+    before = structure_epoch()
     thawed = sx.thaw(sx.freeze(model))
-    assert epoch.current == before
+    assert structure_epoch() == before
     assert thawed.embed.is_lazy and model.embed.is_lazy
     assert jnp.array_equal(thawed.embed.value, model.embed.value)

@@ -63,7 +63,7 @@ def test_frozen_values_are_what_optax_trains() -> None:
     assert jnp.allclose(trained.up.kernel.value, live.up.kernel.value, atol=1e-6)
 
 
-def test_the_layout_of_an_optax_state_follows_the_frozen_values() -> None:
+def test_optax_state_layout_follows_frozen_values() -> None:
     _, params = sx.unbind(mlp(), sx.PathContains("down"), freeze=True)
     specs = sx.partition_specs(optax.adam(1e-2).init(params), RULES)
     assert specs[0].mu == specs[0].nu == (PartitionSpec("model", None),)
@@ -88,7 +88,7 @@ def test_an_abstract_model_keeps_its_forms(auto_mesh: Any) -> None:
     assert half.down.kernel.is_lazy
 
 
-def test_a_stack_can_be_frozen_and_made_of_frozen_layers() -> None:
+def test_stack_can_be_frozen_or_contain_frozen_layers() -> None:
     rngs = sx.Rngs(0)
     stack = sx.nn.Stack(lambda: sx.nn.MLP(4, 8, rngs=rngs), 3)
     frozen = sx.freeze(stack)

@@ -96,7 +96,7 @@ def test_merge_makes_new_objects_each_time() -> None:
     assert other.head.value.tolist() == tower.head.value.tolist() == [1.0, 1.0]
 
 
-def test_merge_lists_all_missing_and_all_unexpected_entries_at_once_with_near_names() -> None:
+def test_merge_lists_all_missing_and_unexpected_entries() -> None:
     graphdef, state = sx.split(_tower())
     wrong = state.to_pure_dict()
     wrong["layers"][0]["kernle"] = wrong["layers"][0].pop("kernel")
@@ -121,7 +121,7 @@ def test_merge_lists_all_missing_and_all_unexpected_entries_at_once_with_near_na
 # --- state ---
 
 
-def test_state_returns_one_state_per_filter_and_leaves_out_what_matches_none() -> None:
+def test_state_returns_one_state_per_filter_without_rest() -> None:
     tower = _tower()
     assert list(sx.state(tower).flat()) == PATHS
     assert list(sx.state(tower, sx.BatchStat).flat()) == PATHS[1:4:2]
@@ -141,7 +141,7 @@ def test_reading_some_values_leaves_the_others_lazy() -> None:
     assert (model["w"].is_lazy, model["b"].is_lazy) == (False, True)
 
 
-def test_state_values_are_jax_arrays_and_not_views_of_the_model() -> None:
+def test_state_values_are_copies_as_jax_arrays() -> None:
     model = sx.Dict(a=np.ones(2), b=sx.Param(np.ones(2)), c=_lazy())
     state = sx.state(model)
     assert all(isinstance(value, jax.Array) for value in state.flat().values())
@@ -167,7 +167,7 @@ def test_later_states_win() -> None:
     assert float(model["a"]) == 2.0
 
 
-def test_positions_may_be_spelled_as_strings_where_there_is_no_other_reading() -> None:
+def test_string_positions_are_accepted_when_unambiguous() -> None:
     tower = _tower()
     sx.update(tower, {"layers": {"1": {"kernel": jnp.zeros(3)}}})
     assert tower.layers[1].kernel.value.tolist() == [0.0] * 3
@@ -209,14 +209,14 @@ def test_every_misfit_is_listed_and_nothing_is_changed() -> None:
     assert_same_model(tower, before)
 
 
-def test_unknown_paths_are_listed_with_near_names_and_nothing_is_changed() -> None:
+def test_unknown_paths_suggest_similar_names_and_change_nothing() -> None:
     tower = _tower()
     with pytest.raises(StateMismatchError, match=r"\.layers\[0\]\.kernl \(did you mean .*kernel\?"):
         sx.update(tower, {"layers": {0: {"kernl": 0.0, "mean": jnp.ones(2)}}})
     assert tower.layers[0].mean.value.tolist() == [0.0, 0.0]
 
 
-def test_a_plain_array_outside_any_module_cannot_be_updated_and_says_so() -> None:
+def test_bare_array_outside_modules_cannot_be_updated() -> None:
     with pytest.raises(StateMismatchError, match=r"\[0\]: is a plain array outside any Module"):
         sx.update([jnp.zeros(2), Layer()], {0: jnp.ones(2)})
     model = sx.List([jnp.zeros(2)])
@@ -237,7 +237,7 @@ def test_a_clone_shares_no_object_and_keeps_laziness() -> None:
     assert model.layer.kernel.value.tolist() == [1.0, 1.0] and not hasattr(model.layer, "extra")
 
 
-def test_a_clone_of_a_read_only_copy_is_writable() -> None:
+def test_clone_of_read_only_copy_is_writable() -> None:
     @jax.jit
     def double(layer: Layer) -> Layer:
         layer = sx.clone(layer)
@@ -252,7 +252,7 @@ def test_a_clone_of_a_read_only_copy_is_writable() -> None:
 # --- pop ---
 
 
-def test_pop_removes_from_every_place_and_returns_the_values() -> None:
+def test_pop_removes_every_occurrence_and_returns_values() -> None:
     model = Node()
     model.child, model.entries = Layer(), {"a": 1}
     for holder in (model, model.child):
@@ -287,9 +287,7 @@ def test_pop_with_several_filters_gives_several_states() -> None:
     ],
     ids=["list", "tuple", "tuple in dict", "partial", "plain list", "itself"],
 )
-def test_pop_from_a_place_that_would_shift_is_refused_and_removes_nothing(
-    make: Any, path: str
-) -> None:
+def test_pop_shifting_positions_is_refused_without_effect(make: Any, path: str) -> None:
     model = make(sx.Intermediate(1.0))
     if isinstance(model, Node):
         model.first, model.last = sx.Intermediate(2.0), sx.Intermediate(3.0)
@@ -318,7 +316,7 @@ def test_pop_of_a_read_only_copy_is_refused() -> None:
 # --- iterating and duplicates ---
 
 
-def test_iter_variables_yields_each_once_by_its_first_path_and_filters() -> None:
+def test_iter_variables_yields_each_once_by_first_path() -> None:
     tower = _tower()
     found = list(sx.iter_variables(tower))
     assert [path for path, _ in found] == PATHS
@@ -328,7 +326,7 @@ def test_iter_variables_yields_each_once_by_its_first_path_and_filters() -> None
     ] == [PATHS[i] for i in (1, 3, 4)]
 
 
-def test_iter_modules_yields_each_once_with_the_root_first() -> None:
+def test_iter_modules_yields_each_once_root_first() -> None:
     tower = _tower()
     tower.again, tower.layers[0].parent = tower.layers[1], tower
     assert [(path, type(m).__name__) for path, m in sx.iter_modules(tower)] == [
@@ -343,7 +341,7 @@ def test_iter_modules_yields_each_once_with_the_root_first() -> None:
     ]
 
 
-def test_find_duplicates_lists_all_paths_of_each_shared_variable() -> None:
+def test_find_duplicates_lists_all_paths_of_shared_variables() -> None:
     tower = _tower()
     assert sx.find_duplicates(tower) == [[("layers", 0, "kernel"), ("head",)]]
     tower.act = functools.partial(max, tower.heads["en-us"])

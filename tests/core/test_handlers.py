@@ -63,9 +63,7 @@ VALUES: dict[str, tuple[Any, list[Any]]] = {
 
 
 @pytest.mark.parametrize(("value", "keys"), VALUES.values(), ids=VALUES.keys())
-def test_every_kind_lists_its_children_and_is_rebuilt_from_them(
-    value: Any, keys: list[Any]
-) -> None:
+def test_every_kind_rebuilds_from_its_children(value: Any, keys: list[Any]) -> None:
     handler = handler_of(value)
     pairs = handler.children(value)
     assert [key for key, _ in pairs] == keys
@@ -82,15 +80,13 @@ def test_other_values_have_no_children(value: Any) -> None:
     assert list(handler_of(value).children(value)) == []
 
 
-def test_identity_is_that_of_objects_and_of_plain_lists_and_dicts() -> None:
+def test_only_objects_lists_and_dicts_have_identity() -> None:
     identical = {name for name, (value, _) in VALUES.items() if handler_of(value).has_identity}
     assert identical == {"list", "dict", "ordered dict", "Module", "List", "Dict"}
     assert handler_of(sx.Param(1.0)).has_identity
 
 
-def test_a_row_of_the_table_is_all_that_a_new_container_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_new_container_needs_only_one_table_row(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pair:
         def __init__(self, left: Any, right: Any) -> None:
             self.left, self.right = left, right

@@ -97,7 +97,7 @@ def test_each_program_is_compiled_once(programs_compiled: list[str]) -> None:
     assert len(programs_compiled) == 4
 
 
-def test_a_model_that_is_used_unsharded_materialises_as_if_read_one_by_one() -> None:
+def test_unsharded_model_materializes_as_if_read_individually() -> None:
     def make() -> list[sx.Param[Any]]:
         rngs = sx.Rngs(0)
         makers = [INIT.normal(), INIT.lecun_normal(), INIT.zeros]
@@ -113,7 +113,7 @@ def test_a_model_that_is_used_unsharded_materialises_as_if_read_one_by_one() -> 
 
 
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model"), P("data", "model")])
-def test_an_array_without_elements_can_be_laid_out_and_read(mesh: Mesh, spec: P) -> None:
+def test_array_without_elements_is_laid_out_and_read(mesh: Mesh, spec: P) -> None:
     place = NamedSharding(mesh, spec)
     for initializer in (INIT.ones, INIT.normal()):
         lazy = sx.Init(initializer, (2, 0), rngs=sx.Rngs(0))

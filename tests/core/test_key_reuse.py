@@ -63,7 +63,7 @@ REPEATED: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("repeat", REPEATED, ids=lambda repeat: repeat.__name__)
-def test_streams_that_hand_out_one_key_twice_are_found(repeat: Callable[[], Any]) -> None:
+def test_streams_issuing_one_key_twice_are_found(repeat: Callable[[], Any]) -> None:
     repeat()  # Without the mode nothing is said.
     with (
         sx.debug_key_reuse(),
@@ -72,7 +72,7 @@ def test_streams_that_hand_out_one_key_twice_are_found(repeat: Callable[[], Any]
         repeat()
 
 
-def test_the_error_names_both_lines_and_the_count_stays() -> None:
+def test_reuse_error_names_both_lines_and_keeps_count() -> None:
     rngs, again = sx.Rngs(noise=0), sx.Rngs(noise=0)
     with sx.debug_key_reuse():
         rngs.noise()
@@ -120,7 +120,7 @@ def test_what_streams_are_for_passes() -> None:
         draw(rngs.scope("a")), draw(rngs.scope("b"))
 
 
-def test_the_mode_ends_with_the_block_and_each_block_starts_afresh() -> None:
+def test_mode_ends_with_block_and_blocks_start_fresh() -> None:
     @sx.debug_key_reuse()
     def checked() -> Any:
         return draw(sx.Rngs(0))

@@ -29,12 +29,12 @@ def words_one_by_one(source: KeySource) -> list[int]:
 
 @settings(max_examples=20)
 @given(st.lists(SOURCES, max_size=6))
-def test_words_are_those_of_folding_one_key_at_a_time(sources: list[KeySource]) -> None:
+def test_key_words_equal_individually_folded_keys(sources: list[KeySource]) -> None:
     found = [words.tolist() for words in all_key_words(sources)]
     assert found == [words_one_by_one(source) for source in sources]
 
 
-def test_more_keys_than_one_call_makes_stay_in_order() -> None:
+def test_keys_beyond_one_chunk_stay_in_order() -> None:
     sources = [KeySource(0, (number,)) for number in range(2 * CHUNK + 3)]
     words = [tuple(row.tolist()) for row in all_key_words(sources)]
     assert len(set(words)) == len(sources)
@@ -51,7 +51,7 @@ def test_roots_may_be_keys_of_any_generator(impl: str) -> None:
     assert [source.impl for source in sources] == [impl, impl, "threefry2x32"]
 
 
-def test_inside_a_trace_the_words_are_part_of_it() -> None:
+def test_words_inside_trace_are_traced() -> None:
     def draw(root: Any) -> jax.Array:
         return key_words(KeySource(root, (5,)))
 
@@ -68,7 +68,7 @@ def test_a_mesh_in_scope_changes_nothing() -> None:
     assert found == [words_one_by_one(source) for source in sources]
 
 
-def test_a_seed_that_was_used_over_one_mesh_can_be_used_over_another() -> None:
+def test_seed_used_on_one_mesh_works_on_another() -> None:
     drawn = jax.jit(lambda: key_words(KeySource(79, (1,))))
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         for count in (8, 4):

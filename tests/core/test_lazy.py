@@ -52,7 +52,7 @@ except RuntimeError as error:
 """
 
 
-def test_building_cloning_and_printing_a_model_runs_no_jax_operation() -> None:
+def test_build_clone_and_print_run_no_jax_operation() -> None:
     # On a platform that does not exist any operation fails, as the last lines of the program show.
     environment = {**os.environ, "JAX_PLATFORMS": "none_such"}
     environment.pop("XLA_FLAGS", None)
@@ -72,14 +72,14 @@ def test_building_makes_no_array() -> None:
     assert [param.is_lazy for param in params] == [True, True, True, False, True]
 
 
-def test_shape_dtype_and_size_are_known_before_and_dtype_is_canonical() -> None:
+def test_lazy_shape_size_and_canonical_dtype_are_known() -> None:
     lazy = Init(INITIALIZERS["normal"], (2, 3), jnp.float64 if jax.config.x64_enabled else float)
     assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.size) == ((2, 3), jnp.float32, 2, 6)
     assert repr(lazy) == "Init(float32[2, 3])"
     assert Init(INITIALIZERS["normal"], (2,), jnp.bfloat16).dtype == jnp.bfloat16
 
 
-def test_the_order_in_which_values_are_read_does_not_matter() -> None:
+def test_reading_order_does_not_change_values() -> None:
     def make() -> list[sx.Param[Any]]:
         rngs = sx.Rngs(0)
         return [sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=rngs)) for _ in range(3)]
@@ -98,9 +98,7 @@ def test_reading_twice_gives_the_same_array() -> None:
 
 @each_initializer
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_values_equal_those_of_the_initializer_with_the_streams_key(
-    initializer: Any, dtype: Any
-) -> None:
+def test_values_equal_initializer_called_with_stream_key(initializer: Any, dtype: Any) -> None:
     rngs = sx.Rngs(params=0)
     lazy = Init(initializer, (6, 4), dtype, rngs=rngs)
     key = sx.Rngs(params=0).params()
@@ -127,7 +125,7 @@ def test_they_are_so_however_they_are_laid_out(spec: Any, mesh: jax.sharding.Mes
     assert_shards_equal_whole(lazy, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def test_one_program_serves_all_values_of_one_initializer_shape_and_dtype() -> None:
+def test_equal_initializer_shape_and_dtype_share_one_program() -> None:
     compiled: list[str] = []
 
     def note(name: str, _: float, **__: Any) -> None:
@@ -147,7 +145,7 @@ def test_one_program_serves_all_values_of_one_initializer_shape_and_dtype() -> N
     assert (first >= 1, len(compiled) - first) == (True, 0)
 
 
-def test_a_value_made_inside_a_transform_from_a_traced_key_is_computed_there() -> None:
+def test_traced_key_makes_value_inside_the_transform() -> None:
     @jax.jit
     def make(seed: jax.Array) -> jax.Array:
         param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(jax.random.key(seed))))
@@ -158,20 +156,20 @@ def test_a_value_made_inside_a_transform_from_a_traced_key_is_computed_there() -
     assert_equal_values(make(jnp.asarray(5)), eager.value)
 
 
-def test_reading_through_a_closure_inside_a_transform_materialises_outside_of_it() -> None:
+def test_closure_read_inside_transform_materializes_outside() -> None:
     param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(0)))
     doubled = jax.jit(lambda x: param * x)(2.0)
     assert not param.is_lazy
     assert_equal_values(doubled, param.value * 2)  # a real array, not a leaked tracer
 
 
-def test_passing_a_model_to_a_plain_transform_materialises_it() -> None:
+def test_passing_model_to_plain_transform_materializes_it() -> None:
     param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(0)))
     total = jax.jit(lambda p: p.sum())(param)
     assert not param.is_lazy and float(total) == pytest.approx(float(param.sum()))
 
 
-def test_without_a_stream_only_initializers_that_ignore_their_key_work() -> None:
+def test_without_stream_only_keyless_initializers_work() -> None:
     assert Init(jax.nn.initializers.ones, (2,)).compute().tolist() == [1.0, 1.0]
     for initializer in (INITIALIZERS["normal"], INITIALIZERS["glorot uniform"]):
         with pytest.raises(MissingRngsError, match=r"shape \(2, 2\) needs a random key.*rngs=rngs"):
@@ -200,7 +198,7 @@ def test_a_key_source_computes_what_fold_in_computes() -> None:
         assert_equal_values(lazy.compute(), expected)
 
 
-def test_deleting_one_streams_key_leaves_other_streams_of_that_seed_alone() -> None:
+def test_deleted_key_affects_only_its_own_stream() -> None:
     one, other = sx.Rngs(11), sx.Rngs(11)
     one.default.key.value.delete()  # as donating it would
     assert_equal_values(other(), sx.Rngs(11)())

@@ -14,7 +14,7 @@ from shardax._core.graph.static import Metadata, check_axes
 from shardax.errors import MetadataError
 
 
-def test_metadata_is_equal_by_axes_and_entries_whatever_their_order() -> None:
+def test_metadata_equality_ignores_order() -> None:
     one = Metadata(("embed", None), {"a": 1, "b": (2,)})
     other = Metadata(("embed", None), {"b": (2,), "a": 1})
     assert one == other and hash(one) == hash(other)
@@ -39,7 +39,7 @@ def test_entries_cannot_be_written_in_place() -> None:
         metadata.entries["a"] = 2  # pyright: ignore[reportIndexIssue] (that is the point)
 
 
-def test_replace_changes_entries_and_axes_and_keeps_the_rest() -> None:
+def test_replace_changes_given_entries_only() -> None:
     metadata = Metadata(("embed",), {"a": 1, "b": 2})
     changed = metadata.replace(a=3, axes=["mlp"])
     assert (changed.axes, dict(changed.entries)) == (("mlp",), {"a": 3, "b": 2})
@@ -61,7 +61,7 @@ def test_an_unhashable_axis_name_is_named() -> None:
         sx.Param(jnp.ones((1, 1)), axes=("a", ["b"]))
 
 
-def test_every_unhashable_entry_is_named_with_a_way_out() -> None:
+def test_all_unhashable_entries_are_named_with_fix() -> None:
     with pytest.raises(MetadataError, match=r"\['one', 'two'\].*tuples instead of lists"):
         sx.Param(1.0, one=[1], fine=1, two={"a": 1})
 

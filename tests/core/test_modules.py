@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.strategies import Node, assert_same_model
+from tests.structure import structure_epoch
 
 import shardax as sx
-from shardax._core.object import epoch
 from shardax.errors import (
     MissingAttributeError,
     ReservedNameError,
@@ -85,7 +85,7 @@ def test_arrays_become_data_and_read_as_jax_arrays(value: Any) -> None:
     assert "array" in dir(node)
 
 
-def test_lists_and_dicts_become_tracked_at_every_depth_and_tuples_stay_tuples() -> None:
+def test_nested_lists_and_dicts_become_tracked_tuples_stay() -> None:
     node = Node()
     node.mixed = [{"a": [sx.Param(1.0)]}, (jnp.ones(2), [1])]
     assert isinstance(node.mixed, sx.List) and isinstance(node.mixed[0]["a"], sx.List)
@@ -138,9 +138,7 @@ def test_hashable_configuration_is_kept_as_it_is(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_anything_else_is_refused_at_assignment_naming_attribute_type_and_ways_out(
-    value: Any,
-) -> None:
+def test_unsupported_attribute_type_is_refused_with_alternatives(value: Any) -> None:
     node = Node()
     with pytest.raises(StaticAttributeError) as refused:
         node.setting = value
@@ -164,14 +162,14 @@ def test_the_refused_type_is_named() -> None:
 # --- assigning over what is there ---
 
 
-def test_an_array_over_an_array_is_a_value_write_through_one_hidden_variable() -> None:
+def test_array_over_array_writes_one_hidden_variable() -> None:
     node = Node()
     node.array = jnp.ones(2)
     ((_, hidden),) = sx.iter_variables(node)
-    before = epoch.current
+    before = structure_epoch()
     node.array = np.zeros(3)
     node.array += 1
-    assert epoch.current == before
+    assert structure_epoch() == before
     assert [v for _, v in sx.iter_variables(node)] == [hidden]
     assert hidden.value.tolist() == [1.0, 1.0, 1.0]
 
@@ -179,9 +177,7 @@ def test_an_array_over_an_array_is_a_value_write_through_one_hidden_variable() -
 @pytest.mark.parametrize(
     "array", [jnp.ones(2), np.ones(2), np.float32(1)], ids=["jax", "np", "0-d"]
 )
-def test_an_array_over_a_variable_is_refused_because_its_type_and_metadata_would_be_lost(
-    array: Any,
-) -> None:
+def test_array_over_variable_is_refused(array: Any) -> None:
     layer = Layer()
     kernel = layer.kernel
     with pytest.raises(StaticAttributeError, match=r"attribute 'kernel' of Layer.*sx\.Param\(arr"):
@@ -199,7 +195,7 @@ def test_kinds_may_be_replaced_by_other_kinds() -> None:
     assert not hasattr(node, "slot") and variables_of(node) == []
 
 
-def test_deleting_works_for_every_kind_and_fails_as_usual_for_none() -> None:
+def test_deletion_works_for_every_kind_of_attribute() -> None:
     node = Node()
     node.array, node.param, node.setting = jnp.ones(1), sx.Param(1.0), 1
     del node.array, node.param, node.setting
@@ -225,7 +221,7 @@ def test_reserved_names_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*RESERVED, "_allocate"])
 @pytest.mark.parametrize("value", [lambda self: None, 3, property(lambda self: 3)])
-def test_a_class_that_defines_a_reserved_name_is_refused(name: str, value: object) -> None:
+def test_class_defining_reserved_name_is_refused(name: str, value: object) -> None:
     with pytest.raises(
         ReservedNameError, match=f"^Taken has the attribute {name}, .* such as {name[1:]}"
     ):
@@ -248,7 +244,7 @@ def test_slots_are_refused_because_data_lives_in_attributes() -> None:
         type("Slotted", (sx.Module,), {"__slots__": ("x",)})
 
 
-def test_properties_with_a_setter_are_called_and_without_one_refuse() -> None:
+def test_property_setters_are_called_and_required() -> None:
     class Celsius(sx.Module):
         def __init__(self) -> None:
             self.kelvin = 0.0
@@ -272,7 +268,7 @@ def test_properties_with_a_setter_are_called_and_without_one_refuse() -> None:
         module.fixed = 2  # pyright: ignore[reportAttributeAccessIssue] (that is the point)
 
 
-def test_an_array_that_came_in_without_assignment_is_found_and_named() -> None:
+def test_array_bypassing_assignment_is_found_and_named() -> None:
     class Cached(sx.Module):
         @functools.cached_property
         def table(self) -> jax.Array:
@@ -297,7 +293,7 @@ def test_a_module_may_be_a_dataclass() -> None:
     assert jax.tree.map(lambda v: v + 1, point).x.value == 2.0
 
 
-def test_class_attributes_are_defaults_and_not_part_of_the_structure() -> None:
+def test_class_attributes_are_defaults_outside_the_structure() -> None:
     class WithDefault(sx.Module):
         rate = 0.1
 
@@ -310,7 +306,7 @@ def test_class_attributes_are_defaults_and_not_part_of_the_structure() -> None:
 # --- copies ---
 
 
-def test_a_shallow_copy_shares_variables_and_modules_but_not_places_or_arrays() -> None:
+def test_shallow_copy_shares_objects_but_not_places() -> None:
     layer = Layer()
     layer.table, layer.pair = jnp.zeros(2), (layer.kernel, jnp.zeros(1))
     copied = copy.copy(layer)
@@ -334,7 +330,7 @@ def test_cycles_and_bound_methods_survive_pickle_and_deepcopy() -> None:
 # --- sow, perturb, modes ---
 
 
-def test_sow_collects_values_in_a_variable_of_the_given_type() -> None:
+def test_sow_collects_values_in_given_variable_type() -> None:
     node = Node()
     for x in (1.0, 2.0):
         node.sow("seen", jnp.float32(x))
@@ -350,7 +346,7 @@ def test_sowing_over_something_else_is_refused() -> None:
             layer.sow(name, jnp.ones(1))
 
 
-def test_perturb_adds_zeros_of_the_values_shape_and_then_what_the_variable_holds() -> None:
+def test_perturb_adds_zeros_then_the_variables_value() -> None:
     node, x = Node(), jnp.asarray([1.0, 2.0], jnp.bfloat16)
     assert node.perturb("inner", x).tolist() == [1.0, 2.0]
     assert variables_of(node) == [(("inner",), "Perturbation")]
@@ -376,7 +372,7 @@ def test_set_attributes_changes_every_module_that_has_them() -> None:
     assert [layer.rate for layer in tower.layers] == [0.7, 0.9]
 
 
-def test_set_attributes_found_nowhere_is_an_error_and_changes_nothing() -> None:
+def test_unknown_set_attributes_are_refused_without_effect() -> None:
     tower = _tower()
     with pytest.raises(MissingAttributeError, match=r"\['ratio'\]; nothing was changed"):
         tower.set_attributes(rate=0.5, ratio=1)
@@ -385,7 +381,7 @@ def test_set_attributes_found_nowhere_is_an_error_and_changes_nothing() -> None:
     assert tower.rate == 0.5
 
 
-def test_train_and_eval_switch_the_layers_that_have_modes() -> None:
+def test_train_and_eval_switch_layers_with_modes() -> None:
     tower = _tower()
     dropout, norm = tower.layers
     dropout.deterministic, norm.use_running_average = True, True

@@ -20,7 +20,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_a_model_prints_as_a_tree_with_its_number_of_parameters() -> None:
+def test_model_prints_as_tree_with_parameter_count() -> None:
     model = Node()
     lazy = sx.Init(jax.nn.initializers.ones, (1000, 3))
     model.kernel = sx.Param(lazy, axes=("embed", None))

@@ -44,7 +44,7 @@ def _tower() -> Node:
 # --- flattening ---
 
 
-def test_key_paths_print_as_the_code_that_reaches_the_place() -> None:
+def test_key_paths_print_as_access_code() -> None:
     paths = jax.tree_util.tree_leaves_with_path(_tower())
     assert [jax.tree_util.keystr(path) for path, _ in paths] == [
         ".layers[0].attn.q.kernel",
@@ -86,7 +86,7 @@ def test_models_of_different_structure_are_different_trees() -> None:
     assert jax.tree.structure(tied) != jax.tree.structure(untied)
 
 
-def test_jax_tree_map_gives_a_writable_model_of_its_own() -> None:
+def test_tree_map_returns_an_independent_writable_model() -> None:
     tower = _tower()
     before = sx.clone(tower)
     doubled = jax.tree.map(lambda x: 2 * x, tower)
@@ -116,7 +116,7 @@ def test_leaves_may_be_anything_as_jax_trees_allow() -> None:
     assert (abstract.kernel.shape, abstract.kernel.axes) == ((2,), ("embed",))
 
 
-def test_has_objects_finds_objects_at_any_depth_and_nothing_else() -> None:
+def test_has_objects_finds_objects_at_any_depth() -> None:
     class Holder:
         """Registered below: a user's own pytree node."""
 
@@ -174,7 +174,7 @@ def _with_table() -> Linear:
 
 
 @each_transform
-def test_plain_transforms_take_a_model_and_may_read_all_of_it(transform: Any) -> None:
+def test_plain_transforms_accept_and_read_models(transform: Any) -> None:
     def read(model: Linear) -> jax.Array:
         model.calls.index(0)
         return model.kernel * model.table + model.rate + len(model.names)
@@ -183,9 +183,7 @@ def test_plain_transforms_take_a_model_and_may_read_all_of_it(transform: Any) ->
 
 
 @each_write
-def test_a_write_to_the_copy_inside_a_plain_transform_is_refused(
-    write: Callable[[Any], Any],
-) -> None:
+def test_write_to_copy_inside_plain_transform_is_refused(write: Callable[[Any], Any]) -> None:
     model = _with_table()
     before = sx.clone(model)
 
@@ -213,7 +211,7 @@ def test_every_plain_transform_refuses_writes(transform: Any) -> None:
     assert refused[: len(WRITES)] == list(WRITES)
 
 
-def test_a_variable_passed_on_its_own_is_read_only_too() -> None:
+def test_separately_passed_variable_is_read_only() -> None:
     def function(variable: sx.Param[Any]) -> jax.Array:
         with pytest.raises(ReadOnlyCopyError):
             variable[...] = 0.0
@@ -267,7 +265,7 @@ PASSING: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("transform", PASSING.values(), ids=PASSING.keys())
 @pytest.mark.parametrize("write", UNTRACED_WRITES, ids=UNTRACED_WRITES)
 @pytest.mark.parametrize("kind", [Counting, Arrayless])
-def test_no_write_to_a_copy_without_tracers_is_lost(transform: Any, write: str, kind: Any) -> None:
+def test_no_write_to_untraced_copy_is_lost(transform: Any, write: str, kind: Any) -> None:
     model = kind()
     if write in ("counter", "draw", "lifted") and kind is Arrayless:
         return
@@ -289,14 +287,14 @@ def test_no_write_to_a_copy_without_tracers_is_lost(transform: Any, write: str, 
     assert repr(model) == before
 
 
-def test_a_variable_without_arrays_is_read_only_in_a_plain_transform() -> None:
+def test_arrayless_variable_is_read_only_in_plain_transform() -> None:
     variable: sx.Variable[Any] = sx.Variable({})
     with pytest.raises(ReadOnlyCopyError):
         jax.jit(lambda v, x: v.__setitem__("s", x))(variable, 1.0)
     assert variable.value == {}
 
 
-def test_copies_that_jax_makes_outside_of_transforms_are_writable() -> None:
+def test_copies_outside_transforms_are_writable() -> None:
     model = Counting()
     leaves, treedef = jax.tree.flatten(model)
     copies = [jax.tree.map(lambda x: x, model), jax.tree.unflatten(treedef, leaves)]
@@ -312,9 +310,7 @@ def test_copies_that_jax_makes_outside_of_transforms_are_writable() -> None:
 
 
 @each_write
-def test_mutable_makes_the_copy_writable_and_the_returned_model_has_the_write(
-    write: Callable[[Any], Any],
-) -> None:
+def test_mutable_allows_writes_to_the_returned_model(write: Callable[[Any], Any]) -> None:
     model, expected = _with_table(), _with_table()
 
     @jax.jit
@@ -330,7 +326,7 @@ def test_mutable_makes_the_copy_writable_and_the_returned_model_has_the_write(
     assert_same_model(model, before)
 
 
-def test_mutable_reaches_every_object_of_a_tree_and_returns_it() -> None:
+def test_mutable_covers_every_object_of_a_tree() -> None:
     @jax.jit
     def function(models: dict[str, Any]) -> dict[str, Any]:
         assert sx.mutable(models) is models

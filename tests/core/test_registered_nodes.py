@@ -120,9 +120,7 @@ def _paths(keys: tuple[Any, Any]) -> list[Any]:
 
 
 @every_kind
-def test_what_it_holds_is_state_of_the_model_under_the_nodes_own_keys(
-    make: Any, keys: tuple[Any, Any]
-) -> None:
+def test_node_contents_are_model_state_under_node_keys(make: Any, keys: tuple[Any, Any]) -> None:
     net = Net(make)
     tied, scale, count, array = _paths(keys)
     assert set(sx.state(net).flat()) == {tied, scale, count, array}
@@ -194,7 +192,7 @@ def test_it_is_sharded_selected_printed_mapped_and_saved(
 
 
 @every_kind
-def test_a_tree_of_such_nodes_is_saved_split_and_called(
+def test_tree_of_nodes_is_saved_split_and_called(
     make: Any, keys: tuple[Any, Any], tmp_path: Path
 ) -> None:
     linear = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
@@ -211,9 +209,7 @@ def test_a_tree_of_such_nodes_is_saved_split_and_called(
 
 
 @every_kind
-def test_layers_with_such_nodes_are_stacked_scanned_and_viewed(
-    make: Any, keys: tuple[Any, Any]
-) -> None:
+def test_layers_with_nodes_stack_scan_and_view(make: Any, keys: tuple[Any, Any]) -> None:
     class Layer(sx.Module):
         def __init__(self, rngs: Any) -> None:
             self.node = make(sx.nn.Linear(2, 2, rngs=rngs), jnp.full((1, 2), 2.0))
@@ -260,7 +256,7 @@ def test_what_was_registered_as_static_is_compared_exactly() -> None:
         model([])
 
 
-def test_a_field_that_is_assigned_in_place_is_seen_by_compiled_functions() -> None:
+def test_in_place_field_assignment_reaches_compiled_functions() -> None:
     model = sx.Module()
     model.pair = Pair(sx.Param(jnp.ones(2)), sx.Param(jnp.ones(2)))
     total = sx.jit(lambda model: model.pair.a.sum())
@@ -293,9 +289,10 @@ class Slotted:
 CHANGEABLE = {"dataclass": Pair, "with keys": Keyed, "without keys": Plain, "slots": Slotted}
 every_changeable = pytest.mark.parametrize("kind", CHANGEABLE.values(), ids=CHANGEABLE.keys())
 # What stands beside the array that is assigned: the node is an array attribute, or part of a model.
-every_neighbour = pytest.mark.parametrize(
-    "beside", [lambda: jnp.ones(2), lambda: sx.Param(jnp.ones(2))], ids=["array", "Param"]
-)
+NEIGHBORS: dict[str, Callable[[], Any]] = {
+    "array": lambda: jnp.ones(2),
+    "Param": lambda: sx.Param(jnp.ones(2)),
+}
 # How a model holds the node, and the way to it.
 PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "attribute": (lambda node: node, lambda held: held),
@@ -303,15 +300,19 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dict of tuples": (lambda node: {"k": (node, 1)}, lambda held: held["k"][0]),
     "node": (lambda node: Pair(node, sx.Param(1.0)), lambda held: held.a),
 }
-every_place = pytest.mark.parametrize(("wrap", "reach"), PLACES.values(), ids=PLACES.keys())
+# Every kind in every place, and each of both beside each of two neighbors.
+CASES = [
+    (kind, ("array", "Param")[(row + column) % 2], place)
+    for row, kind in enumerate(CHANGEABLE)
+    for column, place in enumerate(PLACES)
+]
 
 
-@every_changeable
-@every_neighbour
-@every_place
+@pytest.mark.parametrize(("kind_name", "neighbor", "place"), CASES)
 def test_an_array_assigned_in_place_is_the_models(
-    kind: Any, beside: Any, wrap: Any, reach: Any
+    kind_name: str, neighbor: str, place: str
 ) -> None:
+    kind, beside, (wrap, reach) = CHANGEABLE[kind_name], NEIGHBORS[neighbor], PLACES[place]
     model = sx.Module()
     model.held = wrap(kind(beside(), jnp.zeros(3)))
 
@@ -342,9 +343,7 @@ def test_an_array_assigned_in_place_is_the_models(
 
 
 @every_changeable
-def test_an_array_over_a_param_and_data_that_cannot_be_tracked_are_refused_in_place(
-    kind: Any,
-) -> None:
+def test_array_over_param_and_untrackable_data_are_refused(kind: Any) -> None:
     model = sx.Module()
     model.node = kind(sx.Param(jnp.ones(2)), jnp.zeros(3))
     model.node.a = jnp.zeros(2)
@@ -360,7 +359,7 @@ def test_an_array_over_a_param_and_data_that_cannot_be_tracked_are_refused_in_pl
 
 
 @pytest.mark.parametrize("make", [dict, lambda a, b: Pair(a, b)], ids=["dict", "node"])
-def test_a_value_that_is_changed_in_place_is_written(make: Any) -> None:
+def test_value_changed_in_place_is_written(make: Any) -> None:
     def change(variable: Any) -> None:
         value = variable.value
         if isinstance(value, dict):
@@ -407,9 +406,7 @@ UNTRACKED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("make", UNTRACKED.values(), ids=UNTRACKED.keys())
 @pytest.mark.parametrize("around", [lambda x: x, lambda x: (x,), lambda x: {"k": [x]}])
 @pytest.mark.parametrize("held", [sx.Param(1.0), sx.Module()], ids=["Param", "Module"])
-def test_what_cannot_be_tracked_is_refused_at_assignment_with_the_fix(
-    make: Any, around: Any, held: Any
-) -> None:
+def test_untrackable_value_is_refused_with_fix(make: Any, around: Any, held: Any) -> None:
     model = sx.Module()
     with pytest.raises(sx.errors.StaticAttributeError, match="cannot be tracked") as refused:
         model.held = around(make(held))

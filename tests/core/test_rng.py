@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.elsewhere import in_another_process
 
 import shardax as sx
 from shardax._core.init.lazy import KeySource
@@ -32,28 +31,28 @@ def all_different(keys: list[jax.Array]) -> bool:
 # --- streams ---
 
 
-def test_the_nth_key_is_the_base_key_with_n_folded_in() -> None:
+def test_nth_key_is_base_key_folded_with_n() -> None:
     stream = sx.Rngs(jax.random.key(7)).default
     for n in range(3):
         assert bits(stream()) == bits(jax.random.fold_in(jax.random.key(7), n))
     assert int(stream.count) == 3 and stream.count.dtype == jnp.uint32
 
 
-def test_streams_are_independent_of_each_other_even_with_equal_seeds() -> None:
+def test_streams_with_equal_seeds_are_independent() -> None:
     rngs = sx.Rngs(0, params=0, dropout=0)
     keys = [rngs(), rngs.params(), rngs.dropout(), rngs["params"](), rngs.default()]
     assert all_different(keys)
     assert [int(stream.count) for _, stream in rngs.streams()] == [2, 2, 1]
 
 
-def test_names_that_are_not_given_fall_back_to_the_default_stream() -> None:
+def test_missing_names_use_the_default_stream() -> None:
     rngs = sx.Rngs(0, dropout=1)
     assert rngs.params is rngs.default is rngs["noise"]
     assert rngs.dropout is not rngs.default
     assert bits(rngs.params()) == bits(sx.Rngs(0)())
 
 
-def test_an_unknown_stream_without_a_default_names_what_there_is_and_how_to_add_it() -> None:
+def test_unknown_stream_error_lists_streams_and_fix() -> None:
     message = r"no stream 'noise' and no default; it has: params, dropout\..*noise=0\)"
     with pytest.raises(UnknownStreamError, match=message):
         _ = sx.Rngs(params=0, dropout=1).noise
@@ -67,7 +66,7 @@ def test_an_unknown_stream_without_a_default_names_what_there_is_and_how_to_add_
     [0, -1, 2**40, np.int64(3), np.asarray(3), jnp.asarray(3)],
     ids=["zero", "negative", "wide", "numpy", "numpy 0-d", "jax 0-d"],
 )
-def test_integer_seeds_of_every_kind_give_distinct_repeatable_streams(seed: Any) -> None:
+def test_integer_seeds_give_distinct_repeatable_streams(seed: Any) -> None:
     rngs, again = sx.Rngs(seed, noise=seed), sx.Rngs(seed, noise=seed)
     assert all_different([rngs(), rngs(), rngs.noise()])
     again()
@@ -77,7 +76,7 @@ def test_integer_seeds_of_every_kind_give_distinct_repeatable_streams(seed: Any)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_typed_and_raw_keys_are_taken_as_they_are(impl: str) -> None:
+def test_typed_and_raw_keys_are_used_unchanged(impl: str) -> None:
     key = jax.random.key(5, impl=impl)
     rngs = sx.Rngs(params=key)
     assert rngs.params.key.dtype == key.dtype
@@ -98,7 +97,7 @@ def test_what_is_neither_seed_nor_key_is_refused(source: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["scope", "fork", "streams", "train"])
-def test_a_stream_cannot_take_the_name_of_a_method(name: str) -> None:
+def test_stream_named_like_method_is_refused(name: str) -> None:
     with pytest.raises(ReservedNameError, match=f"'{name}', which is a method"):
         sx.Rngs(**{name: 0})
 
@@ -108,7 +107,7 @@ def test_streams_are_variables_that_filters_select_by_name() -> None:
     assert list(state.flat()) == [("dropout", "key"), ("dropout", "count")]
 
 
-def test_saving_and_restoring_the_state_replays_the_same_keys() -> None:
+def test_restored_state_replays_the_same_keys() -> None:
     rngs = sx.Rngs(0, dropout=1)
     rngs.dropout()
     saved = sx.state(rngs)
@@ -123,7 +122,7 @@ def test_saving_and_restoring_the_state_replays_the_same_keys() -> None:
 # --- scopes ---
 
 
-def test_a_scope_depends_on_its_name_and_not_on_what_was_drawn_before() -> None:
+def test_scope_depends_on_name_not_on_draws() -> None:
     fresh, used = sx.Rngs(0, dropout=1), sx.Rngs(0, dropout=1)
     for _ in range(5):
         used.params()
@@ -146,7 +145,7 @@ def test_inserting_a_layer_does_not_reshuffle_the_others(names: list[str]) -> No
     assert len(set(everything.values())) == len(names)
 
 
-def test_scopes_nest_and_differ_from_their_parent_and_from_each_other() -> None:
+def test_nested_scopes_differ_from_each_other() -> None:
     rngs = sx.Rngs(0)
     scopes = [rngs, rngs.scope("a"), rngs.scope("b"), rngs.scope("a").scope("b")]
     scopes += [rngs.scope("b").scope("a"), rngs.scope("a").scope("a"), rngs.scope("")]
@@ -158,29 +157,17 @@ def test_a_scope_of_keys_and_of_seeds_agree() -> None:
     assert bits(seeded.scope("a")()) == bits(keyed.scope("a")())
 
 
-PRINT_KEYS = """
-import jax, numpy as np, shardax as sx
-rngs = sx.Rngs(0, dropout=1)
-rngs.dropout()
-keys = [rngs(), rngs.dropout(), rngs.scope("block").dropout(), rngs.fork().params()]
-print([np.asarray(jax.random.key_data(key)).tolist() for key in keys])
-"""
-
-
 def test_another_process_draws_the_same_numbers() -> None:
     here = sx.Rngs(0, dropout=1)
     here.dropout()
     keys = [here(), here.dropout(), here.scope("block").dropout(), here.fork().params()]
-    there = subprocess.run(
-        [sys.executable, "-c", PRINT_KEYS], capture_output=True, text=True, check=True
-    )
-    assert there.stdout.strip() == str([list(bits(key)) for key in keys])
+    assert in_another_process()["keys"] == [list(bits(key)) for key in keys]
 
 
 # --- forks ---
 
 
-def test_a_fork_takes_one_draw_and_is_a_stream_of_its_own() -> None:
+def test_fork_takes_one_draw_and_is_independent() -> None:
     rngs = sx.Rngs(0, dropout=1)
     first, second = rngs.fork(), rngs.fork()
     assert all_different([rngs(), first(), first(), second(), first.dropout(), second.dropout()])
@@ -188,7 +175,7 @@ def test_a_fork_takes_one_draw_and_is_a_stream_of_its_own() -> None:
     assert bits(sx.Rngs(0, dropout=1).fork()()) == bits(sx.Rngs(0, dropout=1).fork()())
 
 
-def test_a_split_fork_has_one_stream_per_slice_for_vmap() -> None:
+def test_split_fork_has_one_stream_per_slice() -> None:
     forked = sx.Rngs(0, dropout=1).fork(split=4)
     assert forked.default.key.shape == forked.dropout.count.shape == (4,)
 
@@ -237,7 +224,7 @@ def test_seeds_beyond_32_bits_fold_their_other_words() -> None:
         ("truncated_normal", (-1.0, 1.0, (2,))),
     ],
 )
-def test_streams_draw_numbers_as_jax_random_does_with_their_next_key(name: str, args: Any) -> None:
+def test_streams_draw_as_jax_random_with_next_key(name: str, args: Any) -> None:
     rngs, twin = sx.Rngs(0, dropout=1), sx.Rngs(0, dropout=1)
     expected = getattr(jax.random, name)
     for draw, key in (
@@ -251,7 +238,7 @@ def test_streams_draw_numbers_as_jax_random_does_with_their_next_key(name: str, 
     assert (again(rngs) == expected(twin(), *args)).all()
 
 
-def test_a_stream_may_have_the_name_of_a_draw() -> None:
+def test_stream_may_be_named_like_a_draw() -> None:
     rngs = sx.Rngs(0, normal=1)
     assert rngs.normal.name == rngs["normal"].name == "normal"
     assert sx.Rngs(0)["normal"].name == "default"
@@ -273,7 +260,7 @@ def test_split_gives_different_keys_and_broadcast_equal_ones() -> None:
             rngs.broadcast(wrong)  # pyright: ignore[reportArgumentType]
 
 
-def test_reseed_restarts_the_streams_that_are_named_in_place() -> None:
+def test_reseed_restarts_named_streams_in_place() -> None:
     rngs = sx.Rngs(0, dropout=1, noise=2)
     shared = rngs.dropout
     for _ in range(3):

@@ -52,7 +52,7 @@ def computed(parts: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("initializer", INITIALIZERS.values(), ids=INITIALIZERS.keys())
 @pytest.mark.parametrize("spec", [None, P(None, "data", "model"), P("data", None, "model")])
-def test_a_lazy_stack_has_the_numbers_of_its_parts_to_the_last_bit(
+def test_lazy_stack_is_bitwise_equal_to_its_parts(
     initializer: Any, spec: Any, auto_mesh: Mesh
 ) -> None:
     parts = lazies(initializer, 4)
@@ -62,13 +62,13 @@ def test_a_lazy_stack_has_the_numbers_of_its_parts_to_the_last_bit(
     assert_equal_values(np.asarray(array), computed(parts))
 
 
-def test_generators_that_give_other_numbers_when_batched_are_not_batched() -> None:
+def test_batch_dependent_generators_are_not_batched() -> None:
     keys = [jax.random.key(seed, impl="rbg") for seed in range(3)]
     parts = [Init(INITIALIZERS["normal"], (5, 3), rngs=sx.Rngs(key)) for key in keys]
     assert_equal_values(np.asarray(LazyStack(parts).compute()), computed(parts))
 
 
-def test_like_parts_are_made_by_one_program_and_unlike_ones_one_by_one() -> None:
+def test_equal_parts_share_one_program() -> None:
     normal, uniform = lazies(INITIALIZERS["normal"]), lazies(INITIALIZERS["glorot uniform"])
     alike, unlike = LazyStack(normal), LazyStack([normal[0], uniform[0]])
     assert (alike.is_known, unlike.is_known, LazyStack([unlike]).is_known) == (True, False, False)
@@ -111,7 +111,7 @@ def test_an_initializer_without_its_key_says_so() -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def test_what_is_stacked_and_taken_apart_keeps_its_kind() -> None:
+def test_stacking_and_unstacking_keep_variable_kinds() -> None:
     struct = jax.ShapeDtypeStruct((2,), jnp.float32)
     rows = [
         ([np.uint32(1), np.uint32(2)], np.ndarray),
@@ -154,7 +154,7 @@ def test_taking_apart_is_the_inverse_of_stacking(model: Any) -> None:
         assert_same_model(twin, part)
 
 
-def test_axes_gain_the_name_and_stay_unknown_where_they_were() -> None:
+def test_axes_gain_stack_name_or_stay_unknown() -> None:
     class Layer(sx.Module):
         def __init__(self) -> None:
             self.named = sx.Param(jnp.zeros(2), axes=("embed",), tag="a")
@@ -207,7 +207,7 @@ def test_sharing_between_some_is_refused() -> None:
         (sx.Param(np.int32(0)), sx.Param(0.0), r"\.scale is int32\[\] in layer 0 and float32\[\]"),
     ],
 )
-def test_what_is_not_alike_is_refused_with_its_path(first: Any, second: Any, message: str) -> None:
+def test_unequal_parts_are_refused_by_path(first: Any, second: Any, message: str) -> None:
     stream = sx.Rngs(dropout=0).dropout
     with pytest.raises(StackError, match=message):
         stack_objects([Drawing(stream, first), Drawing(stream, second)], "layers")

@@ -36,7 +36,7 @@ PATHS = [
 ]
 
 
-def test_entries_are_reached_by_key_and_by_attribute_at_every_depth() -> None:
+def test_entries_are_accessible_by_key_and_attribute() -> None:
     state = sx.state(_model())
     assert state["layers"][1]["kernel"].tolist() == state.layers[1].kernel.tolist() == [1.0, 1.0]
     assert isinstance(state.layers, sx.State) and isinstance(state["layers"][0], sx.State)
@@ -45,7 +45,7 @@ def test_entries_are_reached_by_key_and_by_attribute_at_every_depth() -> None:
     assert dict(state.layers[0].items()).keys() == {"kernel", "mean"}
 
 
-def test_an_entry_that_is_not_there_names_those_that_are() -> None:
+def test_missing_entry_error_lists_existing_ones() -> None:
     state = sx.state(_model())
     with pytest.raises(KeyError, match=r"'heads' \(present: 'layers', 'scale'\)"):
         state["heads"]
@@ -60,7 +60,7 @@ def test_flat_gives_full_paths_in_the_models_order() -> None:
     assert list(state.layers[1].flat()) == [("kernel",), ("mean",)]
 
 
-def test_it_remembers_what_kind_of_variable_each_value_came_from() -> None:
+def test_state_remembers_variable_types() -> None:
     origins = sx.state(_model()).origins()
     kernel = origins["layers", 0, "kernel"]
     assert (kernel.variable_type, kernel.axes, dict(kernel.metadata)) == (
@@ -70,7 +70,7 @@ def test_it_remembers_what_kind_of_variable_each_value_came_from() -> None:
     )
 
 
-def test_it_can_be_made_from_nested_mappings_states_and_variables() -> None:
+def test_nested_mappings_states_and_variables_make_a_state() -> None:
     inner = sx.state(_model()).layers
     state = sx.State({"a": {0: jnp.ones(1)}, "b": inner, "c": sx.Param(2.0)})
     assert list(state.flat())[:2] == [("a", 0), ("b", 0, "kernel")]
@@ -110,7 +110,7 @@ def test_to_pure_dict_gives_plain_nested_dicts() -> None:
     assert sx.state(sx.Param(3.0)).to_pure_dict() == {(): 3.0}
 
 
-def test_a_variable_that_holds_a_dict_is_one_entry_and_stays_one() -> None:
+def test_variable_holding_dict_is_one_entry() -> None:
     model = sx.List([sx.Variable({"m": jnp.ones(1), "v": jnp.zeros(1)})])
     graphdef, state = sx.split(model)
     assert list(state.flat()) == [(0,)]
@@ -133,7 +133,7 @@ def test_it_cannot_be_written() -> None:
 
 @given(model=models())
 @settings(max_examples=20)
-def test_it_is_a_pytree_whose_leaves_are_those_of_the_values(model: Any) -> None:
+def test_state_is_pytree_of_its_values_leaves(model: Any) -> None:
     state = sx.state(model)
     leaves, treedef = jax.tree.flatten(state)
     assert_equal_values(
@@ -167,7 +167,7 @@ def test_key_paths_print_as_those_of_the_model() -> None:
     ]
 
 
-def test_states_of_different_kinds_of_variable_are_different_trees() -> None:
+def test_states_of_different_variable_types_differ_in_structure() -> None:
     one, other = sx.state([sx.Param(1.0)]), sx.state([sx.BatchStat(1.0)])
     with pytest.raises(ValueError, match="State"):
         jax.tree.map(lambda a, b: a + b, one, other)
@@ -193,7 +193,7 @@ def _states() -> tuple[Any, sx.State]:
     return model, sx.state(model)
 
 
-def test_state_and_split_filter_a_state_as_they_do_a_model() -> None:
+def test_filters_apply_to_state_as_to_model() -> None:
     model, state = _states()
     kernels = [("gate", "kernel"), ("up", "kernel"), ("down", "kernel")]
     assert list(sx.state(state, sx.Param).flat()) == kernels
@@ -221,7 +221,7 @@ def test_a_state_cannot_be_updated_nor_popped_from() -> None:
         sx.pop(state, sx.BatchStat)
 
 
-def test_states_are_equal_by_path_origin_and_every_number(auto_mesh: Any) -> None:
+def test_equality_covers_path_origin_and_values(auto_mesh: Any) -> None:
     model, state = _states()
     same = sx.state(sx.clone(model))
     assert state == same and hash(state) == hash(same)

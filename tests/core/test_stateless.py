@@ -45,7 +45,7 @@ def noisy() -> Noisy:
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, sx.jit], ids=["eager", "jax.jit", "sx.jit"])
-def test_a_functional_call_equals_the_call_and_the_values_after_it(jit: Any) -> None:
+def test_functional_call_equals_call_and_updated_values(jit: Any) -> None:
     model, live = noisy(), noisy()
     slots, values = sx.unbind(model, freeze=True)
     before = sx.state(model)
@@ -70,7 +70,7 @@ def test_methods_are_called_too() -> None:
     assert int(result) == 0 and same == values
 
 
-def test_values_may_be_arranged_in_any_pytree_and_keep_it() -> None:
+def test_values_keep_any_pytree_arrangement() -> None:
     slots, params = sx.unbind(noisy(), sx.Param, freeze=True)
     slots, rest = sx.unbind(slots, freeze=True)
     _, new = slots.stateless_call({"params": params, "rest": list(rest)}, X)
@@ -88,7 +88,7 @@ def test_values_may_be_arranged_in_any_pytree_and_keep_it() -> None:
     assert jnp.allclose(gradient[0].value, expected.weight)
 
 
-def test_slots_in_arguments_are_filled_by_the_same_labels() -> None:
+def test_argument_slots_are_filled_by_label() -> None:
     class Use(sx.Module):
         def __init__(self, stream: Any) -> None:
             self.stream = stream
@@ -125,7 +125,7 @@ def test_variables_given_as_arguments_are_the_callers_own() -> None:
     assert int(rngs["noise"].count.value) == 1
 
 
-def test_writing_what_was_left_in_the_model_is_refused() -> None:
+def test_writing_unpassed_variable_is_refused() -> None:
     model = noisy()
     slots, params = sx.unbind(model, sx.Param, freeze=True)
     with pytest.raises(FrozenVariableError, match=r"\.calls"):
@@ -162,7 +162,7 @@ def test_what_a_pure_function_cannot_return_is_refused() -> None:
     assert len(values[0].value) == 2
 
 
-def test_values_that_do_not_fit_are_refused_before_anything_runs() -> None:
+def test_mismatched_values_are_refused_before_running() -> None:
     ran = []
 
     class Runs(sx.Module):
@@ -186,7 +186,7 @@ def test_values_that_do_not_fit_are_refused_before_anything_runs() -> None:
         slots.stateless_call(())
 
 
-def test_new_models_of_one_structure_do_not_trace_anew() -> None:
+def test_equal_structure_does_not_retrace() -> None:
     traces = []
 
     @jax.jit

@@ -109,7 +109,7 @@ TOLD_APART = [
 
 
 @pytest.mark.parametrize(("one", "other"), TOLD_APART, ids=repr)
-def test_values_of_different_type_or_sign_have_different_keys(one: Any, other: Any) -> None:
+def test_values_of_different_type_or_sign_differ(one: Any, other: Any) -> None:
     assert exact_key(one) != exact_key(other)
     assert Static(one) != Static(other)
 
@@ -169,7 +169,7 @@ def test_equal_keys_mean_equal_values_of_equal_type(one: Any, other: Any) -> Non
         assert repr(one) == repr(other)  # equality would stumble over NaN
 
 
-def test_nan_equals_itself_so_that_a_model_with_it_is_compiled_once() -> None:
+def test_nan_equals_itself_and_compiles_once() -> None:
     assert exact_key(float("nan")) == exact_key(float("nan"))
     assert exact_key((np.float32("nan"),)) == exact_key((np.float32("nan"),))
 
@@ -190,7 +190,7 @@ def test_functions_that_do_different_things_have_different_keys() -> None:
     assert exact_key(lambda x: x + 1) != exact_key(lambda x: x + 2)
 
 
-def test_a_function_that_closes_over_what_is_not_static_equals_only_itself() -> None:
+def test_function_closing_over_nonstatic_value_equals_only_itself() -> None:
     array, variable, mutable = jnp.ones(2), sx.Param(1.0), [1]
     for content in (array, variable, mutable):
         function = scale_by(content)
@@ -198,7 +198,7 @@ def test_a_function_that_closes_over_what_is_not_static_equals_only_itself() -> 
         assert exact_key(function) != exact_key(scale_by(content))
 
 
-def test_a_function_with_an_unbound_cell_equals_only_itself() -> None:
+def test_function_with_unbound_cell_equals_only_itself() -> None:
     def make() -> Callable[[], Any]:
         def early() -> Any:
             return late
@@ -218,7 +218,7 @@ def test_a_function_with_attributes_equals_only_itself() -> None:
     assert exact_key(one) != exact_key(other)
 
 
-def test_optimizers_made_twice_with_equal_settings_have_equal_keys() -> None:
+def test_optimizers_with_equal_settings_have_equal_keys() -> None:
     def schedule(rate: float) -> optax.GradientTransformation:
         return optax.adamw(optax.cosine_decay_schedule(rate, 10), weight_decay=0.1)
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from tests.strategies import Node, OtherNode, assert_same_model, models
+from tests.structure import advance_structure_epoch, structure_epoch
 
 import shardax as sx
 from shardax._core.graph.flatten import Flat, build, flatten, flatten_roots
-from shardax._core.object import epoch
 
 
 def _model() -> Node:
@@ -62,9 +62,7 @@ def _like(module: sx.Module) -> Node:
 
 
 @pytest.mark.parametrize("change", DIFFERENCES.values(), ids=DIFFERENCES.keys())
-def test_models_that_differ_in_anything_but_values_differ_in_structure(
-    change: Callable[[Any], Any],
-) -> None:
+def test_any_difference_except_values_changes_structure(change: Callable[[Any], Any]) -> None:
     one, other = _model(), _model()
     assert sx.graphdef(one) == sx.graphdef(other)
     assert hash(sx.graphdef(one)) == hash(sx.graphdef(other))
@@ -72,7 +70,7 @@ def test_models_that_differ_in_anything_but_values_differ_in_structure(
     assert sx.graphdef(one) != sx.graphdef(other)
 
 
-def test_values_shapes_and_laziness_are_no_part_of_structure() -> None:
+def test_values_shapes_and_laziness_are_not_structure() -> None:
     one, other = _model(), _model()
     other.w.value, other.array = jnp.zeros((5,), jnp.int8), np.zeros(1)
     other.items[2].value = sx.Init(jax.nn.initializers.ones, (2,))
@@ -234,31 +232,29 @@ def _refused(act: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("change", STRUCTURAL.values(), ids=STRUCTURAL.keys())
-def test_a_structural_write_to_a_flattened_model_advances_the_epoch(
+def test_write_to_flattened_model_advances_the_epoch(
     change: Callable[[Any], Any], walked: Node
 ) -> None:
-    before, structure = epoch.current, sx.graphdef(walked)
+    before, structure = structure_epoch(), sx.graphdef(walked)
     change(walked)
-    assert epoch.current == before + 1
+    assert structure_epoch() == before + 1
     assert sx.graphdef(walked) != structure
 
 
 @pytest.mark.parametrize("change", STRUCTURAL.values(), ids=STRUCTURAL.keys())
-def test_a_structural_write_to_a_model_that_was_never_flattened_does_not(
-    change: Callable[[Any], Any],
-) -> None:
+def test_write_to_unflattened_model_keeps_the_epoch(change: Callable[[Any], Any]) -> None:
     model = _model()
-    before = epoch.current
+    before = structure_epoch()
     if change is not STRUCTURAL["pop"]:  # which itself flattens
         change(model)
-    assert epoch.current == before
+    assert structure_epoch() == before
 
 
 @pytest.mark.parametrize("change", NOT_STRUCTURAL.values(), ids=NOT_STRUCTURAL.keys())
 def test_nothing_else_advances_the_epoch(change: Callable[[Any], Any], walked: Node) -> None:
-    before, remembered = epoch.current, flatten(walked)
+    before, remembered = structure_epoch(), flatten(walked)
     change(walked)
-    assert epoch.current == before
+    assert structure_epoch() == before
     assert flatten(walked) is remembered
 
 
@@ -277,18 +273,18 @@ def test_flattening_is_remembered_until_the_epoch_advances() -> None:
     assert flatten(model) is again
 
 
-def test_an_object_that_joins_a_flattened_model_is_seen() -> None:
+def test_object_joining_flattened_model_is_seen() -> None:
     model, late = _model(), Node()
     sx.graphdef(model)
     model.late = late
     sx.graphdef(model)
-    before = epoch.current
+    before = structure_epoch()
     late.w = sx.Param(1.0)
-    assert epoch.current == before + 1
+    assert structure_epoch() == before + 1
     assert ("late", "w") in sx.graphdef(model).leaf_paths
 
 
-def test_edits_in_one_thread_are_seen_by_flattenings_in_others() -> None:
+def test_edits_by_one_thread_reach_other_threads() -> None:
     model = Node()
     done = threading.Event()
 
@@ -313,11 +309,11 @@ def test_edits_in_one_thread_are_seen_by_flattenings_in_others() -> None:
 
 
 def test_epochs_advanced_by_many_threads_are_all_counted() -> None:
-    before = epoch.current
+    before = structure_epoch()
     with ThreadPoolExecutor(4) as pool:
-        for _ in pool.map(lambda _: [epoch.advance() for _ in range(500)], range(4)):
+        for _ in pool.map(lambda _: [advance_structure_epoch() for _ in range(500)], range(4)):
             pass
-    assert epoch.current == before + 2000
+    assert structure_epoch() == before + 2000
 
 
 # --- memory ---
@@ -374,7 +370,7 @@ def test_no_dropped_model_is_kept_alive(use: Callable[[Any], Any]) -> None:
         assert alive() is None, make
 
 
-def test_variables_are_freed_at_once_without_the_garbage_collector() -> None:
+def test_variables_are_freed_without_garbage_collection() -> None:
     gc.disable()
     try:
         model = Node()

@@ -51,7 +51,7 @@ def test_no_two_draws_have_one_key(draw: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_lazy_model_may_be_used_first_from_several_threads(compiled: bool) -> None:
+def test_lazy_model_may_be_first_used_by_threads(compiled: bool) -> None:
     def call(model: Any, x: Any) -> Any:
         return model(x)
 
@@ -129,7 +129,7 @@ def _attribute(model: Any) -> None:
     ],
     ids=["v[...] += 1", "v.value =", "v[0] += 1", "model.array += 1"],
 )
-def test_a_read_and_a_write_lose_nothing_or_raise(
+def test_concurrent_read_and_write_lose_nothing_or_raise(
     add: Callable[[Any], None], total: Callable[[Any], Any]
 ) -> None:
     model = Model()
@@ -156,7 +156,7 @@ def test_a_read_and_a_write_lose_nothing_or_raise(
     assert float(total(model)) == before + 20 * THREADS
 
 
-def test_a_value_looked_at_long_ago_may_be_replaced() -> None:
+def test_value_read_long_ago_may_be_replaced() -> None:
     variables = [sx.Variable(float(i)) for i in range(20)]
     _ = [v.value for v in variables]
     _in_threads(lambda _: variables[0].update(1.0))
@@ -178,9 +178,7 @@ class _Counting(sx.Module):
 
 
 @pytest.mark.parametrize("transform", [sx.jit, sx.remat, lambda f: f], ids=["jit", "remat", "none"])
-def test_layers_of_a_stack_are_written_as_before_once_threads_have_been_used(
-    transform: Any,
-) -> None:
+def test_stack_layers_stay_writable_after_thread_use(transform: Any) -> None:
     rngs = sx.Rngs(0)
     stack = sx.nn.Stack(lambda: _Counting(rngs), 3)
     _in_threads(lambda _: stack.stacked.calls.value)

@@ -42,7 +42,7 @@ def _values(model: Any) -> dict[Any, Any]:
     ],
     ids=["array", "NumPy", "Variable", "frozen", "lazy"],
 )
-def test_a_variable_takes_a_value_of_its_shape_and_dtype(value: Any) -> None:
+def test_variable_accepts_value_of_its_shape_and_dtype(value: Any) -> None:
     w = sx.Param(jnp.zeros(2), axes=("embed",))
     w.update(value)
     assert w.value.tolist() == [1.0, 1.0] and w.axes == ("embed",)
@@ -83,7 +83,7 @@ def test_a_frozen_value_cannot_be_updated() -> None:
 # --- update ---
 
 
-def test_frozen_values_go_to_the_paths_that_are_their_labels() -> None:
+def test_frozen_values_update_paths_of_their_labels() -> None:
     model, source = Model(), Model()
     source.w[...], source.mean[...] = jnp.ones(2), 5.0
     _, frozen = sx.unbind(source, freeze=True)
@@ -94,7 +94,7 @@ def test_frozen_values_go_to_the_paths_that_are_their_labels() -> None:
     sx.update(model, {"w": frozen[0], "b": frozen[1].value})
 
 
-def test_a_flat_state_is_taken_as_the_nested_one() -> None:
+def test_flat_state_updates_like_a_nested_one() -> None:
     model, source = {"a": [Model()]}, {"a": [Model()]}
     source["a"][0].w[...] = jnp.ones(2)
     state = sx.state(source)
@@ -108,7 +108,7 @@ def test_a_flat_state_is_taken_as_the_nested_one() -> None:
     assert float(keyed[0, 1]) == 2.0
 
 
-def test_another_dtype_is_refused_unless_cast_says_what_to_do() -> None:
+def test_other_dtype_is_refused_unless_cast_allows_it() -> None:
     model = Model()
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) + 1, sx.state(model, sx.Param))
     with pytest.raises(StateMismatchError, match="cast='param'") as refused:
@@ -126,7 +126,7 @@ def test_another_dtype_is_refused_unless_cast_says_what_to_do() -> None:
         sx.update(model, half, cast="yes")  # pyright: ignore[reportArgumentType]
 
 
-def test_numbers_of_python_and_weak_arrays_take_the_variables_dtype() -> None:
+def test_python_numbers_and_weak_arrays_take_variable_dtype() -> None:
     model = Model()
     sx.update(model, {"count": 3, "mean": 2})
     assert (model.count.dtype, model.mean.dtype) == (jnp.uint32, jnp.float32)
@@ -143,7 +143,7 @@ def test_keys_are_never_cast() -> None:
             sx.update(rngs, {"default": {"key": 3}}, cast=cast)
 
 
-def test_strict_asks_for_every_variable_and_all_mismatches_of_all_kinds_are_listed() -> None:
+def test_strict_update_lists_all_mismatches() -> None:
     model = Model()
     before = _values(model)
     other = sx.BatchStat(jnp.zeros(2)).freeze()

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.strategies import Custom, assert_equal_values
+from tests.structure import structure_epoch
 
 import shardax as sx
-from shardax._core.object import epoch
 from shardax.errors import MetadataError, VariableValueError
 
 BUILT_IN = [
@@ -24,7 +24,7 @@ BUILT_IN = [
 
 
 @pytest.mark.parametrize("kind", [*BUILT_IN, Custom])
-def test_every_type_is_a_pytree_node_of_its_own_type(kind: type[sx.Variable[Any]]) -> None:
+def test_every_type_is_its_own_pytree_node(kind: type[sx.Variable[Any]]) -> None:
     variable = kind(jnp.ones(2), axes=("embed",), tag="x")
     doubled = jax.tree.map(lambda x: 2 * x, variable)
     assert type(doubled) is kind and doubled is not variable
@@ -32,7 +32,7 @@ def test_every_type_is_a_pytree_node_of_its_own_type(kind: type[sx.Variable[Any]
     assert dict(doubled.metadata) == {"tag": "x"}
 
 
-def test_a_subclass_may_have_its_own_constructor_and_methods() -> None:
+def test_subclass_may_define_constructor_and_methods() -> None:
     class Scaled(sx.Param[jax.Array]):
         def __init__(self, value: Any, factor: float) -> None:
             super().__init__(value, factor=factor)
@@ -45,7 +45,7 @@ def test_a_subclass_may_have_its_own_constructor_and_methods() -> None:
     assert (variable.scaled().tolist(), copied.scaled().tolist()) == ([3.0, 3.0], [6.0, 6.0])
 
 
-def test_stray_attributes_are_refused_as_nobody_would_track_them() -> None:
+def test_untracked_attributes_are_refused() -> None:
     for variable in (sx.Param(1.0), Custom(1.0)):
         with pytest.raises(AttributeError):
             variable.note = "lost"
@@ -62,7 +62,7 @@ def test_reads_whole_or_at_an_index() -> None:
     assert variable[jnp.asarray([1, 1]), 0].tolist() == [3, 3]
 
 
-def test_a_whole_write_keeps_the_dtype_that_is_given() -> None:
+def test_whole_write_takes_the_given_dtype() -> None:
     variable = sx.Param(jnp.ones(2, jnp.float32), axes=("embed",))
     variable[...] = jnp.ones(2, jnp.bfloat16)
     assert variable.dtype == jnp.bfloat16
@@ -71,7 +71,7 @@ def test_a_whole_write_keeps_the_dtype_that_is_given() -> None:
     assert variable.axes == ("embed",)
 
 
-def test_a_write_at_an_index_keeps_the_variables_dtype() -> None:
+def test_indexed_write_keeps_the_variable_dtype() -> None:
     variable = sx.Param(jnp.zeros(3, jnp.int32))
     variable[1] = 5
     variable[2:] = np.asarray([7.0], np.float32).astype(np.int32)
@@ -80,7 +80,7 @@ def test_a_write_at_an_index_keeps_the_variables_dtype() -> None:
     assert variable.value.tolist() == [1, 6, 7]
 
 
-def test_a_write_at_an_index_works_on_numpy_lazy_and_nested_values() -> None:
+def test_indexed_write_works_on_numpy_lazy_and_nested() -> None:
     from_numpy, from_recipe = sx.Param(np.zeros(2)), sx.Param(_ones((2,)))
     from_numpy[0] = from_recipe[0] = 3.0
     assert (from_numpy.value.tolist(), from_recipe.value.tolist()) == ([3.0, 0.0], [3.0, 1.0])
@@ -95,11 +95,11 @@ def test_a_write_at_an_index_works_on_numpy_lazy_and_nested_values() -> None:
 def test_writing_a_value_is_never_a_structural_change() -> None:
     variable = sx.Param(jnp.ones(2))
     sx.graphdef(sx.List([variable]))
-    before = epoch.current
+    before = structure_epoch()
     variable.value = jnp.ones(5, jnp.int8)
     variable[...] = {"now": jnp.ones(2), "a": (jnp.zeros(1),)}
     variable.value = _ones((3,))
-    assert epoch.current == before
+    assert structure_epoch() == before
 
 
 def _ones(shape: tuple[int, ...]) -> sx.Init:
@@ -117,7 +117,7 @@ def _ones(shape: tuple[int, ...]) -> sx.Init:
     ],
     ids=["array", "numpy", "lazy", "pytree of one", "abstract"],
 )  # fmt: skip
-def test_shape_and_dtype_are_known_for_every_kind_of_value(value: Any) -> None:
+def test_shape_and_dtype_are_known_for_every_value(value: Any) -> None:
     variable = sx.Param(value)
     assert (variable.shape, variable.ndim, variable.size) == ((2, 3), 2, 6)
     assert variable.dtype == jnp.float32
@@ -130,7 +130,7 @@ def test_several_arrays_have_no_single_shape() -> None:
         _ = sx.Variable((jnp.ones(1), jnp.ones(2))).shape
 
 
-def test_sharding_is_that_of_the_array_and_none_while_there_is_none(auto_mesh: Any) -> None:
+def test_sharding_is_that_of_array_or_none(auto_mesh: Any) -> None:
     sharding = jax.NamedSharding(auto_mesh, jax.P("data"))
     assert sx.Param(jax.device_put(jnp.ones(2), sharding)).sharding == sharding
     assert sx.Param(_ones((2,))).sharding is None
@@ -141,7 +141,7 @@ def test_sharding_is_that_of_the_array_and_none_while_there_is_none(auto_mesh: A
 # --- metadata ---
 
 
-def test_axes_must_fit_the_rank_wherever_they_are_given() -> None:
+def test_axes_must_match_rank_wherever_given() -> None:
     message = r"Param of shape \(2, 3\) has 2 dimensions but was given 1 axis names: \('a',\)"
     for value in (jnp.ones((2, 3)), np.ones((2, 3)), _ones((2, 3))):
         with pytest.raises(MetadataError, match=message):
@@ -154,7 +154,7 @@ def test_axes_must_fit_the_rank_wherever_they_are_given() -> None:
         variable.replace(jnp.ones(3))
 
 
-def test_metadata_is_read_only_and_changed_by_set_metadata() -> None:
+def test_metadata_is_read_only_except_by_set_metadata() -> None:
     variable = sx.Param(jnp.ones(2), tag="x")
     with pytest.raises(TypeError):
         variable.metadata["tag"] = "y"  # pyright: ignore[reportIndexIssue] (that is the point)
@@ -164,21 +164,21 @@ def test_metadata_is_read_only_and_changed_by_set_metadata() -> None:
     assert variable.axes is None
 
 
-def test_a_metadata_change_is_structural_only_if_something_changes() -> None:
+def test_only_effective_metadata_changes_are_structural() -> None:
     variable, unseen = sx.Param(1.0, note=1), sx.Param(1.0)
     sx.graphdef([variable])
-    before = epoch.current
+    before = structure_epoch()
     variable.set_metadata(note=1)
     unseen.set_metadata(note=1)
-    assert epoch.current == before
+    assert structure_epoch() == before
     variable.set_metadata(note=True)
-    assert epoch.current == before + 1
+    assert structure_epoch() == before + 1
 
 
 # --- copies ---
 
 
-def test_replace_gives_a_new_variable_of_the_same_type_and_metadata() -> None:
+def test_replace_creates_variable_with_same_type_and_metadata() -> None:
     variable = Custom(jnp.zeros(2), axes=("embed",), tag="x")
     new = variable.replace(np.ones(2))
     assert type(new) is Custom and new.metadata == variable.metadata and new.axes == ("embed",)
@@ -205,14 +205,14 @@ def test_pickle_and_copies_keep_type_value_and_metadata(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [jnp.ones(2), jax.random.key(0), (jnp.ones(2),)], ids=["array", "key", "pytree"]
 )
-def test_a_deep_copy_outlives_the_donation_of_the_original(value: Any) -> None:
+def test_deep_copy_survives_donation_of_the_original(value: Any) -> None:
     variable = sx.Param(jax.tree.map(jnp.copy, value))
     copied = copy.deepcopy(sx.List([variable]))
     jax.tree.map(lambda array: array.delete(), variable.value)  # as donating it does
     assert_equal_values(copied[0].value, value)
 
 
-def test_copies_of_a_lazy_variable_stay_lazy_and_draw_the_same_numbers() -> None:
+def test_copies_of_lazy_variable_draw_same_numbers() -> None:
     recipe = sx.Init(jax.nn.initializers.normal(), (3,), rngs=sx.Rngs(0))
     variable = sx.Param(recipe)
     copies = [copy.deepcopy(variable), sx.clone(variable)]

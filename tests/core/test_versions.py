@@ -35,9 +35,7 @@ def importing(version: tuple[int, ...], broken: str = "") -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_jax_older_than_the_bound_is_refused_by_the_import_with_the_command_that_updates_it() -> (
-    None
-):
+def test_too_old_jax_is_refused_with_update_command() -> None:
     # An older version also lacks names that other modules import.
     done = importing((0, 9, 2), broken="del jax.sharding.AxisType")
     assert done.stderr.splitlines()[-1] == (
@@ -46,7 +44,7 @@ def test_a_jax_older_than_the_bound_is_refused_by_the_import_with_the_command_th
     )
 
 
-def test_a_jax_newer_than_tested_warns_once_and_works() -> None:
+def test_untested_newer_jax_warns_once_and_works() -> None:
     done = importing((0, 13, 0))
     assert done.returncode == 0
     assert done.stderr.count("JAX 0.13.0 is newer than the versions that shardax is tested") == 1

@@ -45,7 +45,7 @@ def numbers(variable: Any) -> Any:
 # --- what a view is -------------------------------------------------------------------------------
 
 
-def test_a_view_is_a_layer_of_the_same_types_and_structure() -> None:
+def test_view_has_types_and_structure_of_layer() -> None:
     root = stacked()
     second = view(root, 1)
     assert type(second) is Layer and isinstance(second.kernel, sx.Param)
@@ -55,7 +55,7 @@ def test_a_view_is_a_layer_of_the_same_types_and_structure() -> None:
     assert sx.graphdef(second) == sx.graphdef(Layer(sx.Rngs(0))) == sx.graphdef(view(root, 2))
 
 
-def test_there_is_one_view_of_a_part_and_it_keeps_nothing_alive() -> None:
+def test_each_part_has_one_weakly_held_view() -> None:
     gc.collect()
     before = len(_known)
     root = stacked()
@@ -80,14 +80,14 @@ def test_it_reads_and_writes_its_part() -> None:
     assert numbers(second.kernel) == [0, 0]
 
 
-def test_reading_a_lazy_part_gives_the_number_of_the_layer_that_was_stacked() -> None:
+def test_lazy_part_reads_as_the_stacked_layer() -> None:
     root, rngs = stacked(), sx.Rngs(0)
     layers = [Layer(rngs) for _ in range(3)]
     np.testing.assert_array_equal(view(root, 2).kernel.value, layers[2].kernel.value)
     assert not root.kernel.is_lazy
 
 
-def test_numpy_values_stay_numpy_and_other_lazy_values_are_made_whole() -> None:
+def test_numpy_stays_numpy_other_lazy_values_materialize() -> None:
     class Count(sx.Module):
         def __init__(self) -> None:
             self.stream = sx.Rngs(dropout=0).dropout
@@ -135,7 +135,7 @@ def test_values_are_placed_like_the_stack(mesh: Mesh) -> None:
 # --- transforms -----------------------------------------------------------------------------------
 
 
-def test_views_of_all_layers_share_one_trace_and_writes_land_in_the_stack() -> None:
+def test_layer_views_share_one_trace_and_write_through() -> None:
     root = stacked()
     traces = []
 
@@ -161,7 +161,7 @@ def test_gradients_with_respect_to_a_view() -> None:
     }
 
 
-def test_views_taken_inside_read_and_write_the_transforms_copy() -> None:
+def test_views_inside_transform_use_the_transforms_copy() -> None:
     root = stacked()
 
     @sx.jit
@@ -177,7 +177,7 @@ def test_views_taken_inside_read_and_write_the_transforms_copy() -> None:
 
 
 @pytest.mark.parametrize("transform", [sx.grad, lambda f: sx.jit(sx.grad(f))], ids=["grad", "jit"])
-def test_a_captured_view_is_a_view_of_what_the_transform_makes_of_its_stack(transform: Any) -> None:
+def test_captured_view_follows_its_stack_inside_transform(transform: Any) -> None:
     kernel = sx.Param(jnp.array([[1.0], [2.0]]))
     second = view(kernel, 1)
 
@@ -267,7 +267,7 @@ def refused() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", refused())
-def test_what_a_view_cannot_do_is_refused_and_changes_nothing(what: str) -> None:
+def test_unsupported_view_operation_is_refused_without_effect(what: str) -> None:
     root = stacked()
     sx.state(root)
     before = sx.graphdef(root), sx.state(root).flat()
@@ -279,7 +279,7 @@ def test_what_a_view_cannot_do_is_refused_and_changes_nothing(what: str) -> None
         np.testing.assert_array_equal(value, before[1][path])
 
 
-def test_one_refused_write_of_several_leaves_all_as_they_were() -> None:
+def test_one_refused_write_of_several_cancels_all() -> None:
     root = stacked()
     sx.state(root)
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the tests with several processes: functions from JSON to JSON."""
+"""Programs of the tests with several processes: functions from JSON to JSON.
+
+Processes run one after another, so each leaves settings as they were.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
-import json
 import os
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,22 +25,30 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardax as sx
 from shardax.models import next_token_loss
+from tests.distributed.processes import SECONDS
 from tests.models import forms
 from tests.train import small_runs
+from tests.values import with_values
 
 
 def mesh_of(sizes: dict[str, int], *, transposed: bool = False) -> Any:
-    """A mesh over all devices; transposed: neighbours along the first axis share a process."""
+    """A mesh over all devices; transposed: neighbors along the first axis share a process."""
     devices = np.array(jax.devices())
     order = devices.reshape(tuple(sizes.values())[::-1]).T if transposed else devices
     kinds = (AxisType.Auto,) * len(sizes)
     return jax.sharding.Mesh(order.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds)
 
 
-def whole(array: Any) -> Any:
-    """All numbers of an array, as a list."""
-    replicated = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(array)).tolist()
+@functools.cache
+def replicate(mesh: Any) -> Any:
+    """A function that gives each device of a mesh all numbers of arrays."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def whole(tree: Any) -> Any:
+    """All numbers of arrays over one mesh, as lists."""
+    mesh = jax.tree.leaves(tree)[0].sharding.mesh
+    return jax.tree.map(lambda x: np.asarray(x).tolist(), replicate(mesh)(tree))
 
 
 def read_rows(start: int, stop: int) -> dict[str, Any]:
@@ -63,12 +73,12 @@ def batches_on_meshes(meshes: list[Any], folder: Path) -> list[Any]:
         pairs = NamedSharding(mesh, PartitionSpec("data", "model" if "model" in sizes else None))
         batches = sx.train.RowBatches(source, batch_size=8)
         with sx.train.Prefetch(batches, {"row": rows, "pair": pairs}) as taken:
-            values = [jax.tree.map(whole, next(taken)) for _ in range(2)]
+            values = [whole(next(taken)) for _ in range(2)]
             state = taken.state()
         found.append([values, sorted({row for row in read if row < 8}), state["step"]])
     same_everywhere = [read_rows(0, 8), read_rows(8, 16)]
     with sx.train.Prefetch(sx.train.WholeBatches(same_everywhere, batch_size=8), rows) as taken:
-        found.append([jax.tree.map(whole, batch) for batch in taken])
+        found.append([whole(batch) for batch in taken])
     try:
         sx.train.Prefetch(same_everywhere, rows)
     except sx.errors.PrefetchError as error:
@@ -172,15 +182,11 @@ def in_forms(names: list[str], folder: Path) -> list[Any]:
     for form in forms.FORMS:
         if form.name in names:
             mesh, scope = mesh_of(form.sizes), sx.parallel(**form.settings)
-            model = sx.shard(sx.clone(forms.whole()), mesh, form.rules)
+            model = sx.shard(with_values(sx.clone(forms.whole())), mesh, form.rules)
             with jax.set_mesh(mesh), sx.axis_rules(form.rules), scope:
-                loss, gradients = sx.jit(forms.step)(model, forms.make_batch())
-            everywhere = NamedSharding(mesh, PartitionSpec())
+                loss, gradients = forms.step(model, forms.make_batch())
             arrays = {str(path): each for path, each in gradients.flat().items()}
-            arrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
-            found.append(
-                [float(loss), {path: np.asarray(x).tolist() for path, x in arrays.items()}]
-            )
+            found.append([float(loss), whole(arrays)])
     return found
 
 
@@ -301,7 +307,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
             found[name] = "nothing was raised"
         except sx.errors.ShardaxError as error:
             found[name] = f"{type(error).__name__}: {error}"
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < SECONDS / 2
     found["repr"] = repr(spans)
     with contextlib.redirect_stdout(io.StringIO()) as picture:
         sx.view.show_sharding(spans)
@@ -312,6 +318,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
     with contextlib.suppress(sx.errors.DistributedError):
         sx.distributed.initialize()  # once more changes nothing
         found["again"] = str(jax.process_count())
+    sx.configure(debug_processes=False)
     return found
 
 
@@ -345,7 +352,7 @@ def local_run(settings: dict[str, Any], folder: Path) -> Any:
         if event.kind == "step" and event.step == 4:
             # Checkpoints are completed beside the steps: that of step 2 may not be yet.
             checkpoints = sx.train.Checkpoints(folder / "run" / "checkpoints")
-            limit = time.monotonic() + 60
+            limit = time.monotonic() + SECONDS / 2
             while not checkpoints.steps() and time.monotonic() < limit:
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -385,13 +392,6 @@ class Repeated(sx.train.WholeBatches):
         pass
 
 
-def several(programs: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What other programs return, one after another, each in a folder of its own."""
-    for name in programs:
-        (folder / name).mkdir(exist_ok=True)
-    return {name: globals()[name](given, folder / name) for name, given in programs.items()}
-
-
 def long_run(settings: dict[str, Any], folder: Path) -> Any:
     """A run of many steps, of which one process may fail."""
     batches: Any = sx.train.TrainBatches(small_runs.TRAIN, batch_size=8, seq_len=16)
@@ -417,15 +417,3 @@ def long_run(settings: dict[str, Any], folder: Path) -> Any:
     embedding = sx.distributed.gather(trainer.model.embed.embedding)
     digest = hashlib.sha256(embedding.tobytes()).hexdigest()
     return [result.step, str(result.stopped), digest]
-
-
-def main() -> None:
-    """Runs one program as one of the processes."""
-    program, arguments, coordinator, processes, process, folder = sys.argv[1:]
-    sx.distributed.initialize(coordinator, int(processes), int(process))
-    result = globals()[program](json.loads(arguments), Path(folder))
-    Path(folder, f"result{process}").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

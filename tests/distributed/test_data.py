@@ -18,7 +18,7 @@ BATCHES = [
 ]
 
 
-def test_each_process_reads_the_rows_of_its_devices_on_any_mesh(tmp_path: Path):
+def test_each_process_reads_the_rows_of_its_devices(tmp_path: Path):
     meshes = [
         ({"data": 4}, False),
         ({"data": 2, "model": 2}, False),  # a process is one part of data
@@ -37,7 +37,7 @@ def test_each_process_reads_the_rows_of_its_devices_on_any_mesh(tmp_path: Path):
         assert "train.WholeBatches(batches, batch_size=...)" in here[5]
 
 
-def test_rows_of_each_process_go_on_bit_for_bit_after_all_were_killed(tmp_path: Path):
+def test_local_batches_resume_bit_for_bit_after_kill(tmp_path: Path):
     pytest.importorskip("grain", reason="install shardax[data]")
     with started("local_run", {"dies": True}, tmp_path) as running:
         died = ends(running, tmp_path)

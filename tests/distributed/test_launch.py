@@ -33,7 +33,7 @@ def launch(folder: Path, *before: str, after: list[str]) -> subprocess.Popen[str
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc, of Linux")
-def test_after_a_kill_it_goes_on_from_the_newest_checkpoint(tmp_path: Path):
+def test_killed_process_restarts_all_from_the_newest_checkpoint(tmp_path: Path):
     after = ["--steps", "40", "--checkpoint-every", "10"]
     launcher = launch(tmp_path, "--restarts", "1", after=after)
     try:
@@ -62,7 +62,7 @@ def test_after_a_kill_it_goes_on_from_the_newest_checkpoint(tmp_path: Path):
     assert main(["verify", str(tmp_path / "run")]) == 0
 
 
-def test_one_line_names_the_process_that_ended_and_why(tmp_path: Path):
+def test_last_line_names_the_failed_process_and_cause(tmp_path: Path):
     launcher = launch(tmp_path, "--restarts", "3", after=["--mesh", "data=16", "--steps", "2"])
     _, err = launcher.communicate(timeout=SECONDS)
     assert launcher.returncode == 1

@@ -52,7 +52,7 @@ def whys(collectives: Sequence[Collective]) -> list[str]:
 # --- whole programs of several compilers ---
 
 
-def test_of_a_decoder_every_weight_is_gathered_and_every_gradient_summed() -> None:
+def test_decoder_weights_are_gathered_and_gradients_summed() -> None:
     assert whys(partitioned("decoder")) == [*GATHERS, PRODUCTS, *GRADIENTS]
     tpu = whys(golden("libtpu-*/v5e", "decoder"))
     joined = "sums the gradient of w['down'], w['out'] and 1 more over data"
@@ -104,7 +104,7 @@ def facts(
     return [(each.kind, each.why, each.parameters) for each in found]
 
 
-def test_a_gradient_belongs_to_the_parameter_and_not_to_its_moments(mesh: Mesh) -> None:
+def test_gradient_is_attributed_to_parameter_not_moments(mesh: Mesh) -> None:
     w, x = place(mesh, (16, 8)), place(mesh, (32, 16), "data")
 
     def step(state: Any, x: Any) -> Any:
@@ -120,7 +120,7 @@ def test_a_gradient_belongs_to_the_parameter_and_not_to_its_moments(mesh: Mesh) 
     assert found == [("all-reduce", "sums the gradient of state['w'] over data", ("state['w']",))]
 
 
-def test_a_gradient_that_is_a_result_belongs_to_the_argument_of_its_type(mesh: Mesh) -> None:
+def test_returned_gradient_is_attributed_to_argument_by_type(mesh: Mesh) -> None:
     w, x = place(mesh, (16, 8)), place(mesh, (32, 16), "data")
 
     def loss(w: Any, x: Any) -> Any:
@@ -130,7 +130,7 @@ def test_a_gradient_that_is_a_result_belongs_to_the_argument_of_its_type(mesh: M
     assert found == [("all-reduce", "sums the gradient of w over data", ("w",))]
 
 
-def test_of_two_arguments_of_one_type_none_is_guessed(mesh: Mesh) -> None:
+def test_ambiguous_argument_types_are_not_guessed(mesh: Mesh) -> None:
     w, x = place(mesh, (16, 16)), place(mesh, (32, 16), "data")
 
     def loss(frozen: Any, w: Any, x: Any) -> Any:
@@ -141,7 +141,7 @@ def test_of_two_arguments_of_one_type_none_is_guessed(mesh: Mesh) -> None:
     assert found == [("all-reduce", "sums partial products of dot_general over data", ())]
 
 
-def test_a_new_parameter_is_gathered_where_only_its_update_is_sharded(mesh: Mesh) -> None:
+def test_new_parameter_is_gathered_after_sharded_update(mesh: Mesh) -> None:
     w, m = place(mesh, (16, 8)), place(mesh, (16, 8), "data")
 
     def step(w: Any, m: Any) -> Any:
@@ -166,7 +166,7 @@ def test_a_cache_is_no_parameter_with_a_gradient(mesh: Mesh) -> None:
     assert found == [("all-reduce", PRODUCTS, ("cache",))]
 
 
-def test_a_softmax_over_split_scores_takes_the_largest_and_sums(mesh: Mesh) -> None:
+def test_softmax_over_sharded_scores_reduces_max_and_sum(mesh: Mesh) -> None:
     found = facts(jax.nn.softmax, (place(mesh, (16, 32), None, "model"),), ["scores"])
     assert found == [
         ("all-reduce", "takes the largest of reduce_max over model", ()),
@@ -204,7 +204,7 @@ def test_what_a_program_asks_for_itself_says_so(
     assert found == f"{why} over model"
 
 
-def test_a_program_without_paths_says_why_all_the_same() -> None:
+def test_reason_is_given_without_argument_paths() -> None:
     text = jax.jit(jnp.sum).lower(place(jax.make_mesh((8,), ("d",)), (8, 4), "d")).compile()
     [each] = read_program(text.as_text() or "", {"d": 8}).collectives
     assert (each.why, each.parameters) == ("sums parts of reduce_sum over d", ())

@@ -120,7 +120,7 @@ WORK = "%w = bf16[32,4] negate(%y)"
 MOVED = "%v = bf16[128] bitcast(%y)"
 
 
-def test_a_collective_is_asynchronous_where_work_stands_between_its_start_and_its_end() -> None:
+def test_asynchronous_means_work_between_start_and_done() -> None:
     assert sent(one(BEGUN, ENDED)) == ("all-gather", 1024, 768, 4, ("model",))
     assert one(BEGUN, WORK, ENDED).asynchronous
     assert not one(BEGUN, ENDED, WORK).asynchronous
@@ -160,7 +160,7 @@ def test_a_call_that_runs_meanwhile() -> None:
     assert each.asynchronous
 
 
-def test_a_call_that_is_given_its_operands_after_its_start_begins_then() -> None:
+def test_call_with_late_operands_starts_at_them() -> None:
     """As libtpu of JAX 0.12 prints it."""
     called = f"""
 %called (p: f32[64]) -> f32[64] {{
@@ -179,7 +179,7 @@ def test_a_call_that_is_given_its_operands_after_its_start_begins_then() -> None
         facts(start, given, end, "%e = f32[64] call-done(%s)", before=called)
 
 
-def test_a_collective_that_nothing_known_runs_is_an_error() -> None:
+def test_unreachable_collective_is_refused() -> None:
     hidden = f"""
 %hidden (p: f32[64]) -> f32[64] {{
   %p = f32[64] parameter(0)
@@ -200,7 +200,7 @@ PART = f"""
 """
 
 
-def test_an_all_reduce_of_which_a_fusion_keeps_a_part_is_a_reduce_scatter() -> None:
+def test_sum_with_fused_slice_is_a_reduce_scatter() -> None:
     each = one(
         '%f = f32[16] fusion(%x), kind=kCustom, calls=%all-reduce-scatter, metadata={op_name="g"}',
         before=PART,
@@ -271,15 +271,13 @@ def joined(*lines: str, name: str = "all-reduce-scatter", before: str = "") -> s
     ],
     ids=["two results", "nested results", "nested tuples", "other forms", "start and done"],
 )
-def test_arrays_that_are_summed_together_are_scattered_if_devices_keep_their_parts(
-    lines: list[str], root: str
-) -> None:
+def test_jointly_summed_and_sliced_arrays_are_scattered(lines: list[str], root: str) -> None:
     number = ["%o = s32[] constant(0)"]
     before = joined(*number, *lines, f"%r = {root}")
     assert sent(one(f"%f = (f32[16], bf16[8,4]) {FUSED}", before=before)) == SCATTER
 
 
-def test_parts_may_be_taken_in_a_fusion_around_the_sum() -> None:
+def test_slice_in_fusion_around_sum_is_recognized() -> None:
     sums = joined(f"%all = {BOTH}", name="sums")
     call = "%all = (f32[64], bf16[32,4]) fusion(%p, %q), kind=kCustom, calls=%sums"
     before = joined(call, PARTS, "%r = (f32[16], bf16[8,4]) tuple(%u, %v)", before=sums)
@@ -307,7 +305,7 @@ def test_a_scattering_fusion_that_runs_meanwhile_is_asynchronous() -> None:
         "(f32[16], bf16[8,4], bf16[32,4]) tuple(%u, %v, %b)",  # beside its part
     ],
 )
-def test_of_arrays_that_are_summed_together_those_that_stay_whole_are_reduced(root: str) -> None:
+def test_jointly_summed_unsliced_arrays_stay_reduced(root: str) -> None:
     before = joined(f"%all = {BOTH}", PARTS, f"%r = {root}")
     program = f"%f = {root.partition(' tuple')[0]} {FUSED}"
     assert sorted(map(sent, facts(program, before=before).collectives)) == [
@@ -322,7 +320,7 @@ def test_more_than_a_devices_part_is_no_scatter() -> None:
     assert one(f"%f = f32[32] {fused}", before=half).kind == "all-reduce"
 
 
-def test_a_slice_outside_of_a_fusion_makes_no_scatter() -> None:
+def test_slice_outside_fusion_is_no_reduce_scatter() -> None:
     all_reduce = f"%all = f32[64] all-reduce(%x), {ROWS}, to_apply=%add"
     cut = "%c = f32[16] dynamic-slice(%all, %zero), dynamic_slice_sizes={16}"
     assert one(all_reduce, "%zero = s32[] constant(0)", cut).kind == "all-reduce"
@@ -367,7 +365,7 @@ backend_config={{"async_collective_fusion_config":{{"flag_start":"2"}}}}
 """
 
 
-def test_a_collective_that_goes_on_in_several_fusions_counts_where_it_starts() -> None:
+def test_collective_across_fusions_counts_at_its_start() -> None:
     lines = [f"%{name} = f32[256] fusion(%x), kind=kCustom, calls=%{name}" for name in "abc"]
     stages = [stage("a", True), stage("b", False), stage("c", False)]
     each = one(*lines, before="".join(stages))
@@ -377,7 +375,7 @@ def test_a_collective_that_goes_on_in_several_fusions_counts_where_it_starts() -
         facts(*lines[1:], before="".join(stages[1:]))
 
 
-def test_a_collective_in_loops_counts_as_often_as_they_run() -> None:
+def test_collective_in_loops_counts_per_iteration() -> None:
     body = """
 %body (s: f32[64]) -> f32[64] {
   %s = f32[64] parameter(0)
@@ -445,7 +443,7 @@ def between(target: str, kind: str = "ALL_REDUCE", **more: Any) -> Collective:
     return one("%t = token[] after-all()", send, mesh=sizes, slices=2, **more)
 
 
-def test_between_slices_the_end_is_that_of_what_is_received() -> None:
+def test_cross_slice_transfer_ends_at_its_receive() -> None:
     """What is sent is gone at once; the result of all is there when the receive is done."""
     named = (
         "is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="
@@ -469,7 +467,7 @@ def test_devices_of_slices_are_found_by_their_ids() -> None:
     assert between("{{100000,200000}}", device_ids=ids).axes == ("slice", "data")
 
 
-def test_what_is_not_known_between_slices_is_an_error() -> None:
+def test_unknown_cross_slice_transfers_are_refused() -> None:
     with pytest.raises(HloReadError, match="'GOSSIP'; known are ALL_REDUCE"):
         between("{{100000,200000}}", kind="GOSSIP")
     with pytest.raises(HloReadError, match=r"cannot be read: .* 2 slices of 4 devices"):
@@ -498,12 +496,12 @@ def test_groups_within_a_slice_do_not_cross_slices() -> None:
         'f32[64] custom-call(%x), custom_call_target="CollectiveMatmul"',
     ],
 )
-def test_what_looks_like_a_collective_and_is_not_known_is_an_error(line: str) -> None:
+def test_unknown_collective_opcodes_are_refused(line: str) -> None:
     with pytest.raises(HloReadError, match="'c' looks like a collective that is not known"):
         facts(f"%c = {line}")
 
 
-def test_ragged_exchanges_count_what_they_may_send_at_most_with_a_warning() -> None:
+def test_ragged_exchange_counts_upper_bound_with_warning() -> None:
     found: ProgramFacts = facts(
         "%o = s32[4] constant({0,1,2,3})",
         f"%c = bf16[32,4] ragged-all-to-all(%y, %y, %o, %o, %o, %o), {ROWS}",

@@ -51,7 +51,7 @@ def estimate(name: str) -> Any:
 @pytest.mark.parametrize(
     "name", ["tensor_parallel", "data_parallel", "fully_sharded", "decoder", "sharded_scan"]
 )
-def test_the_estimate_is_what_the_compiler_of_h100_sends(name: str) -> None:
+def test_estimate_equals_h100_compiler_collectives(name: str) -> None:
     found = estimate(name)
     versions = [*GOLDEN.glob(f"jax-cuda12-plugin-*/h100/{name}.hlo.gz")]
     assert versions
@@ -61,7 +61,7 @@ def test_the_estimate_is_what_the_compiler_of_h100_sends(name: str) -> None:
         assert found.matmul_flops == real.matmul_flops
 
 
-def test_fully_sharded_weights_are_gathered_and_their_gradients_scattered() -> None:
+def test_sharded_weights_are_gathered_and_gradients_scattered() -> None:
     [up, down, *scatters] = sorted(estimate("fully_sharded").collectives, key=lambda e: e.kind)
     half = 7 / 8 * WIDTH * HIDDEN * 2  # a weight in bfloat16
     assert [(each.kind, each.wire_bytes) for each in (up, down)] == [("all-gather", half)] * 2
@@ -262,7 +262,7 @@ def test_rewrites(body: str, expected: list[tuple[str, tuple[int, ...], str]]) -
     assert found.main.root.shapes == program(body).main.root.shapes
 
 
-def test_a_narrow_sum_stays_narrow_when_it_is_scattered() -> None:
+def test_narrow_sum_keeps_dtype_when_scattered() -> None:
     narrow = f"""{OFFSET}
   %n = bf16[8,16]{{1,0}} convert(%x)
   %a = bf16[8,16]{{1,0}} all-reduce(%n), {ROWS}

@@ -96,7 +96,7 @@ def test_what_the_compiler_wrote_is_taken() -> None:
     assert trips(0, 5, 1, written=written) == 7
 
 
-def test_a_limit_that_is_an_argument_is_not_known() -> None:
+def test_loop_limit_from_argument_is_unknown() -> None:
     assert trips(0, 5, 1, bound="m") is None
 
 
@@ -120,7 +120,7 @@ W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 N = jax.ShapeDtypeStruct((), jnp.int32)
 
 
-def test_nested_loops_multiply_and_a_loop_of_unknown_length_counts_once_with_a_warning() -> None:
+def test_nested_loops_multiply_and_unknown_length_counts_once() -> None:
     facts = read_program(compiled(loops, W, W, N), {"x": 1})
     assert facts.matmul_flops == (3 * (5 + 4) + 1) * 2 * 8**3
     [warning] = facts.warnings
@@ -129,7 +129,7 @@ def test_nested_loops_multiply_and_a_loop_of_unknown_length_counts_once_with_a_w
     )
 
 
-def test_counts_follow_from_the_loop_where_the_compiler_did_not_write_them() -> None:
+def test_counts_are_derived_from_loop_conditions() -> None:
     text = compiled(loops, W, W, N)
     stripped = re.sub(r'"known_trip_count":\{"n":"\d+"\}', "", text)
     assert stripped != text
@@ -141,7 +141,7 @@ def test_a_lowered_program_counts_as_the_compiled_one() -> None:
     assert matmul_flops(parse(lowered.as_text("hlo"))) == (3 * 9 + 1) * 2 * 8**3
 
 
-def test_of_a_conditional_the_dearest_branch_counts_with_a_warning() -> None:
+def test_conditional_counts_costliest_branch_with_warning() -> None:
     def f(x: Any, w: Any, n: Any) -> Any:
         return lax.switch(n, [lambda x: x, lambda x: x @ w @ w, lambda x: x @ w], x)
 
@@ -150,14 +150,14 @@ def test_of_a_conditional_the_dearest_branch_counts_with_a_warning() -> None:
     assert ["dearest branch" in warning for warning in facts.warnings] == [True]
 
 
-def test_what_holds_no_product_and_sends_nothing_gives_no_warning() -> None:
+def test_parts_without_products_or_collectives_never_warn() -> None:
     def f(x: Any) -> Any:
         return lax.while_loop(lambda x: x.sum() < 10, lambda x: x + 1, x)
 
     assert read_program(compiled(f, W), {"x": 1}).warnings == ()
 
 
-def test_a_program_without_a_computation_that_it_runs_is_refused() -> None:
+def test_program_missing_called_computation_is_refused() -> None:
     text = LOOP.format(first=0, limit=3, step=1, direction="LT", bound="limit", written="")
     with pytest.raises(HloReadError, match="does not hold computation 'body'"):
         count_executions(parse(text.replace("%body (s", "%other (s")), own_flops)

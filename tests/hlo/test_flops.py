@@ -119,7 +119,7 @@ def one(line: str, *shapes: str) -> str:
     input_dilation=st.integers(1, 4),
     window_dilation=st.integers(1, 3),
 )
-def test_a_convolution_counts_the_places_that_meet_an_element(**drawn: int) -> None:
+def test_convolution_counts_only_positions_inside_the_input(**drawn: int) -> None:
     """Against every place of the window, one by one."""
     size, window, stride = drawn["size"], drawn["window"], drawn["stride"]
     low, inner, outer = drawn["low"], drawn["input_dilation"], drawn["window_dilation"]
@@ -170,7 +170,7 @@ def test_ragged_products_count_each_row_once() -> None:
     assert [matmul_flops(parse(text)) for text in (rows, sums)] == [2 * 128 * 64 * 32] * 2
 
 
-def test_what_a_kernel_computes_is_named_as_not_counted() -> None:
+def test_kernel_calls_are_named_as_not_counted() -> None:
     text = one('f32[8] custom-call(%p0), custom_call_target="tpu_custom_call"', "f32[8]")
     facts = read_program(text, {"x": 1})
     assert facts.matmul_flops == 0
@@ -190,6 +190,6 @@ def test_what_a_kernel_computes_is_named_as_not_counted() -> None:
         ("f32[2,2] dot(), lhs_contracting_dims={0}", "operand 0 is not"),
     ],
 )
-def test_a_product_that_cannot_be_read_is_an_error(line: str, why: str) -> None:
+def test_unreadable_product_is_refused(line: str, why: str) -> None:
     with pytest.raises(HloReadError, match=rf"'r' cannot be counted: .*{why}"):
         matmul_flops(parse(one(line, "f32[2,2]")))

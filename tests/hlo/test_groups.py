@@ -46,7 +46,7 @@ def test_each_form_of_groups_is_read(text: str, expected: list[list[int]]) -> No
     assert read.size == max(map(len, expected))
 
 
-def test_a_collective_that_names_no_groups_connects_all_devices() -> None:
+def test_collective_without_groups_connects_all_devices() -> None:
     assert groups("channel_id=1").lists() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
@@ -60,7 +60,7 @@ SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 @given(SIZES, st.data())
-def test_all_forms_of_groups_along_mesh_axes_say_the_same(sizes: list[int], data: st.DataObject):
+def test_all_group_notations_along_mesh_axes_agree(sizes: list[int], data: st.DataObject):
     """Groups along a set of axes, printed in each form, are read alike and found along them."""
     names = [f"axis_{index}" for index in range(len(sizes))]
     along = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True, max_size=4))
@@ -81,14 +81,14 @@ def test_all_forms_of_groups_along_mesh_axes_say_the_same(sizes: list[int], data
         assert read.axes(dict(zip(names, sizes, strict=True))) == expected
 
 
-def test_axes_are_those_along_which_devices_of_a_group_differ() -> None:
+def test_axes_are_those_along_which_members_differ() -> None:
     mesh = {"data": 2, "model": 4}
     assert groups("replica_groups={{0,1},{2,3},{4,5},{6,7}}").axes(mesh) == ("model",)  # a part
     assert groups("replica_groups={{0,5},{1,4},{2,7},{3,6}}").axes(mesh) == ("data", "model")
     assert groups("replica_groups={{0},{1},{2},{3}}").axes(mesh) == ()
 
 
-def test_permutations_connect_chains_and_run_along_the_axes_that_pairs_cross() -> None:
+def test_permutation_axes_are_those_its_pairs_cross() -> None:
     mesh = {"data": 2, "model": 4}
     ring = groups("source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}")
     assert (ring.size, ring.lists(), ring.axes(mesh)) == (
@@ -126,7 +126,7 @@ def test_groups_cross_blocks_of_consecutive_devices() -> None:
         "some_new_form<8>",
     ],
 )
-def test_groups_that_cannot_be_read_are_an_error_that_names_the_collective(text: str) -> None:
+def test_unreadable_groups_error_names_the_collective(text: str) -> None:
     with pytest.raises(HloReadError, match=r"all-reduce 'all-reduce\.1' cannot be read"):
         groups(f"replica_groups={text}")
 
@@ -138,7 +138,7 @@ def test_devices_beyond_the_mesh_are_an_error() -> None:
         groups("source_target_pairs={{9,0}}")
 
 
-def test_groups_of_8192_devices_are_read_in_a_moment() -> None:
+def test_groups_of_8192_devices_are_read_quickly() -> None:
     pairs = ",".join(f"{{{i},{(i + 64) % 8192}}}" for i in range(8192))
     lists = ",".join("{" + ",".join(map(str, range(start, 8192, 64))) + "}" for start in range(64))
     start = time.process_time()

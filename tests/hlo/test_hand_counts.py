@@ -226,7 +226,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: "-".join(file.parts[-3:]))
-def test_golden_programs_send_and_compute_what_is_counted_by_hand(file: Path) -> None:
+def test_golden_programs_match_hand_counts(file: Path) -> None:
     hardware, name = file.parts[-2], file.name.removesuffix(".hlo.gz")
     facts = read(hardware, name, text_of(file))
     assert (facts.matmul_flops, wire_of(facts)) == expected(hardware, name)
@@ -234,7 +234,7 @@ def test_golden_programs_send_and_compute_what_is_counted_by_hand(file: Path) ->
     assert [w for w in facts.warnings if "promoted" not in w] == []
 
 
-def test_the_notes_figures_of_a_tensor_parallel_perceptron_come_out_to_the_byte() -> None:
+def test_tensor_parallel_perceptron_matches_documented_bytes() -> None:
     for hardware, wire in [("cpu", 11_534_340), ("v5e", 5_767_172), ("h100", 5_767_172)]:
         facts = read(hardware, "tensor_parallel", golden(hardware, "tensor_parallel"))
         assert facts.wire_bytes() == wire
@@ -256,7 +256,7 @@ def test_between_slices_only_each_devices_shard_travels() -> None:
     )
 
 
-def test_a_collective_that_goes_on_in_several_fusions_counts_once_and_as_asynchronous() -> None:
+def test_collective_across_fusions_counts_once_as_asynchronous() -> None:
     text = golden("v5e", "fully_sharded")
     assert text.count(" all-gather(") == 4  # one is synchronous; of the other three stages are
     gathers = [c for c in read("v5e", "fully_sharded", text).collectives if c.kind == "all-gather"]
@@ -267,7 +267,7 @@ def test_a_collective_that_goes_on_in_several_fusions_counts_once_and_as_asynchr
 
 
 @pytest.mark.parametrize("hardware", [n for n, c in COMPILERS.items() if c.kind == "tpu"])
-def test_what_the_tpu_compiler_names_a_scatter_counts_as_one(hardware: str) -> None:
+def test_tpu_named_scatter_counts_as_reduce_scatter(hardware: str) -> None:
     for name in COMPILERS[hardware].cases:
         text = golden(hardware, name)
         named = re.findall(r"calls=%(all-reduce-scatter[\w.\-]*)", text)
@@ -284,7 +284,7 @@ def test_collectives_name_the_line_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(("hardware", "name"), EACH)
-def test_programs_that_compilers_make_now_are_counted_as_by_hand(hardware: str, name: str) -> None:
+def test_current_compilers_match_hand_counts(hardware: str, name: str) -> None:
     compiler = COMPILERS[hardware]
     if not compiler.installed:
         pytest.skip(f"needs the compiler of {compiler.package}: install shardax[{compiler.extra}]")

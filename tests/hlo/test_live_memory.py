@@ -62,7 +62,7 @@ def test_results_take_the_place_of_donated_arguments() -> None:
     assert peak(step, squares(), squares(), donate=(0, 1)) == 2
 
 
-def test_a_loop_takes_its_state_once_and_what_one_turn_takes() -> None:
+def test_loop_holds_one_state_and_one_iteration() -> None:
     def stack(ws: Any, x: Any) -> Any:
         return lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w, None), x, ws)[0]
 
@@ -71,7 +71,7 @@ def test_a_loop_takes_its_state_once_and_what_one_turn_takes() -> None:
     assert 10 + 1 + 1 + 2 <= found <= 10 + 1 + 1 + 4
 
 
-def test_what_a_loop_keeps_for_the_backward_pass_is_stacked() -> None:
+def test_residuals_for_backward_pass_are_stacked() -> None:
     def loss(ws: Any, x: Any) -> Any:
         return lax.scan(lambda x, w: (x @ w, None), x, ws)[0].sum()
 
@@ -80,7 +80,7 @@ def test_what_a_loop_keeps_for_the_backward_pass_is_stacked() -> None:
     assert 10 + 1 + 10 + 10 + 1 <= found <= 10 + 1 + 10 + 10 + 6
 
 
-def test_states_that_start_from_one_array_take_memory_each() -> None:
+def test_loop_states_from_one_array_are_distinct_buffers() -> None:
     def loop(w: Any) -> Any:
         zeros = jnp.zeros((SIDE, SIDE))
         return lax.fori_loop(0, 9, lambda i, s: (s[0] @ w, s[1] + s[0] @ w), (zeros, zeros))
@@ -110,7 +110,7 @@ def test_instructions_run_in_an_order_that_frees_memory() -> None:
     ],
     ids=["nested loops", "branches", "unknown end", "softmax", "sort"],
 )
-def test_it_is_about_what_the_compiler_of_cpu_assigns(f: Callable[..., Any]) -> None:
+def test_estimate_is_near_cpu_buffer_assignment(f: Callable[..., Any]) -> None:
     compiled = jax.jit(f).lower(squares(), squares()).compile()
     memory = compiled.memory_analysis()
     assigned = memory.argument_size_in_bytes + memory.output_size_in_bytes

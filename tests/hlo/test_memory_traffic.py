@@ -59,14 +59,14 @@ def test_without_loops_it_is_what_xla_counts(f: Callable[..., Any], args: list[A
     )
 
 
-def test_of_a_gathered_table_only_the_rows_are_read() -> None:
+def test_gather_reads_only_the_selected_rows() -> None:
     rows = array(5, dtype=jnp.int32)
     compiled = jax.jit(lambda x, i: x[i]).lower(array(1000, 64), rows).compile()
     read, written, indices = 5 * 64 * 4, 5 * 64 * 4, 5 * 4
     assert once(parse(compiled.as_text() or "")) == read + written + indices
 
 
-def test_a_layer_of_a_stack_is_read_as_often_as_the_loop_runs() -> None:
+def test_stacked_layer_is_read_once_per_iteration() -> None:
     layers, width = 7, 64
 
     def stack(ws: Any, x: Any) -> Any:
@@ -105,13 +105,13 @@ custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{\
 """
 
 
-def test_what_runs_meanwhile_is_counted_once_and_room_to_work_in_is_not() -> None:
+def test_asynchronous_operations_count_once_without_workspace() -> None:
     x, w = 8 * 4 * 4, 4 * 4 * 4
     gather, reduce, product = x + 8 * x, x + x, x + w + x
     assert once(parse(ASYNC)) == gather + reduce + product
 
 
-def test_of_a_program_that_is_not_compiled_what_would_be_fused_is_not_counted() -> None:
+def test_uncompiled_program_skips_fusible_operations() -> None:
     def layer(x: Any, w: Any) -> Any:
         return jax.nn.softmax(x * 2 + 1) @ jnp.tanh(w.T)
 

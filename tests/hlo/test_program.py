@@ -126,7 +126,7 @@ def test_attributes_are_read_through_brackets_and_quotes(program: Program) -> No
     assert program.main.root.attribute("dimensions") == "{0,1}"
 
 
-def test_the_source_is_the_innermost_line_of_model_code(program: Program) -> None:
+def test_source_is_innermost_line_of_model_code(program: Program) -> None:
     main = program.main.by_name
     assert program.computations["fused"].root.source == "model.py:12"  # called by layers and jax
     assert main["constant.2"].source == "train.py:7"  # of a step without a model file
@@ -201,7 +201,7 @@ def in_place(text: str, percent: str = "%") -> str:
 
 
 @pytest.mark.parametrize("percent", ["%", ""])
-def test_elements_that_are_printed_where_they_are_taken_are_instructions(percent: str) -> None:
+def test_inline_tuple_elements_are_read_as_instructions(percent: str) -> None:
     def form(program: Program) -> list[Any]:
         found = []
         for inside in program.computations.values():
@@ -229,15 +229,13 @@ def test_elements_that_are_printed_where_they_are_taken_are_instructions(percent
         ("%loop#", "should be an instruction, but cannot be read"),
     ],
 )
-def test_an_element_that_is_not_there_or_in_another_form_is_refused(
-    operand: str, message: str
-) -> None:
+def test_missing_or_unknown_tuple_element_is_refused(operand: str, message: str) -> None:
     text = in_place(ELEMENTS.replace("add(LOOP_1_1, LOOP_1_1)", f"add({operand}, {operand})"))
     with pytest.raises(HloReadError, match=re.escape(message)):
         parse(text)
 
 
-def test_text_without_percent_signs_and_with_types_of_operands_reads_the_same() -> None:
+def test_text_without_percent_signs_reads_the_same() -> None:
     [short] = parse(
         "HloModule m\n\nENTRY main {\n  x = f32[2,<=4] parameter(0)\n"
         "  ROOT y = f32[2] dot(f32[2,4] x, f32[4] x), lhs_contracting_dims={1}\n}\n"
@@ -263,13 +261,13 @@ def test_text_without_percent_signs_and_with_types_of_operands_reads_the_same() 
         ("HloModule m\n\n%a = f32[] constant(1)\n", "head of a computation"),
     ],
 )
-def test_what_is_no_whole_program_is_refused_with_the_line(text: str, message: str) -> None:
+def test_incomplete_program_is_refused_with_the_line(text: str, message: str) -> None:
     with pytest.raises(HloReadError, match=message):
         parse(text)
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parts[-2]}-{file.stem}")
-def test_every_operand_of_a_golden_program_is_an_instruction(file: Path) -> None:
+def test_golden_program_operands_are_all_instructions(file: Path) -> None:
     read = parse(gzip.decompress(file.read_bytes()).decode())
     missing = [
         (inside.name, each.name, operand)
@@ -292,7 +290,7 @@ UNARY: dict[str, Callable[[Any], Any]] = {
 
 @settings(max_examples=8)
 @given(st.lists(st.sampled_from(sorted(UNARY)), max_size=5), st.integers(1, 3), st.integers(1, 4))
-def test_operations_of_random_programs_are_those_of_their_traces(
+def test_law_operations_of_programs_match_their_traces(
     names: list[str], rows: int, products: int
 ) -> None:
     def f(x: Any, w: Any) -> Any:
@@ -319,14 +317,14 @@ WIRE = read_program(SLICED, {"data": 8}).wire_bytes()
 
 @settings(max_examples=25)
 @given(st.integers(0, len(SLICED) - 10))
-def test_a_program_that_is_cut_is_refused_and_never_counts_less(length: int) -> None:
+def test_law_truncated_program_is_refused(length: int) -> None:
     with pytest.raises(HloReadError):
         read_program(SLICED[:length], {"data": 8})
 
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6))
-def test_a_program_without_one_of_its_lines_is_refused_or_counts_the_same(choice: int) -> None:
+def test_law_deleted_line_is_refused_or_changes_nothing(choice: int) -> None:
     lines = SLICED.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("%"))
     inner = [i for i in range(start, len(lines)) if " = " in lines[i] and "ROOT" not in lines[i]]
@@ -339,7 +337,7 @@ def test_a_program_without_one_of_its_lines_is_refused_or_counts_the_same(choice
         read_program(text, {"data": 8})
 
 
-def test_names_of_operations_are_as_jax_has_them_without_escapes() -> None:
+def test_operation_names_are_unescaped() -> None:
     compiled = jax.jit(lambda tree: tree["w"] * 2).lower({"w": jnp.ones(3)}).compile()
     program = parse(compiled.as_text())
     entry = program.computations[program.entry].instructions

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -72,8 +73,10 @@ def same(left: Any, right: Any) -> bool:
 
 
 def run_python(code: str, *args: Any) -> str:
-    """Runs code in a process of its own and returns what it printed."""
+    """Runs code in a process of its own, without a cache of programs; returns what it printed."""
     command = [sys.executable, "-c", code, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -106,7 +106,7 @@ def run(code: str, devices: int, directory: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

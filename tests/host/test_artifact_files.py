@@ -72,7 +72,7 @@ def test_loading_unpickles_nothing(path: pathlib.Path, monkeypatch: pytest.Monke
     assert sx.host.load(path)(jnp.ones(2)).tolist() == [1.0, 2.0]
 
 
-def test_the_signature_says_what_the_function_takes_and_holds(path: pathlib.Path) -> None:
+def test_signature_describes_inputs_outputs_and_state(path: pathlib.Path) -> None:
     said = json.loads((path / "signature.json").read_text())
     form = {"shape": [2], "dtype": "float32"}
     assert said["signature"] == {
@@ -198,7 +198,7 @@ def test_other_versions_are_named(path: pathlib.Path, changes: Any, said: str) -
         sx.host.load(path)
 
 
-def test_a_program_that_jax_cannot_read_is_of_another_version(path: pathlib.Path) -> None:
+def test_program_unreadable_by_jax_reports_another_version(path: pathlib.Path) -> None:
     (path / "program.bin").write_bytes(b"not a program" * 10)
     with pytest.raises(ArtifactVersionError, match=f"JAX {jax.__version__} cannot read"):
         sx.host.load(path, verify=False)

@@ -64,7 +64,7 @@ def test_reports_do_not_disturb_each_other() -> None:
     assert (names(outer), names(inner)) == (["one", "two", "three"], ["two"])
 
 
-def test_a_call_that_is_compiled_already_is_not_listed() -> None:
+def test_call_already_compiled_is_not_listed() -> None:
     step = sx.jit(lambda x: x + 3)
     step(X)
     with sx.host.compile_report() as report:

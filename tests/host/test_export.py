@@ -60,7 +60,7 @@ assert not [name for name in sys.modules if name.startswith("tests")]
     assert json.loads(run_python(code, path)) == [[1.0, 2.0], [3.0, 6.0], [3.0, 3.0]]
 
 
-def test_the_state_is_variables_by_path_type_and_axes(round_trip: RoundTrip) -> None:
+def test_state_lists_variables_by_path_type_and_axes(round_trip: RoundTrip) -> None:
     loaded = round_trip(Noisy(sx.Rngs(0)), jnp.zeros((2, 3)))
     assert {path: (type(v), v.axes) for path, v in loaded.variables.items()} == {
         ".linear.kernel": (sx.Param, ("in", "out")),
@@ -89,7 +89,7 @@ def test_a_shared_variable_is_held_once(round_trip: RoundTrip) -> None:
     assert loaded(jnp.ones(2)).tolist() == [6.0, 6.0]
 
 
-def test_a_variable_of_a_pytree_is_held_by_its_arrays(round_trip: RoundTrip) -> None:
+def test_variable_holding_pytree_is_exported_as_its_arrays(round_trip: RoundTrip) -> None:
     held = sx.Variable({"a": jnp.ones(1), "b": (jnp.zeros(()),)})
 
     def step(x: Any) -> Any:
@@ -104,7 +104,7 @@ def test_a_variable_of_a_pytree_is_held_by_its_arrays(round_trip: RoundTrip) -> 
     }
 
 
-def test_state_that_the_function_does_not_use_stays_out(round_trip: RoundTrip) -> None:
+def test_unused_state_is_left_out_of_the_artifact(round_trip: RoundTrip) -> None:
     loaded = round_trip(Counter().peek)
     assert list(loaded.variables) == [".total"]
     assert loaded().tolist() == [0.0, 0.0]
@@ -206,7 +206,7 @@ def test_keys_are_arguments_and_results(round_trip: RoundTrip) -> None:
 # --- dynamic sizes --------------------------------------------------------------------------------
 
 
-def test_one_program_serves_every_size_of_a_dynamic_dimension(round_trip: RoundTrip) -> None:
+def test_one_program_serves_every_dynamic_dimension_size(round_trip: RoundTrip) -> None:
     layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     loaded = round_trip(layer, jnp.zeros((1, 2)), dynamic={"batch": 0})
     for size in (1, 2, 7):
@@ -253,7 +253,7 @@ def test_a_loaded_function_is_a_module(round_trip: RoundTrip) -> None:
     assert twin(jnp.ones(2)).tolist() == [2.0, 4.0]
 
 
-def test_a_copy_shares_the_program_and_a_pickle_is_refused(round_trip: RoundTrip) -> None:
+def test_copy_shares_program_and_pickling_is_refused(round_trip: RoundTrip) -> None:
     loaded = round_trip(Counter(), jnp.ones(2))
     twin = copy.deepcopy(loaded)
     twin(jnp.ones(2))
@@ -262,7 +262,7 @@ def test_a_copy_shares_the_program_and_a_pickle_is_refused(round_trip: RoundTrip
         pickle.dumps(loaded)
 
 
-def test_a_decoder_is_exported_for_any_batch_and_length(round_trip: RoundTrip) -> None:
+def test_decoder_exports_with_dynamic_batch_and_length(round_trip: RoundTrip) -> None:
     config = sx.models.DecoderConfig(
         num_layers=1, vocab_size=7, embed_dim=8, head_dim=4, mlp_dim=8, num_heads=2
     )
@@ -272,7 +272,7 @@ def test_a_decoder_is_exported_for_any_batch_and_length(round_trip: RoundTrip) -
     np.testing.assert_allclose(loaded(tokens), model(tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_a_loaded_function_has_as_many_derivatives_as_asked_for(round_trip: RoundTrip) -> None:
+def test_loaded_function_has_only_the_requested_derivatives(round_trip: RoundTrip) -> None:
     weight = sx.Param(jnp.float32(2.0))
 
     def loss(x: Any) -> Any:

@@ -107,7 +107,7 @@ def test_random_state_without_a_seed_is_named(tmp_path: pathlib.Path) -> None:
     assert ".dropout.stream.key" in text
 
 
-def test_the_global_stream_is_refused_by_the_name_of_the_draw(tmp_path: pathlib.Path) -> None:
+def test_global_stream_draw_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     def f(x: Any) -> Any:
         return x + sx.random.normal((2,))
 
@@ -162,7 +162,7 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
         (lambda d: d["m"](d["x"]), ({"m": Counter(), "x": jnp.ones(2)},), "argument d"),
     ],
 )
-def test_what_has_no_form_outside_of_python_is_named(
+def test_values_not_representable_outside_python_are_named(
     tmp_path: pathlib.Path, function: Any, args: Any, said: str
 ) -> None:
     assert said in refusal(tmp_path, function, *args)
@@ -187,7 +187,7 @@ def test_dynamic_dimensions_that_do_not_fit_are_named(
     assert said in text
 
 
-def test_a_function_that_needs_the_number_is_told_so(tmp_path: pathlib.Path) -> None:
+def test_function_needing_concrete_number_is_refused_with_hint(tmp_path: pathlib.Path) -> None:
     def f(x: Any) -> Any:
         return sum(x[i] for i in range(x.shape[0]))
 

@@ -13,7 +13,7 @@ from shardax._files import write_whole
 @pytest.mark.parametrize(
     ("content", "written"), [("é\r\nb\n", "é\r\nb\n".encode()), (b"\x00\xff", b"\x00\xff")]
 )
-def test_a_file_is_written_over_another_to_the_byte(
+def test_write_replaces_existing_file_exactly(
     tmp_path: Path, content: str | bytes, written: bytes
 ) -> None:
     (tmp_path / "file").write_text("longer than what comes after it")
@@ -22,7 +22,7 @@ def test_a_file_is_written_over_another_to_the_byte(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_failed_write_leaves_file_unchanged(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("before")
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "file", "half of a pair: \ud800")

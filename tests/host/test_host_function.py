@@ -34,7 +34,7 @@ DTYPES = ["bool", "int8", "uint32", "int32", "float16", "bfloat16", "float32", "
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("compiled", [lambda f: f, jax.jit, sx.jit], ids=["eager", "jit", "sx.jit"])
-def test_the_function_is_given_numpy_arrays_and_gives_jax_arrays(compiled: Any) -> None:
+def test_function_receives_numpy_and_returns_jax_arrays(compiled: Any) -> None:
     seen = Seen()
     result = compiled(doubling(seen))(jnp.arange(3.0))
     assert isinstance(result, jax.Array)
@@ -44,14 +44,14 @@ def test_the_function_is_given_numpy_arrays_and_gives_jax_arrays(compiled: Any) 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_goes_there_and_back_in_every_shape(dtype: str) -> None:
+def test_every_dtype_and_shape_round_trips(dtype: str) -> None:
     arrays = tuple(jnp.ones(shape, dtype) for shape in [(), (0,), (3, 0, 2), (2, 3)])
     results = jax.jit(host_function(lambda arrays: list(arrays), out=same))(arrays)
     assert [(x.dtype, x.shape) for x in results] == [(x.dtype, x.shape) for x in arrays]
     assert all(bool((x == y).all()) for x, y in zip(results, arrays, strict=True))
 
 
-def test_arguments_may_be_trees_with_numbers_texts_and_nothing_in_them() -> None:
+def test_argument_trees_may_hold_numbers_strings_and_none() -> None:
     def shown(tree: Any, *, style: str) -> Any:
         kinds = jax.tree.map(lambda leaf: type(leaf).__name__, tree)
         assert kinds == {"a": ("ndarray", "ndarray"), "b": "str", "c": None}
@@ -71,7 +71,7 @@ def test_a_function_needs_no_arguments_and_no_results() -> None:
     assert jax.jit(host_function(lambda x: (), out=()))(1.0) == ()
 
 
-def test_random_keys_arrive_as_words_that_seed_a_generator() -> None:
+def test_random_keys_arrive_as_words_for_seeding() -> None:
     def draw(key: np.ndarray) -> np.ndarray:
         assert (key.dtype, key.shape) == (np.dtype("uint32"), (2,))
         return np.random.default_rng(key).normal(size=3)
@@ -94,7 +94,7 @@ def test_what_has_no_numbers_arrives_as_it_is() -> None:
     assert (float(function(empty)), float(jax.jit(lambda: function(empty))())) == (1.0, 1.0)
 
 
-def test_the_function_may_keep_and_write_what_it_is_given() -> None:
+def test_function_may_keep_and_write_its_arguments() -> None:
     kept = []
 
     def keep(x: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ def test_the_function_may_keep_and_write_what_it_is_given() -> None:
     assert [array[0] for array in kept] == [1.0, 1.0, 2.0, 3.0]
 
 
-def test_a_result_that_the_function_changes_later_stays_as_it_was() -> None:
+def test_later_change_of_result_buffer_has_no_effect() -> None:
     buffer = np.zeros(64, "float32")
 
     def next_value(x: np.ndarray) -> np.ndarray:
@@ -137,14 +137,14 @@ def test_programs_show_the_name_of_the_function() -> None:
     assert "<function cos at" in str(jax.make_jaxpr(cosine)(1.0))
 
 
-def test_what_a_program_does_not_use_it_does_not_run() -> None:
+def test_unused_result_means_function_is_not_called() -> None:
     seen = Seen()
     jax.jit(lambda x: (doubling(seen)(x), x + 1)[1])(1.0).block_until_ready()
     assert seen.calls == []
 
 
 @pytest.mark.usefixtures("way")
-def test_loops_and_choices_run_it_where_they_come_to_it() -> None:
+def test_loops_and_conditionals_call_where_executed() -> None:
     double = doubling()
 
     def body(carry: Any, x: Any) -> Any:
@@ -156,7 +156,7 @@ def test_loops_and_choices_run_it_where_they_come_to_it() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_on_the_host_one_function_calls_another_as_it_is() -> None:
+def test_nested_call_on_the_host_is_direct() -> None:
     double = doubling()
 
     def twice(x: np.ndarray) -> np.ndarray:
@@ -196,7 +196,7 @@ def test_vmap_equals_a_python_loop(vmap: str, lanes: int, more: int) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_sequential_calls_once_per_lane_and_vectorized_once_for_all() -> None:
+def test_sequential_calls_per_lane_vectorized_calls_once() -> None:
     lanes = {}
     for method in ("sequential", "vectorized"):
         seen = Seen()
@@ -205,7 +205,7 @@ def test_sequential_calls_once_per_lane_and_vectorized_once_for_all() -> None:
     assert lanes == {"sequential": [(3,)] * 4, "vectorized": [(4, 3)]}
 
 
-def test_lanes_share_what_is_not_mapped_without_a_copy() -> None:
+def test_unmapped_arguments_are_passed_without_copies() -> None:
     strides = []
 
     def add(x: np.ndarray, shared: np.ndarray) -> np.ndarray:
@@ -245,7 +245,7 @@ def test_static_arguments_are_exact_in_type() -> None:
     assert [float(value) for value in compiled(3.0)] == [3.0, -3.0]
 
 
-def test_a_static_argument_that_has_no_hash_is_an_error_with_its_name() -> None:
+def test_unhashable_static_argument_is_refused_by_name() -> None:
     function = host_function(lambda x, sizes: x, out=lambda x, sizes: x, static_argnames="sizes")
     with pytest.raises(StaticArgumentError, match="sizes"):
         function(1.0, [2])
@@ -269,7 +269,7 @@ def test_wide_dtypes_count_as_those_that_jax_has(x64: bool) -> None:
             assert floats.tolist() == (np.float64 if x64 else np.float32)([0.1, 0.1]).tolist()
 
 
-def test_arguments_have_the_same_dtypes_in_programs_and_outside() -> None:
+def test_argument_dtypes_agree_inside_and_outside_jit() -> None:
     seen = Seen()
     for f in (doubling(seen), jax.jit(doubling(seen))):
         for x in (1.5, 3, np.float64(1), np.arange(2)):
@@ -340,14 +340,14 @@ def test_a_promise_that_is_none_names_the_place(out: Any, path: str) -> None:
     assert seen.calls == []
 
 
-def test_arrays_that_are_no_numbers_are_refused_in_programs_and_outside() -> None:
+def test_non_numeric_arrays_are_refused_in_every_context() -> None:
     texts = np.array(["a", "b"])
     for function in (doubling(), jax.jit(lambda: doubling()(texts))):
         with pytest.raises(ArgumentError, match=r"<U1 at \.x.*tuple"):
             function(*([texts] if isinstance(function, sx.host.HostFunction) else []))
 
 
-def test_a_shape_rule_may_read_shapes_through_a_closure() -> None:
+def test_shape_rule_may_read_shapes_from_closure() -> None:
     w = sx.Param(jnp.ones(3))
     function = host_function(lambda x: x * np.ones(3), out=lambda x: w)
     assert sx.jit(function)(2.0).tolist() == [2.0, 2.0, 2.0]
@@ -393,9 +393,7 @@ CACHED = """
 """
 
 
-def test_a_program_on_disk_calls_the_host_function_of_the_process_that_reads_it(
-    tmp_path: Path,
-) -> None:
+def test_program_cached_on_disk_calls_the_reader_process(tmp_path: Path) -> None:
     # Before JAX 0.12 it holds the address of a function, and is not kept.
     for factor, printed in (("2", "5.0 5.0\n"), ("3", "7.0 5.0\n")):
         command = [sys.executable, "-c", textwrap.dedent(CACHED), str(tmp_path), factor]

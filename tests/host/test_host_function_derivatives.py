@@ -72,7 +72,7 @@ def test_rules_in_jax_have_derivatives_of_their_own(rule: str) -> None:
     check_grads(jax.jit(function), (X,), order=2, modes=modes, rtol=2e-2)
 
 
-def test_a_rule_on_the_host_may_have_a_rule() -> None:
+def test_host_rule_may_have_its_own_rule() -> None:
     def second(args: Any, result: Any, cotangent: Any) -> Any:
         (x,), _, outer = args
         return ((6 * x * outer * cotangent[0],), None, 3 * x**2 * cotangent[0])
@@ -156,7 +156,7 @@ def test_arguments_of_integers_have_gradients_without_numbers() -> None:
 
 
 @pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_without_a_rule_it_is_an_error_that_names_the_arguments(compiled: Any) -> None:
+def test_missing_rule_error_names_the_differentiated_arguments(compiled: Any) -> None:
     function = compiled(host_function(lambda x, y, z: x, out=lambda x, y, z: x))
 
     def loss(y: Any) -> Any:
@@ -200,7 +200,7 @@ def test_a_gradient_that_fits_nothing_is_an_error() -> None:
             jax.grad(lambda x, function=function: function(x).sum())(X)
 
 
-def test_forward_mode_of_a_rule_for_gradients_is_an_error() -> None:
+def test_forward_mode_of_vjp_rule_is_refused() -> None:
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(cubed("vjp"), (X,), (X,))
 
@@ -237,7 +237,7 @@ def test_implicit_functions_are_differentiated_by_what_they_solve() -> None:
     check_grads(jax.vmap(function), (X,), order=2, modes=["fwd", "rev"], rtol=2e-2)
 
 
-def test_a_rule_on_the_host_runs_only_for_gradients() -> None:
+def test_host_rule_runs_only_for_gradients() -> None:
     calls = []
 
     def rule(args: Any, result: Any, cotangent: Any) -> Any:

@@ -41,7 +41,7 @@ def test_shards_call_the_function_on_their_own_part(mesh: Mesh) -> None:
     assert {shape for shape, _, _ in seen.calls} == {(4,)}
 
 
-def test_results_differ_over_the_axes_over_which_arguments_do(mesh: Mesh) -> None:
+def test_results_vary_over_the_axes_of_arguments(mesh: Mesh) -> None:
     """By itself ``jax.pure_callback`` passes here, and one shard's part stands for all."""
     over = jax.shard_map(doubling(), mesh=mesh, in_specs=P("data"), out_specs=P())
     with pytest.raises(ValueError, match="replication"):
@@ -66,7 +66,7 @@ def test_gradients_by_shards_are_those_of_the_whole(mesh: Mesh, transform: Any) 
     assert float(of_scale) == float((np.arange(8.0) ** 2).sum())
 
 
-def test_an_argument_that_shards_share_has_the_sum_of_their_gradients(mesh: Mesh) -> None:
+def test_replicated_argument_gets_summed_gradient_over_shards(mesh: Mesh) -> None:
     product = host_function(
         np.multiply, out=lambda x, s: x, vjp=lambda a, r, ct: (ct * a[1], (ct * a[0]).sum())
     )
@@ -104,7 +104,7 @@ def test_outside_of_programs_sharded_arrays_arrive_whole(mesh: Mesh) -> None:
 
 LARGE = """
     import faulthandler, os
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(1000, exit=True)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import PartitionSpec as P
@@ -124,7 +124,7 @@ LARGE = """
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_large_arrays_do_not_wait_for_the_program_that_sends_them() -> None:
+def test_large_arrays_do_not_deadlock_sending_program() -> None:
     """JAX's callbacks do, with as many shards as threads: the copy never gets its turn."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(

@@ -90,13 +90,13 @@ def test_gradients_through_a_closure_are_refused_by_name() -> None:
         sx.grad(lambda model: look(model, X).sum())(model)
 
 
-def test_members_of_an_ensemble_look_up_in_their_own_tables() -> None:
+def test_ensemble_members_use_their_own_tables() -> None:
     tables = sx.vmap(lambda n: Table(n * jnp.arange(4.0)))(jnp.arange(3.0))
     looked = sx.jit(sx.vmap(lambda model, x: model(x), in_axes=(0, None)))(tables, X)
     assert looked.tolist() == [[0.0, 0.0], [0.5, 2.5], [1.0, 5.0]]
 
 
-def test_loops_over_modules_call_the_host_with_what_they_wrote() -> None:
+def test_loops_over_modules_pass_written_state_to_host() -> None:
     def body(model: Table, x: Any) -> Any:
         model.offset = model.offset + 1
         return model, model(x)
@@ -135,14 +135,14 @@ def test_variables_by_themselves_are_arrays() -> None:
 
 
 @pytest.mark.parametrize("compiled", [lambda f: f, sx.jit], ids=["eager", "jit"])
-def test_a_variable_that_is_not_passed_is_an_error_and_not_an_old_value(compiled: Any) -> None:
+def test_captured_variable_is_refused_instead_of_stale(compiled: Any) -> None:
     scale = sx.Param(jnp.float32(3))
     function = compiled(host_function(lambda x: x * np.asarray(scale.value), out=same))
     with pytest.raises(ClosureError, match="Param"), sx.host.host_exceptions():
         jax.block_until_ready(function(jnp.ones(2)))
 
 
-def test_a_callable_module_and_its_methods_are_functions_too() -> None:
+def test_callable_modules_and_bound_methods_are_accepted() -> None:
     class Power(sx.Module):
         def __init__(self) -> None:
             self.exponent = sx.Variable(jnp.float32(2))

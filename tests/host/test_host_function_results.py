@@ -92,16 +92,16 @@ def test_what_can_stand_for_the_promise_is_converted() -> None:
     assert float(result["half"]) == float(jnp.bfloat16(0.1))
 
 
-def test_floats_that_are_too_large_become_infinite_as_in_jax() -> None:
+def test_float_overflow_in_results_becomes_infinity() -> None:
     assert returning(1e300, FLOAT).tolist() == float("inf")
 
 
-def test_a_result_of_jax_is_refused_because_it_may_deadlock() -> None:
+def test_jax_array_result_is_refused_to_avoid_deadlock() -> None:
     with pytest.raises(HostResultError, match="computes with JAX"):
         host_function(jnp.sin, out=same)(1.0)
 
 
-def test_lanes_of_a_vectorized_function_count_to_the_promise() -> None:
+def test_vectorized_result_must_have_one_row_per_lane() -> None:
     flat = host_function(lambda x: x.sum(), out=FLOAT, vmap="vectorized")
     with pytest.raises(HostResultError, match=r"float32\[5\]"), sx.host.host_exceptions():
         jax.vmap(flat)(jnp.ones((5, 3)))
@@ -121,7 +121,7 @@ def failing(x: np.ndarray) -> np.ndarray:
 FAILING = host_function(failing, out=same)
 
 
-def test_outside_of_programs_the_exception_comes_as_it_is() -> None:
+def test_exception_outside_programs_is_raised_unchanged() -> None:
     with pytest.raises(LibraryError, match="no such material") as caught:
         FAILING(jnp.ones(2))
     assert [frame.name for frame in caught.traceback][-1] == "failing"
@@ -139,7 +139,7 @@ def test_outside_of_programs_the_exception_comes_as_it_is() -> None:
     ],
     ids=["jit", "sx.jit", "vmap", "map"],
 )
-def test_a_program_tells_of_the_exception_and_leads_to_it(call: Any) -> None:
+def test_exception_inside_program_is_reported_and_linked(call: Any) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(call())
     told = str(caught.value)

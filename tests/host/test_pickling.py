@@ -108,7 +108,7 @@ def test_an_abstract_model_comes_out_the_same(through: Any, auto_mesh: Any) -> N
     assert twin.kernel.value.sharding == model.kernel.value.sharding
 
 
-def test_states_structures_and_what_is_unbound_come_out_the_same(through: Any) -> None:
+def test_states_structures_and_unbound_trees_round_trip(through: Any) -> None:
     model = LAYERS["MLP"]()
     graphdef, state = sx.split(model)
     assert through(graphdef) == graphdef
@@ -126,7 +126,7 @@ def test_what_is_shared_in_one_pickle_stays_shared(through: Any) -> None:
     assert first.w is second[0] is state["mesh"]
 
 
-def test_an_array_that_is_held_twice_is_written_once() -> None:
+def test_shared_array_is_written_once() -> None:
     array = jnp.arange(10000.0)
     for write in (pickle.dumps, cloudpickle.dumps, sx.host.dumps):
         once = len(write(sx.Param(array)))
@@ -154,14 +154,14 @@ def test_an_optimizer_goes_on_where_it_was() -> None:
         sx.host.dumps(optimizer, by_value=False)
 
 
-def test_a_lazy_model_is_written_with_the_values_that_it_would_have() -> None:
+def test_lazy_model_is_pickled_with_its_future_values() -> None:
     lazy, reference = LAYERS["Linear"](), LAYERS["Linear"]()
     twin = sx.host.loads(sx.host.dumps(lazy))
     assert not twin.kernel.is_lazy
     assert_equal_values(sx.state(twin), sx.state(reference))
 
 
-def test_a_view_of_a_layer_becomes_a_layer_of_its_own(through: Any) -> None:
+def test_pickled_view_becomes_an_independent_layer(through: Any) -> None:
     whole = stack()
     kernel = np.asarray(whole[1].kernel)
     layer, variable = through((whole[1], whole[1].kernel))
@@ -243,7 +243,7 @@ def test_arrays_beside_models_keep_their_layout_through_dumps(auto_mesh: Any) ->
 # --- what cannot be written ---
 
 
-def test_what_cannot_be_written_is_named_by_its_path() -> None:
+def test_unpicklable_entry_is_named_by_path() -> None:
     """The traps: compiled programs, tracers, deleted arrays, closures without cloudpickle."""
     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
     with pytest.raises(PickleWriteError, match=r"\.layers\[1\]\.program") as caught:
@@ -294,7 +294,7 @@ def test_decorated_functions_go_by_name(name: str, through: Any) -> None:
 
 @pytest.mark.parametrize("custom_vjp", [sx.custom_vjp, jax.custom_vjp])
 @pytest.mark.parametrize("way", ["cloudpickle", "dumps", "deepcopy"])
-def test_functions_with_rules_of_their_own_work_by_value(custom_vjp: Any, way: str) -> None:
+def test_functions_with_custom_rules_pickle_by_value(custom_vjp: Any, way: str) -> None:
     """The trap: jax.custom_vjp of a closure can be written, and fails when it is read."""
     scale = 2.0
 
@@ -352,7 +352,7 @@ def test_a_function_of_jax_jit_keeps_its_options(options: dict[str, Any]) -> Non
     assert again(x, 3).tolist() == [3.0] * 4
 
 
-def test_a_function_of_sx_jit_goes_without_what_it_remembers() -> None:
+def test_jitted_function_pickles_without_its_caches() -> None:
     scale = sx.jit(lambda x, times: x * times, static_argnums=1, donate_argnums=0)
     scale(jnp.ones(4), 2)
     again = sx.host.loads(sx.host.dumps(scale))

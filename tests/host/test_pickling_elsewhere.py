@@ -54,7 +54,7 @@ def test_reading_runs_code(tmp_path: Path) -> None:
 # --- where it lands ---
 
 
-def test_a_given_mesh_takes_it_by_the_names_of_its_axes(placed: Placed) -> None:
+def test_given_mesh_restores_layout_by_axis_names(placed: Placed) -> None:
     small = jax.make_mesh((1, 2, 2), ("pipe", "model", "data"), axis_types=(AxisType.Auto,) * 3)
     twin = sx.host.loads(sx.host.dumps(placed), mesh=small)
     assert twin.mesh == small
@@ -64,7 +64,7 @@ def test_a_given_mesh_takes_it_by_the_names_of_its_axes(placed: Placed) -> None:
         sx.host.loads(sx.host.dumps(placed), mesh=jax.make_mesh((2,), ("rows",)))
 
 
-def test_an_array_that_does_not_divide_there_is_whole_and_that_is_said(placed: Placed) -> None:
+def test_indivisible_array_is_replicated_with_a_warning(placed: Placed) -> None:
     odd = jax.make_mesh((3, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with pytest.warns(LayoutLostWarning, match=r"float32\[4, 8\].*data=3, model=1"):
         twin = sx.host.loads(sx.host.dumps(placed), mesh=odd)
@@ -72,7 +72,7 @@ def test_an_array_that_does_not_divide_there_is_whole_and_that_is_said(placed: P
     assert_equal_values(sx.state(twin).kernel, sx.state(placed).kernel)
 
 
-def test_a_mesh_in_scope_with_the_same_axes_takes_it(placed: Placed) -> None:
+def test_mesh_in_scope_with_same_axes_is_used(placed: Placed) -> None:
     devices = np.array(jax.devices())[::-1].reshape(2, 4)
     other = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     data = pickle.dumps(placed)
@@ -113,9 +113,7 @@ print(json.dumps(sx.jit(lambda m: (m.kernel * 2).sum())(there).tolist()))
 """
 
 
-def test_a_sharded_model_is_read_on_a_machine_with_fewer_devices(
-    placed: Placed, tmp_path: Path
-) -> None:
+def test_sharded_model_loads_on_fewer_devices(placed: Placed, tmp_path: Path) -> None:
     (tmp_path / "model.pickle").write_bytes(sx.host.dumps(placed))
     first, again, there, total = run(SCRIPT, 2, tmp_path).splitlines()
     found = json.loads(first)
@@ -157,7 +155,7 @@ pathlib.Path("valued.pickle").write_bytes(sx.host.dumps(make(3)))
 """
 
 
-def test_code_by_name_has_to_be_there_and_code_by_value_comes_along(
+def test_importable_code_must_exist_other_code_travels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(OTHER_WAY, 1, tmp_path)
@@ -188,7 +186,7 @@ DATA = sx.host.dumps({"numbers": np.arange(5), "kind": "l2"})
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_law_damaged_bytes_are_refused_before_they_are_read(drawn: st.DataObject) -> None:
+def test_law_damaged_bytes_are_refused_before_unpickling(drawn: st.DataObject) -> None:
     kind = drawn.draw(st.sampled_from(["cut", "flip", "other"]))
     position = drawn.draw(st.integers(0, len(DATA) - 1))
     data = bytearray(DATA)
@@ -202,7 +200,7 @@ def test_law_damaged_bytes_are_refused_before_they_are_read(drawn: st.DataObject
         sx.host.loads(bytes(data))
 
 
-def test_numbers_that_lose_half_of_their_bits_are_said_to(auto_mesh: Any) -> None:
+def test_narrowing_of_64_bit_numbers_is_reported(auto_mesh: Any) -> None:
     with jax.enable_x64(True):
         whole = sx.Param(jnp.arange(8.0), axes=("embed",))
         split = sx.shard(sx.Param(jnp.arange(8), axes=("embed",)), auto_mesh, {"embed": "data"})
@@ -213,7 +211,7 @@ def test_numbers_that_lose_half_of_their_bits_are_said_to(auto_mesh: Any) -> Non
             assert str(sx.host.loads(each).dtype) == f"{kind}32"
 
 
-def test_other_pickles_are_refused_and_say_what_reads_them() -> None:
+def test_foreign_pickles_are_refused_naming_their_reader() -> None:
     with pytest.raises(PickleReadError, match=r"pickle\.loads"):
         sx.host.loads(pickle.dumps([1, 2]))
     for length in (2**40, 3):

@@ -35,7 +35,7 @@ def in_jax(logits: Any, labels: Any) -> Any:
 
 @pytest.mark.parametrize("compiled", [lambda f: f, jax.jit, sx.jit], ids=["eager", "jit", "sx.jit"])
 @pytest.mark.parametrize("integer", ["int32", "int8", "uint8", "uint16"])
-def test_a_loss_and_its_gradient_are_those_of_jax(compiled: Any, integer: str) -> None:
+def test_loss_and_gradient_equal_those_of_jax(compiled: Any, integer: str) -> None:
     """PyTorch itself refuses labels of JAX's integers."""
     value, gradient = compiled(jax.value_and_grad(cross_entropy))(LOGITS, LABELS.astype(integer))
     expected, slope = jax.value_and_grad(in_jax)(LOGITS, LABELS)
@@ -55,7 +55,7 @@ def test_every_dtype_of_floats_stays(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_wide_numbers_and_narrow_ones_both_work_with_x64(dtype: str) -> None:
+def test_wide_and_narrow_dtypes_work_with_x64(dtype: str) -> None:
     with jax.enable_x64(True):
         logits, labels = jnp.asarray(LOGITS, dtype), jnp.asarray(LABELS, "int64")
         value, gradient = jax.jit(jax.value_and_grad(cross_entropy))(logits, labels)
@@ -133,7 +133,7 @@ def test_complex_gradients_are_those_of_jax() -> None:
     np.testing.assert_allclose(mine, theirs, rtol=1e-5)
 
 
-def test_what_the_result_does_not_depend_on_has_gradient_zero() -> None:
+def test_unused_torch_input_has_zero_gradient() -> None:
     function = from_torch(lambda x, y: (x**2).sum())
     assert [g.tolist() for g in jax.grad(function, argnums=(0, 1))(2.0, 3.0)] == [4.0, 0.0]
     constant = from_torch(lambda x: torch.ones(()))

@@ -50,7 +50,7 @@ def test_it_is_an_executor_in_another_process(worker):
     assert list(worker.map(there.add, [1, 2], [10, 20], timeout=20)) == [11, 22]
 
 
-def test_functions_without_an_import_path_travel_with_what_they_close_over(worker):
+def test_functions_without_import_path_travel_with_their_closure(worker):
     pytest.importorskip("cloudpickle")
     offset = 3
     assert worker.submit(lambda x: x + offset, 1).result() == 4
@@ -69,7 +69,7 @@ def test_a_closure_is_never_stale(worker):
     assert (float(first), float(worker.submit(scaled, 3).result())) == (6.0, 15.0)
 
 
-def test_compiled_functions_are_kept_between_calls_and_for_all_clients(worker):
+def test_compiled_functions_are_cached_across_calls_and_clients(worker):
     def traced_in(client):
         before = client.submit(there.traces).result()
         assert client.submit(there.by_jax, jnp.ones(7)).result().tolist() == [2.0] * 7
@@ -79,7 +79,7 @@ def test_compiled_functions_are_kept_between_calls_and_for_all_clients(worker):
         assert [traced_in(worker), traced_in(worker), traced_in(other)] == [1, 0, 0]
 
 
-def test_a_jitted_function_is_the_same_one_however_often_it_was_called_here(worker):
+def test_jitted_function_keeps_one_identity_across_calls(worker):
     double = sx.jit(lambda x: x * 2)
     for _ in range(2):
         assert int(double(jnp.int32(2))) == int(worker.submit(double, jnp.int32(2)).result()) == 4
@@ -135,7 +135,7 @@ def test_arrays_arrive_as_they_are(worker, array):
     assert np.array_equal(back, array)
 
 
-def test_arrays_of_numpy_may_be_written_at_once_on_both_sides(worker):
+def test_transferred_numpy_arrays_are_writable_on_both_sides(worker):
     array = np.zeros(50_000)
     future = worker.submit(copy.copy, array)
     array[:] = 1
@@ -180,7 +180,7 @@ def test_what_cannot_be_pickled_is_named(worker):
         worker.submit(threading.Lock).result()
 
 
-def test_messages_over_the_limit_are_refused_on_either_side_and_harm_nothing(worker):
+def test_oversized_messages_are_refused_and_the_worker_survives(worker):
     with pytest.raises(errors.WorkerMessageError, match="max_message"):
         worker.submit(len, np.zeros(1 << 20, "int8"))
     with pytest.raises(errors.WorkerMessageError, match="max_message"):
@@ -191,7 +191,7 @@ def test_messages_over_the_limit_are_refused_on_either_side_and_harm_nothing(wor
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_an_exception_is_raised_here_with_the_traceback_of_there(worker):
+def test_remote_exception_is_raised_with_its_remote_traceback(worker):
     with pytest.raises(KeyError, match="lost") as caught:
         worker.submit(there.fails, "lost").result()
     assert "raise KeyError(what)" in str(caught.value.__cause__)
@@ -202,7 +202,7 @@ def test_an_exception_is_raised_here_with_the_traceback_of_there(worker):
     ("function", "last_line"),
     [(there.fails_unloadably, "Unloadable: one and two"), (there.leaves, "SystemExit: 3")],
 )
-def test_an_exception_that_cannot_be_raised_here_is_told(worker, function, last_line):
+def test_exception_not_loadable_here_is_reported_as_text(worker, function, last_line):
     with pytest.raises(errors.WorkerCallError, match=last_line) as caught:
         worker.submit(function).result()
     assert f"def {function.__name__}" not in str(caught.value)
@@ -211,7 +211,7 @@ def test_an_exception_that_cannot_be_raised_here_is_told(worker, function, last_
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_errors_and_their_tracebacks_are_garbage_like_any_other(worker):
+def test_errors_and_tracebacks_can_be_garbage_collected(worker):
     """Python up to 3.12.4 crashes when it collects a cycle with memory of a message in it."""
     for _ in range(5):
         for function in (there.fails_unloadably, threading.Lock, there.leaves):
@@ -255,7 +255,7 @@ def test_only_what_has_not_begun_can_be_cancelled(worker, running, tmp_path):
     assert not (tmp_path / "second").exists()
 
 
-def test_a_call_that_waits_for_another_client_can_be_interrupted(worker, running, tmp_path):
+def test_call_waiting_behind_another_client_is_interruptible(worker, running, tmp_path):
     with Worker.connect(worker.address, worker.authkey) as other:
         waiting = other.submit(there.count, str(tmp_path / "second"))
         wait_for(waiting.running)
@@ -268,7 +268,7 @@ def test_a_call_that_waits_for_another_client_can_be_interrupted(worker, running
     assert not (tmp_path / "second").exists()
 
 
-def test_a_value_that_is_dropped_is_there_for_the_calls_before(worker):
+def test_dropped_value_survives_for_calls_submitted_before(worker):
     kept = worker.put([1, 2])
     worker.submit(there.nap, 0.2)
     size = worker.submit(len, kept)
@@ -305,7 +305,7 @@ def test_results_can_stay(worker):
     assert worker.submit(len, kept).result() == 3 << 20
 
 
-def test_values_without_a_name_go_with_what_stands_for_them(worker):
+def test_unnamed_values_are_freed_with_their_handle(worker):
     kept = worker.put(1)
     key = kept.key
     del kept
@@ -313,7 +313,7 @@ def test_values_without_a_name_go_with_what_stands_for_them(worker):
         Remote(worker, key, "").get()
 
 
-def test_values_with_a_name_are_for_all_clients_until_they_are_deleted(worker):
+def test_named_values_are_shared_until_deleted(worker):
     with Worker.connect(worker.address, worker.authkey) as other:
         other.put([1, 2], name="pair")
         own = other.put(3)
@@ -368,7 +368,7 @@ def test_a_client_that_goes_takes_its_calls_along(worker, tmp_path):
 # --- life -----------------------------------------------------------------------------------------
 
 
-def test_shut_down_takes_no_more_calls_and_ends_the_process():
+def test_shutdown_refuses_calls_and_ends_the_process():
     worker = Worker()
     pid = worker.info()["pid"]
     _, port = worker.address.rsplit(":", 1)
@@ -403,7 +403,7 @@ def test_settings_that_do_not_fit_say_so():
 # --- what it prints -------------------------------------------------------------------------------
 
 
-def test_what_it_prints_goes_to_its_log_which_it_can_read_again(tmp_path, capfd):
+def test_worker_output_goes_to_its_readable_log(tmp_path, capfd):
     log = tmp_path / "worker.log"
     with Worker(log=log) as worker:
         worker.submit(os.write, 2, b"of the call\n").result()
@@ -412,6 +412,6 @@ def test_what_it_prints_goes_to_its_log_which_it_can_read_again(tmp_path, capfd)
     assert capfd.readouterr() == ("", "")
 
 
-def test_one_with_a_name_has_a_log_of_its_own(tmp_path):
+def test_named_worker_refuses_a_log_argument(tmp_path):
     with pytest.raises(errors.WorkerConfigError, match=r"omit log=\."):
         Worker(name="shardax-test-log", log=tmp_path / "worker.log")

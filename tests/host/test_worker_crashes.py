@@ -24,7 +24,8 @@ def worker():
         yield worker
 
 
-def test_a_crash_fails_its_calls_with_what_happened_and_the_worker_runs_again(worker):
+def test_crash_fails_calls_loses_values_and_restarts_worker(worker):
+    kept = worker.put(3)
     before = worker.submit(there.process).result()
     crashing, waiting = worker.submit(there.crash), worker.submit(there.nap, 0.0)
     with pytest.raises(errors.WorkerCrashedError, match=r"crash was lost while it ran.*SIGKILL"):
@@ -33,6 +34,8 @@ def test_a_crash_fails_its_calls_with_what_happened_and_the_worker_runs_again(wo
         waiting.result()
     assert "idempotent=True" in str(waiting.exception())
     assert worker.submit(there.process).result() != before
+    with pytest.raises(errors.RemoteValueError, match="started anew"):
+        kept.get()
 
 
 def test_what_is_marked_idempotent_is_run_again(worker, tmp_path):
@@ -43,15 +46,7 @@ def test_what_is_marked_idempotent_is_run_again(worker, tmp_path):
     assert second.result() == 3
 
 
-def test_what_a_worker_kept_is_gone_after_a_crash(worker):
-    kept = worker.put(3)
-    with pytest.raises(errors.WorkerCrashedError):
-        worker.submit(there.crash).result()
-    with pytest.raises(errors.RemoteValueError, match="started anew"):
-        kept.get()
-
-
-def test_a_call_that_does_not_stop_takes_the_process_down(worker, tmp_path):
+def test_uninterruptible_call_ends_the_worker_process(worker, tmp_path):
     path = tmp_path / "deaf"
     before = worker.submit(there.process).result()
     future = worker.request(there.deaf, [str(path)], timeout=0.2)
@@ -89,7 +84,7 @@ def test_a_worker_that_only_crashes_is_given_up(worker):
     assert repr(worker).endswith("lost)")
 
 
-def test_a_connection_to_a_worker_that_has_ended_is_an_error():
+def test_connecting_to_an_ended_worker_is_refused():
     with Worker() as worker:
         other = Worker.connect(worker.address, worker.authkey)
         address, key = worker.address, worker.authkey
@@ -104,7 +99,7 @@ def test_a_connection_to_a_worker_that_has_ended_is_an_error():
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_a_process_ends_with_the_worker_that_nobody_holds():
+def test_process_ends_when_its_worker_is_collected():
     worker = Worker()
     pid = worker.submit(there.process).result()
     del worker
@@ -113,7 +108,7 @@ def test_a_process_ends_with_the_worker_that_nobody_holds():
 
 
 @pytest.mark.parametrize("how", ["ends", "is killed"])
-def test_a_process_ends_with_the_program_that_started_it(how):
+def test_process_ends_with_the_parent_program(how):
     program = (
         "import os, signal, sys; from shardax.host import Worker; worker = Worker(); "
         "print(worker.info()['pid'], flush=True); "

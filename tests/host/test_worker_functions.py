@@ -79,7 +79,7 @@ def test_what_can_be_imported_goes_by_its_path():
         assert decode(form.parts) is function
 
 
-def test_without_cloudpickle_only_import_paths_go_and_the_error_says_so(monkeypatch):
+def test_without_cloudpickle_only_import_paths_are_sent(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     calls._pickler_class.cache_clear()
     try:
@@ -102,14 +102,14 @@ def test_equal_functions_have_one_key_and_others_another():
     assert len(set(keys)) == 4
 
 
-def test_an_array_in_a_closure_is_part_of_the_key():
+def test_closure_array_is_part_of_the_key():
     def keyed(array):
         return describe(lambda x: x + array).key
 
     assert keyed(jnp.zeros(3)) == keyed(jnp.zeros(3)) != keyed(jnp.ones(3))
 
 
-def test_a_table_makes_a_function_once_and_keeps_the_latest():
+def test_table_makes_function_once_and_keeps_latest():
     table = FunctionTable(2)
     forms = [describe(lambda x, n=n: x + n) for n in range(3)]
     one = table.find(forms[0])
@@ -146,7 +146,7 @@ def own_module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_worker_never_runs_code_that_was_changed_since(own_module):
+def test_worker_never_runs_code_changed_since(own_module):
     pytest.importorskip("cloudpickle")
     with Worker() as worker:
         assert worker.submit(own_module(1), 1).result() == 2
@@ -169,7 +169,7 @@ def test_another_module_of_the_same_name_is_noticed(own_module, tmp_path):
         FunctionTable(2).find(wrong)
 
 
-def test_keys_are_the_same_in_every_process_for_code_without_sets():
+def test_keys_agree_across_processes_for_code_without_sets():
     program = textwrap.dedent(
         """
         from shardax.host.calls import describe

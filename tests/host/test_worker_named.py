@@ -64,7 +64,7 @@ def test_it_outlives_its_client_with_what_it_kept(lab):
     wait_for(lambda: has_ended(pid))
 
 
-def test_programs_find_it_and_what_was_compiled_in_it(lab):
+def test_programs_share_named_worker_and_its_compiled_functions(lab):
     pytest.importorskip("cloudpickle")
     runs = [
         subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True)

@@ -23,7 +23,7 @@ def worker():
         yield worker
 
 
-def test_it_calls_as_a_function_a_decorator_and_one_with_options(worker):
+def test_remote_works_as_call_decorator_and_with_options(worker):
     @remote(executor=worker)
     def negative(x):
         return -x
@@ -34,10 +34,10 @@ def test_it_calls_as_a_function_a_decorator_and_one_with_options(worker):
 
     assert remote(there.process, executor=worker)() == worker.info()["pid"]
     assert (negative(3), negative.submit(x=4).result(), kept([5]).get()) == (-3, -4, [5])
-    assert repr(negative).startswith("RemoteFunction(test_it_calls")
+    assert repr(negative).startswith("RemoteFunction(test_remote_works")
 
 
-def test_methods_partials_and_modules_run_there_on_a_copy(worker):
+def test_methods_partials_and_modules_run_on_a_copy(worker):
     model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     x = jnp.ones((1, 2))
     for function in (model, model.__call__, sx.jit(model)):
@@ -49,7 +49,7 @@ def test_options_reach_the_worker(worker):
         remote(there.nap, executor=worker, timeout=0.1)(60)
 
 
-def test_without_an_executor_the_process_has_one_worker_for_all():
+def test_default_executor_is_one_worker_per_process():
     one, other = remote(there.process)(), remote(there.process)()
     assert one == other != os.getpid()
 
@@ -70,7 +70,7 @@ def test_what_is_no_executor_is_refused():
         remote(there.add, executor=3)
 
 
-def test_other_executors_get_bytes_and_give_futures_of_results():
+def test_other_executors_receive_bytes_and_return_futures():
     with ThreadPoolExecutor(1) as pool:
         add = remote(there.add, executor=pool)
         assert add(jnp.arange(2), 1).tolist() == [1, 2]
@@ -94,7 +94,7 @@ def test_a_process_pool_keeps_what_was_compiled():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of Dask and Tornado, about themselves
-def test_a_cluster_of_dask_takes_the_place_of_a_worker(tmp_path):
+def test_dask_cluster_serves_as_executor(tmp_path):
     distributed = pytest.importorskip("distributed")
     model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     scale = 2.0

@@ -120,7 +120,7 @@ def test_a_listener_without_the_credentials_is_no_worker(worker, monkeypatch):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_another_worker_is_not_the_one_with_these_credentials(worker):
+def test_worker_with_other_credentials_is_rejected(worker):
     with Worker() as other, pytest.raises(errors.WorkerAuthenticationError):
         Worker.connect(other.address, worker.authkey)
 
@@ -178,7 +178,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_client_that_dies_in_a_call_takes_nothing_along(worker, tmp_path):
+def test_client_killed_during_call_leaves_worker_running(worker, tmp_path):
     path = tmp_path / "count"
     kept = worker.put(3)
     subprocess.run(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AxisType
+from tests.values import with_values
 
 import shardax as sx
 from shardax.models import Rope, Transformer, TransformerConfig, next_token_loss
@@ -73,7 +74,7 @@ def whole() -> Transformer:
         scan_layers=True,
         remat="full",
     )
-    return Transformer(config, rngs=sx.Rngs(0))
+    return with_values(Transformer(config, rngs=sx.Rngs(0)))
 
 
 def make_batch() -> dict[str, Any]:

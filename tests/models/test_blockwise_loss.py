@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.conftest import make_mesh
 from tests.models.small import BATCH, SMALL
 from tests.models.test_meshes import wire_bytes
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
@@ -51,87 +53,101 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(most, 0.2))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     leading=st.lists(st.integers(1, 7), max_size=3).map(tuple),
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 9)),
     block_size=st.integers(1, 40),
     dtypes=st.sampled_from(["float32 float32", "bfloat16 bfloat16", "bfloat16 float32"]),
-    masked=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_loss_and_gradients_are_those_of_all_logits_whatever_the_shapes(
-    leading: Any, sizes: Any, block_size: int, dtypes: str, masked: bool, seed: int
+def test_loss_and_gradients_equal_those_of_all_logits(
+    leading: Any, sizes: Any, block_size: int, dtypes: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    of_hidden, of_kernel = dtypes.split()
-    hidden = jnp.asarray(random.normal(size=(*leading, sizes[0])), of_hidden)
-    kernel = jnp.asarray(random.normal(size=sizes), of_kernel)
-    targets = jnp.asarray(random.integers(-sizes[1], sizes[1], leading), jnp.int32)
-    mask = jnp.asarray(random.integers(0, 3, leading), jnp.float32) if masked else None
-    over = (0, 1, 3) if masked else (0, 1)
+    of_hidden, of_kernel = map(jnp.dtype, dtypes.split())
+    hidden = random.normal(size=(*leading, sizes[0])).astype(of_hidden)
+    kernel = random.normal(size=sizes).astype(of_kernel)
+    targets = random.integers(-sizes[1], sizes[1], leading, np.int32)
+    mask = random.integers(0, 3, leading).astype(np.float32)
     blockwise = functools.partial(blockwise_cross_entropy, block_size=block_size)
-    both = jax.jit(
-        lambda *given: [jax.value_and_grad(loss, over)(*given) for loss in (blockwise, plain)]
-    )
-    found, expected = both(hidden, kernel, targets, mask)
+
+    @jax.jit
+    def masked_or_not(*given: Any) -> Any:
+        return [
+            (
+                jax.value_and_grad(loss, (0, 1))(*given[:3]),
+                jax.value_and_grad(loss, (0, 1, 3))(*given),
+            )
+            for loss in (blockwise, plain)
+        ]
+
+    found, expected = masked_or_not(hidden, kernel, targets, mask)
     # A gradient of the kernel in bfloat16 is summed in float32 over blocks: rounding differs.
     assert_equal(found, expected, 2e-5 if of_hidden == "float32" else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_the_log_softmax_is_in_float32_whatever_the_dtype(dtype: str) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        hidden, kernel = jnp.asarray(HIDDEN, dtype), jnp.asarray(KERNEL, dtype)
-        step = jax.value_and_grad(functools.partial(blockwise_cross_entropy, block_size=7), (0, 1))
-        loss, gradients = step(hidden, kernel, TARGETS)
-        assert loss.dtype == jnp.float32
-        assert {gradient.dtype.name for gradient in gradients} == {dtype}
-        wide = jax.value_and_grad(plain, (0, 1))(
-            hidden.astype(jnp.float32), kernel.astype(jnp.float32), TARGETS
+def test_log_softmax_is_in_float32(dtype: str) -> None:
+    blockwise = functools.partial(blockwise_cross_entropy, block_size=7)
+
+    @jax.jit
+    def narrow_and_wide(hidden: Any, kernel: Any) -> Any:
+        wide = hidden.astype(jnp.float32), kernel.astype(jnp.float32)
+        return (
+            jax.value_and_grad(blockwise, (0, 1))(hidden, kernel, TARGETS),
+            jax.value_and_grad(plain, (0, 1))(*wide, TARGETS),
         )
-        np.testing.assert_allclose(loss, wide[0], rtol=1e-5)
-        expected = jax.tree.map(lambda each: each.astype(dtype), wide[1])
-        assert_equal(gradients, expected, {"float64": 1e-5, "float16": 2e-3}.get(dtype, 2e-2))
+
+    with jax.enable_x64(dtype == "float64"):
+        given = (each.astype(jnp.dtype(dtype)) for each in (HIDDEN, KERNEL))
+        (loss, gradients), (wide_loss, wide) = narrow_and_wide(*given)
+    assert loss.dtype == jnp.float32
+    assert {gradient.dtype.name for gradient in gradients} == {dtype}
+    np.testing.assert_allclose(loss, wide_loss, rtol=1e-5)
+    expected = [np.asarray(each).astype(jnp.dtype(dtype)) for each in wide]
+    assert_equal(list(gradients), expected, {"float64": 1e-5, "float16": 2e-3}.get(dtype, 2e-2))
 
 
 def test_small_cotangents_do_not_vanish_in_float16() -> None:
     def loss(hidden: Any) -> Any:
         return 1e-6 * blockwise_cross_entropy(hidden, KERNEL * 1e3, TARGETS, block_size=5)
 
-    wide = jax.grad(loss)(jnp.asarray(HIDDEN))
-    found = jax.grad(loss)(jnp.asarray(HIDDEN, jnp.float16))
-    assert float(jnp.abs(found).max()) == pytest.approx(float(jnp.abs(wide).max()), rel=0.05)
+    both = jax.jit(lambda *hidden: [jnp.abs(jax.grad(loss)(each)).max() for each in hidden])
+    wide, found = map(float, both(HIDDEN, HIDDEN.astype(np.float16)))
+    assert found == pytest.approx(wide, rel=0.05)
 
 
 # --- targets and masks ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [24, -25, -100, 2**31 - 1])
-def test_a_target_that_is_no_entry_is_nan_in_both_and_nothing_if_masked(target: int) -> None:
-    targets = TARGETS.copy()
-    targets[1, 3] = target
-    mask = np.ones_like(MASK)
-    over = (0, 1)
+@jax.jit
+def both_losses(targets: Any, mask: Any) -> Any:
+    """Values and gradients of the blockwise and the plain loss, without the mask and with it."""
     blockwise = functools.partial(blockwise_cross_entropy, block_size=10)
-    for loss in (blockwise, plain):
-        value, gradients = jax.value_and_grad(loss, over)(HIDDEN, KERNEL, targets)
+    steps = [jax.value_and_grad(loss, (0, 1)) for loss in (blockwise, plain)]
+    given = HIDDEN, KERNEL, targets
+    return [step(*given) for step in steps], [step(*given, mask) for step in steps]
+
+
+@pytest.mark.parametrize("target", [24, -25, -100, 2**31 - 1])
+def test_unknown_target_gives_nan_unless_masked(target: int) -> None:
+    targets, mask = TARGETS.copy(), np.ones_like(MASK)
+    targets[1, 3], mask[1, 3] = target, 0
+    unmasked, masked = both_losses(targets, mask)
+    for value, gradients in unmasked:
         assert np.isnan(value) and all(np.isfinite(each).all() for each in gradients)
-    assert_equal(
-        jax.grad(blockwise, over)(HIDDEN, KERNEL, targets),
-        jax.grad(plain, over)(HIDDEN, KERNEL, targets),
-    )
-    mask[1, 3] = 0
-    found = jax.value_and_grad(blockwise, over)(HIDDEN, KERNEL, targets, mask)
-    expected = jax.value_and_grad(plain, over)(HIDDEN, KERNEL, TARGETS, mask)
+    (_, found), (_, expected) = unmasked
     assert_equal(found, expected)
-    assert_equal(jax.value_and_grad(plain, over)(HIDDEN, KERNEL, targets, mask), expected)
+    _, (_, of_known) = both_losses(TARGETS, mask)
+    for each in masked:
+        assert_equal(each, of_known)
 
 
 def test_everything_masked_is_no_loss_and_no_gradient() -> None:
-    step = jax.value_and_grad(blockwise_cross_entropy, (0, 1))
+    step = jax.jit(jax.value_and_grad(blockwise_cross_entropy, (0, 1)))
     value, gradients = step(HIDDEN, KERNEL, TARGETS, MASK * 0)
-    assert [float(jnp.abs(each).max()) for each in (value, *gradients)] == [0, 0, 0]
+    assert [np.abs(each).max() for each in (value, *gradients)] == [0, 0, 0]
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
@@ -150,7 +166,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 # --- transforms -----------------------------------------------------------------------------------
 
 
-def test_vmap_scan_jit_and_second_derivatives_agree_with_all_logits() -> None:
+def test_transforms_agree_with_those_of_all_logits() -> None:
     blockwise = functools.partial(blockwise_cross_entropy, block_size=5)
 
     def mapped(loss: Any) -> Any:
@@ -163,7 +179,7 @@ def test_vmap_scan_jit_and_second_derivatives_agree_with_all_logits() -> None:
             value, gradient = jax.value_and_grad(loss, 1)(batch[0], kernel, *batch[1:])
             return kernel - gradient, value
 
-        return jax.jit(lambda kernel: jax.lax.scan(step, kernel, (HIDDEN, TARGETS, MASK)))(KERNEL)
+        return jax.lax.scan(step, jnp.asarray(KERNEL), (HIDDEN, TARGETS, MASK))
 
     def twice(loss: Any) -> Any:
         def norm(hidden: Any) -> Any:
@@ -172,7 +188,7 @@ def test_vmap_scan_jit_and_second_derivatives_agree_with_all_logits() -> None:
         return jax.grad(norm)(jnp.asarray(HIDDEN))
 
     for run in (mapped, scanned, twice):
-        assert_equal(run(blockwise), run(plain), 1e-4)
+        assert_equal(*jax.jit(lambda run=run: (run(blockwise), run(plain)))(), 1e-4)
 
 
 # --- meshes ---------------------------------------------------------------------------------------
@@ -202,8 +218,9 @@ def over_a_mesh(kinds: str, specs: Any, rules: Any, mask: Any, block_size: int) 
 
 
 @functools.cache
-def on_one_device() -> Any:
-    return jax.jit(jax.value_and_grad(plain, (0, 1)))(HIDDEN, KERNEL, TARGETS, MASK)
+def on_one_device(masked: bool = True) -> Any:
+    step = jax.jit(jax.value_and_grad(plain, (0, 1)))
+    return step(HIDDEN, KERNEL, TARGETS, MASK if masked else None)
 
 
 SPECS: dict[str, Any] = {
@@ -224,7 +241,7 @@ SPECS: dict[str, Any] = {
         for j, kinds in enumerate(["AA", "EE", "AE", "EA"])
     ],
 )
-def test_over_meshes_loss_and_gradients_are_those_of_one_device(
+def test_loss_and_gradients_over_meshes_equal_one_device(
     name: str, kinds: str, with_rules: bool
 ) -> None:
     rules = RULES if with_rules else sx.Rules([])
@@ -235,20 +252,19 @@ def test_over_meshes_loss_and_gradients_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (16, 8)], ids=["rows", "time"])
-def test_flat_tokens_over_all_devices(shape: Any, mesh: Any) -> None:
+def test_flat_tokens_are_split_over_all_devices(shape: Any, mesh: Any) -> None:
     hidden, targets = HIDDEN.reshape(-1, 16), TARGETS.reshape(-1)
     with jax.set_mesh(mesh):
         place = NamedSharding(mesh, PartitionSpec(("data", "model")))
         arrays = [jax.device_put(each, place) for each in (hidden, targets)]
         step = jax.jit(jax.value_and_grad(blockwise_cross_entropy, (0, 1)), static_argnums=4)
         found = step(arrays[0], KERNEL, arrays[1], None, shape[0])
-    assert_equal(found, jax.value_and_grad(plain, (0, 1))(hidden, KERNEL, targets))
+    value, (of_hidden, of_kernel) = on_one_device(masked=False)
+    assert_equal(found, (value, (of_hidden.reshape(hidden.shape), of_kernel)))
 
 
 @pytest.mark.parametrize(("kinds", "rules"), [("AA", RULES), ("EE", sx.Rules([]))])
-def test_devices_sum_the_gradient_of_the_kernel_once_whatever_the_number_of_blocks(
-    kinds: str, rules: Any
-) -> None:
+def test_kernel_gradient_is_summed_once_over_devices(kinds: str, rules: Any) -> None:
     specs = ("data", None, None), (None, "model")
     (_, many), (_, one) = (over_a_mesh(kinds, specs, rules, None, size) for size in (16, 512))
     of_kernel = KERNEL.nbytes // 4  # of a device
@@ -276,46 +292,44 @@ def peak(loss: Any, mesh: Any = None) -> int:
     return counted.temp_size_in_bytes
 
 
-def test_peak_memory_is_that_of_a_block_and_not_of_all_logits(mesh: Any) -> None:
+@pytest.mark.parametrize("kind", [None, *KINDS.values()], ids=["one device", *KINDS])
+def test_peak_memory_is_that_of_one_block(kind: Any) -> None:
     blockwise = functools.partial(blockwise_cross_entropy, block_size=64)
-    assert peak(blockwise) < peak(plain) / 4
+    mesh = None if kind is None else make_mesh(kind)
     assert peak(blockwise, mesh) < peak(plain, mesh) / 4
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_hidden_states_and_head_kernel_of_a_model_give_its_loss(tied: bool, dtype: str) -> None:
-    config = dataclasses.replace(SMALL, tied_head=tied, dtype=dtype)
-    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+@sx.jit
+def both_of_model(model: Any, batch: Any) -> Any:
+    """Loss and gradients of a model, blockwise and with all logits."""
 
-    @sx.jit
-    @sx.value_and_grad
     def blockwise(model: Any, batch: Any) -> Any:
         hidden = model.hidden_states(batch["inputs"])
-        assert hidden.dtype == dtype
         return blockwise_cross_entropy(hidden, model.head_kernel, batch["targets"], block_size=5)
 
-    found = blockwise(model, BATCH)
-    expected = sx.jit(sx.value_and_grad(sx.models.next_token_loss))(model, BATCH)
-    assert_equal(found, expected, 1e-4 if dtype == "float32" else 5e-2)
+    losses = blockwise, sx.models.next_token_loss
+    return [sx.value_and_grad(loss)(model, batch) for loss in losses]
 
 
-def test_a_model_over_a_mesh_trains_as_with_all_logits(mesh: Any) -> None:
-    def loss(model: Any, batch: Any) -> Any:
-        hidden = model.hidden_states(batch["inputs"])
-        return blockwise_cross_entropy(hidden, model.head_kernel, batch["targets"], block_size=5)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blockwise_loss_of_a_model_equals_its_loss(tied: bool, dtype: str) -> None:
+    config = dataclasses.replace(SMALL, tied_head=tied, dtype=dtype)
+    model = with_values(sx.models.Decoder(config, rngs=sx.Rngs(0)))
+    assert sx.eval_shape(lambda m: m.hidden_states(BATCH["inputs"]), model).dtype == dtype
+    assert_equal(*both_of_model(model, BATCH), 1e-4 if dtype == "float32" else 5e-2)
 
-    found = []
-    for each in (loss, sx.models.next_token_loss):
-        model = sx.models.Decoder(dataclasses.replace(SMALL, tied_head=True), rngs=sx.Rngs(0))
-        model = sx.shard(model, mesh, RULES)
-        batch = jax.device_put(BATCH, NamedSharding(mesh, PartitionSpec("data")))
-        with jax.set_mesh(mesh), sx.axis_rules(RULES):
-            found.append(sx.jit(sx.value_and_grad(each))(model, batch))
-    assert_equal(found[0], found[1], 1e-4)
+
+def test_blockwise_loss_over_a_mesh_equals_plain_loss(mesh: Any) -> None:
+    config = dataclasses.replace(SMALL, tied_head=True)
+    model = with_values(sx.models.Decoder(config, rngs=sx.Rngs(0)))
+    model = sx.shard(model, mesh, RULES)
+    batch = jax.device_put(BATCH, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh), sx.axis_rules(RULES):
+        assert_equal(*both_of_model(model, batch), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -327,14 +341,14 @@ def test_a_model_over_a_mesh_trains_as_with_all_logits(mesh: Any) -> None:
         ({"head": None}, "head is None"),
     ],
 )
-def test_a_model_whose_logits_are_no_product_says_so(options: Any, why: str) -> None:
+def test_model_whose_logits_are_no_product_is_refused(options: Any, why: str) -> None:
     config = sx.models.TransformerConfig(num_layers=1, **options)
     model = sx.models.Transformer(config, rngs=sx.Rngs(0))
     with pytest.raises(LayerConfigError, match=f"{why}.*cross_entropy on its logits"):
         model.head_kernel  # noqa: B018
 
 
-def test_a_head_with_adapters_says_so() -> None:
+def test_head_with_adapters_is_refused() -> None:
     model = sx.models.Decoder(SMALL, rngs=sx.Rngs(0))
     adapted = sx.surgery.lora(sx.select(model).at(lambda model: model.head), 2, rngs=sx.Rngs(1))
     with pytest.raises(LayerConfigError, match="cross_entropy on its logits"):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.models.small import BATCH, SMALL, TOKENS
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
@@ -26,12 +27,15 @@ from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 
 
 def make(**changes: Any) -> Decoder:
-    """A decoder with drawn parameters; by NumPy, as compiling initializers would take long."""
-    model = Decoder(dataclasses.replace(SMALL, **changes), rngs=sx.Rngs(params=0, dropout=1))
-    draw = np.random.default_rng(0)
-    for _, variable in sx.iter_variables(model, sx.Param):
-        variable.value = draw.normal(size=variable.shape).astype(np.float32) / 4
-    return model
+    """A decoder with drawn parameters."""
+    config = dataclasses.replace(SMALL, **changes)
+    return with_values(Decoder(config, rngs=sx.Rngs(params=0, dropout=1)))
+
+
+@sx.jit
+def run(model: Decoder, tokens: Any, **options: Any) -> jax.Array:
+    """The logits, by a compiled call."""
+    return model(tokens, **options)
 
 
 def train(model: Decoder, batch: Any, steps: int = 2) -> list[float]:
@@ -97,7 +101,7 @@ def raw_params(model: Decoder) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_and_loss_are_those_of_the_hand_written_decoder(raw: Any, tied: bool, dtype: str):
+def test_logits_and_loss_equal_the_hand_written_decoder(raw: Any, tied: bool, dtype: str):
     model = make(tied_head=tied, dtype=dtype)
     config, params = raw_config(raw, model.config), raw_params(model)
 
@@ -129,7 +133,7 @@ def primitives(jaxpr: Any) -> Counter[str]:
     return found
 
 
-def test_the_traced_program_has_no_operation_more_than_the_hand_written_one(raw: Any):
+def test_traced_program_adds_no_operation_to_hand_written(raw: Any):
     model = make(num_layers=2)
     config, params = raw_config(raw, model.config), raw_params(model)
     by_hand = jax.make_jaxpr(jax.grad(lambda params: raw.loss(config, params, BATCH)))(params)
@@ -161,12 +165,13 @@ def test_paths_shapes_and_axes_of_the_parameters():
     }
 
 
-def test_a_tied_head_has_no_parameter_of_its_own():
+def test_tied_head_multiplies_by_the_embedding():
     model = make(tied_head=True)
     assert model.head is None
     assert ("head", "kernel") not in dict(sx.iter_variables(model))
-    tables = model.embed.embedding.value
-    assert model(TOKENS).shape == (*TOKENS.shape, len(tables))
+    hidden, logits = sx.jit(lambda model: (model.hidden_states(TOKENS), model(TOKENS)))(model)
+    expected = np.asarray(hidden) @ np.asarray(model.embed.embedding.value).T
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_building_a_large_model_computes_and_allocates_nothing():
@@ -181,38 +186,40 @@ def test_building_a_large_model_computes_and_allocates_nothing():
 def test_logits_do_not_depend_on_later_tokens():
     model, changed = make(), BATCH["inputs"].copy()
     changed[:, 5:] = 0
-    logits, others = model(BATCH["inputs"]), model(changed)
+    logits, others = run(model, BATCH["inputs"]), run(model, changed)
     np.testing.assert_allclose(logits[:, :5], others[:, :5], rtol=1e-5, atol=1e-5)
     assert not np.allclose(logits[:, 5:], others[:, 5:], atol=1e-3)
 
 
-def test_one_sequence_without_a_batch_and_positions_from_elsewhere():
+def test_single_sequence_and_given_positions():
     model, tokens = make(), BATCH["inputs"]
-    expected = model(tokens)
+    expected = run(model, tokens)
     close = {"rtol": 1e-4, "atol": 1e-5}
-    np.testing.assert_allclose(model(tokens[1]), expected[1], **close)
-    np.testing.assert_allclose(model(tokens, positions=np.arange(8) + 100), expected, **close)
+    np.testing.assert_allclose(run(model, tokens[1]), np.asarray(expected)[1], **close)
+    shifted = run(model, tokens, positions=np.arange(8) + 100)
+    np.testing.assert_allclose(shifted, expected, **close)
     rows = np.arange(8) + np.arange(4)[:, None]
-    np.testing.assert_allclose(model(tokens, positions=rows), expected, **close)
-    assert not np.allclose(model(tokens, positions=np.arange(8) * 3), expected, atol=1e-3)
+    np.testing.assert_allclose(run(model, tokens, positions=rows), expected, **close)
+    assert not np.allclose(run(model, tokens, positions=np.arange(8) * 3), expected, atol=1e-3)
 
 
 def test_dropout_is_on_while_training_only():
-    model, plain = make(dropout=0.5), make()
+    model, tokens = make(dropout=0.5), BATCH["inputs"]
+    expected = run(make(), tokens)
     model.eval()
-    np.testing.assert_array_equal(model(TOKENS), plain(TOKENS))
+    np.testing.assert_array_equal(run(model, tokens), expected)
     model.train()
-    assert not np.allclose(model(TOKENS), plain(TOKENS), atol=1e-2)
+    assert not np.allclose(run(model, tokens), expected, atol=1e-2)
     assert {tuple(path[-2:]) for path, _ in sx.iter_variables(model, sx.RngState)} == {
         ("stream", "key"),
         ("stream", "count"),
     }
 
 
-def test_a_pickled_model_says_the_same():
+def test_pickled_model_has_equal_logits():
     model = make()
     twin = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(twin(TOKENS), model(TOKENS))
+    np.testing.assert_array_equal(run(twin, BATCH["inputs"]), run(model, BATCH["inputs"]))
 
 
 # --- configuration and input ---------------------------------------------------------------------
@@ -244,7 +251,7 @@ def test_config_refuses_what_does_not_fit(changes: dict[str, Any], message: str)
         dataclasses.replace(SMALL, **changes)
 
 
-def test_tokens_must_be_integers_of_one_or_two_dimensions():
+def test_tokens_of_other_rank_or_dtype_are_refused():
     with pytest.raises(LayerInputError, match=r"Decoder takes tokens .* int32\[1, 4, 9\]"):
         make()(TOKENS[None])
     with pytest.raises(LayerInputError, match=r"takes integers to look up"):
@@ -265,17 +272,14 @@ LAYOUTS = {
 
 
 @functools.cache
-def losses_of_one_device(layout: str) -> list[float]:
-    changes, _, _ = LAYOUTS[layout]
+def losses_of_one_device(**changes: Any) -> list[float]:
     return train(make(**changes), BATCH)
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_training_over_a_mesh_of_either_kind_gives_the_losses_of_one_device(
-    mesh: Mesh, layout: str
-):
+def test_training_over_a_mesh_equals_one_device(mesh: Mesh, layout: str):
     changes, rules, in_scope = LAYOUTS[layout]
-    expected = losses_of_one_device(layout)
+    expected = losses_of_one_device(**changes)
     model = sx.shard(make(**changes), mesh, rules)
     placed = sx.partition.shardings(model, mesh, rules)
     batch = jax.device_put(BATCH, NamedSharding(mesh, PartitionSpec("data")))
@@ -295,7 +299,7 @@ def logits_spec(model: Decoder, tokens: Any) -> PartitionSpec:
     return jax.typeof(sx.jit(model)(tokens)).sharding.spec
 
 
-def test_rules_in_scope_lay_activations_out_if_they_say_where_the_batch_goes(explicit_mesh: Mesh):
+def test_rules_with_batch_axis_lay_activations_out(explicit_mesh: Mesh):
     model = sx.shard(make(), explicit_mesh, DECODER_RULES)
     tokens = jax.device_put(TOKENS, NamedSharding(explicit_mesh, PartitionSpec()))
     with jax.set_mesh(explicit_mesh):

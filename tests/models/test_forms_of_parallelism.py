@@ -19,7 +19,7 @@ def alone() -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_a_mesh_of_names_gives_loss_and_gradients_of_one_device(form: Form) -> None:
+def test_loss_and_gradients_equal_one_device(form: Form) -> None:
     value, wanted = alone()
     loss, gradients = run(form)
     assert float(loss) == pytest.approx(value, abs=1e-5)
@@ -29,7 +29,7 @@ def test_a_mesh_of_names_gives_loss_and_gradients_of_one_device(form: Form) -> N
         np.testing.assert_allclose(each, wanted[path], atol=2e-5, err_msg=str(path))
 
 
-def test_explicit_axes_give_them_too() -> None:
+def test_loss_and_gradients_over_explicit_axes() -> None:
     value, wanted = alone()
     loss, gradients = run(FORMS[-2], AxisType.Explicit)
     assert float(loss) == pytest.approx(value, abs=1e-5)

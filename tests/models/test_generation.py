@@ -22,7 +22,9 @@ PROMPTS = [[104, 101, 108, 108, 111], [7], list(range(20, 31)), [1, 2, 3]]
 SIZES: dict[str, Any] = {"num_layers": 2, "embed_dim": 32, "num_kv_heads": 4, "head_dim": 8}
 
 
+@functools.cache
 def decoder(**options: Any) -> Decoder:
+    """A decoder that tests share: none changes it."""
     return Decoder(DecoderConfig(**(SIZES | options)), rngs=sx.Rngs(0))
 
 
@@ -69,17 +71,17 @@ def greedy_rows(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["listed", "stacked", "without cache"])
-def test_greedy_generation_of_a_batch_takes_the_likeliest_token_of_each_row(
-    model: Decoder, kind: str
-) -> None:
+def test_greedy_generation_takes_each_likeliest_token(model: Decoder, kind: str) -> None:
     asked = {"listed": model, "stacked": decoder(scan_layers=True), "without cache": Plain(model)}
     found = generate(asked[kind], PROMPTS, max_new_tokens=5, temperature=0)
     assert all(one.dtype == np.int32 for one in found)
     assert lists(found) == greedy_rows(5)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "penalties"), [("llama", [None]), ("mistral", [None, 1.3])])
+def test_greedy_tokens_equal_those_of_transformers(
+    family: str, penalties: list[float | None], tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers", reason="the peer is transformers")
     import torch
 
@@ -100,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
     peer.save_pretrained(tmp_path)
     ours = sx.models.from_pretrained(tmp_path)
     prompts, new = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18], [5]], 24
-    for penalty in (None, 1.3):
+    for penalty in penalties:
         expected = [
             peer.generate(
                 torch.tensor([prompt]),
@@ -116,7 +118,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
         assert lists(generate(ours, prompts, temperature=0, **options)) == expected
 
 
-def test_filters_leave_the_tokens_that_transformers_leaves() -> None:
+def test_filters_keep_the_tokens_of_transformers() -> None:
     process = pytest.importorskip("transformers", reason="the peer is transformers").generation
     import torch
 
@@ -136,7 +138,7 @@ def test_filters_leave_the_tokens_that_transformers_leaves() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_tokens_come_as_often_as_the_tempered_probabilities_say(temperature: float) -> None:
+def test_token_frequencies_follow_the_tempered_probabilities(temperature: float) -> None:
     share = np.array([0.5, 0.3, 0.2])
     rows = generate(Weights(*share), [[0]] * 40, max_new_tokens=50, temperature=temperature)
     drawn = np.concatenate([row[1:] for row in rows])
@@ -153,7 +155,7 @@ def test_a_repeated_token_becomes_less_likely() -> None:
     assert lists(found) == [[0, 1, 2, 0], [2, 0, 1, 0, 0]]
 
 
-def test_samples_follow_the_seed_and_their_row_and_no_length(model: Decoder) -> None:
+def test_samples_depend_on_seed_and_row_only(model: Decoder) -> None:
     options = {"max_new_tokens": 9, "temperature": 1.5}
     one, same, other = (lists(generate(model, PROMPTS, seed=seed, **options)) for seed in (1, 1, 2))
     assert one == same != other
@@ -163,7 +165,7 @@ def test_samples_follow_the_seed_and_their_row_and_no_length(model: Decoder) -> 
     assert len({tuple(row) for row in equal}) == 4
 
 
-def test_a_row_ends_with_its_stop_token_and_all_stopped_end_the_loop(model: Decoder) -> None:
+def test_rows_and_stream_end_at_stop_tokens(model: Decoder) -> None:
     whole = lists(generate(model, PROMPTS, max_new_tokens=12, temperature=0))
     stops = [row[len(prompt) + 2] for row, prompt in zip(whole, PROMPTS, strict=True)][:2]
     expected = []
@@ -178,14 +180,14 @@ def test_a_row_ends_with_its_stop_token_and_all_stopped_end_the_loop(model: Deco
     assert [[t for t in row.tolist() if t >= 0] for row in np.stack(stream, 1)] == added
 
 
-def test_a_stream_yields_the_tokens_as_they_are_computed(model: Decoder) -> None:
+def test_stream_yields_the_tokens_of_a_run(model: Decoder) -> None:
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "seed": 3}
     found = np.stack(list(generate(model, PROMPTS, stream=True, **options)), axis=1)
     rows = zip(PROMPTS, lists(found), strict=True)
     assert [[*prompt, *new] for prompt, new in rows] == lists(generate(model, PROMPTS, **options))
 
 
-def test_another_length_compiles_nothing(model: Decoder) -> None:
+def test_other_lengths_of_a_bucket_compile_nothing(model: Decoder) -> None:
     sampling = {"temperature": 0.3, "top_p": 0.9}
     generate(model, [[1, 2], [3]], max_new_tokens=16, **sampling)
     compiled: list[str] = []
@@ -199,15 +201,19 @@ def test_another_length_compiles_nothing(model: Decoder) -> None:
         generate(model, prompts, max_new_tokens=count, **sampling)
         list(generate(model, prompts, max_new_tokens=count, stream=True, **sampling))
     assert compiled == []
-    generate(model, [[1] * 17, [2]], max_new_tokens=3, **sampling)  # the next bucket
+    generate(model, [[1] * 17, [2]], max_new_tokens=1, **sampling)  # the next bucket
     assert compiled
 
 
-def sampled(model: Any) -> list[list[list[int]]]:
+def sampled(model: Any, counts: tuple[int, ...] = (4, 1)) -> list[list[list[int]]]:
+    """Samples for some counts of prompts."""
     options: dict[str, Any] = {
         "max_new_tokens": 6, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1,
     }  # fmt: skip
-    return [lists(generate(model, rows, **options)) for rows in (PROMPTS, PROMPTS[:1])]
+    return [
+        lists(generate(model, rows, **options))
+        for rows in map(PROMPTS.__getitem__, map(slice, counts))
+    ]
 
 
 @functools.cache
@@ -227,10 +233,14 @@ def sampled_on_one_device(scan_layers: bool) -> list[list[list[int]]]:
 def test_a_model_on_a_mesh_generates_the_same(
     scan_layers: bool, rules_in_scope: bool, kind: AxisType
 ) -> None:
-    model = decoder(scan_layers=scan_layers)
+    model = sx.clone(decoder(scan_layers=scan_layers))
     sx.shard(model, make_mesh(kind), DECODER_RULES)
-    with sx.axis_rules(DECODER_RULES if rules_in_scope else {}):
-        assert sampled(model) == sampled_on_one_device(scan_layers)
+    expected = sampled_on_one_device(scan_layers)
+    if rules_in_scope:  # one prompt cannot be split by the batch's axis
+        with sx.axis_rules(DECODER_RULES):
+            assert sampled(model) == expected
+    else:
+        assert sampled(model, (4,)) == expected[:1]
 
 
 def test_nothing_to_add_gives_the_prompts_back(model: Decoder) -> None:
@@ -259,7 +269,7 @@ def test_nothing_to_add_gives_the_prompts_back(model: Decoder) -> None:
         ([[1]], {"stop": [-1]}, r"stop=\[-1\]"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(
+def test_invalid_prompts_and_options_are_refused(
     prompts: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(GenerationError, match=message):

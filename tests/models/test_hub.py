@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.values import with_values
 
 import shardax as sx
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
@@ -33,7 +34,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
-        self.folder, self.fetched = folder, set[str]()
+        self.folder, self.fetched = folder, list[str]()
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -63,7 +64,9 @@ class Answers(BaseHTTPRequestHandler):
             body = files[name].read_bytes()
             headers["ETag"] = f'"{hashlib.sha1(body).hexdigest()}"'
             if with_body:
-                hub.fetched.add(name)
+                hub.fetched.append(name)
+        elif path.startswith("/mark/"):  # a program says where it is
+            hub.fetched.append(path)
         else:
             known = path.startswith("/api/models/org/tiny/revision/")
             code = "RevisionNotFound" if known else "RepoNotFound"
@@ -83,7 +86,7 @@ class Answers(BaseHTTPRequestHandler):
 def hub(tmp_path: Path) -> Iterator[Hub]:
     folder = tmp_path / "published"
     config = DecoderConfig(vocab_size=8, num_layers=1)
-    save_pretrained(Decoder(config, rngs=sx.Rngs(0)), folder)
+    save_pretrained(with_values(Decoder(config, rngs=sx.Rngs(0))), folder)
     words = {"type": "WordLevel", "vocab": {"one": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
     (folder / "tokenizer.json").write_text(json.dumps({"model": words}))
     (folder / "generation_config.json").write_text("{}")
@@ -98,65 +101,88 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         thread.join()
 
 
-def run(program: str, endpoint: str, cache: Path) -> str:
+def run(program: str, endpoint: str, cache: Path) -> list[str]:
     """Runs a program in a process of its own: huggingface_hub reads these once."""
     given = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM + program],
         env={**os.environ, **given, "HF_HUB_DISABLE_TELEMETRY": "1", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
-SAYS = """
-import numpy as np
+PROGRAM = """
+import os
+import urllib.request
+
 import shardax as sx
+from tests.models.test_hub import digest
 
-def attempt(call):
+def attempt(name):
     try:
-        return call()
+        sx.models.from_pretrained(name)
     except sx.errors.PretrainedError as error:
         print(error)
+
+def mark(name):
+    urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/mark/" + name).read()
+
+def load(name):
+    print(digest(sx.models.from_pretrained(name)))
 """
-LOAD = """
+
+
+def digest(model: Any) -> str:
+    """What a model is: its structure and all numbers."""
+    values = sx.state(model).flat().items()
+    numbers = [(str(path), np.asarray(value).tobytes()) for path, value in values]
+    return hashlib.sha1(repr((model.config, sorted(numbers))).encode()).hexdigest()
+
+
+def test_names_fetch_only_needed_files_and_keep_them(hub: Hub, tmp_path: Path):
+    expected = digest(from_pretrained(hub.folder))
+    with_network = """
 print(sx.models.load_tokenizer("org/tiny").encode("one").ids)
-model = sx.models.from_pretrained("org/tiny")
-print(np.asarray(model(np.array([[1, 2, 3]]))).tobytes().hex())
+mark("tokenizer")
+load("org/tiny")
+mark("model")
+load("org/tiny@refs/pr/1")
+for name in ("org/other", "org--x/tiny", "org/tiny@v2"):
+    attempt(name)
 """
-
-
-def test_a_name_fetches_only_what_is_read_and_is_kept_for_a_time_without_network(
-    hub: Hub, tmp_path: Path
-):
-    logits = np.asarray(from_pretrained(hub.folder)(np.array([[1, 2, 3]]))).tobytes().hex()
-    first = SAYS + "sx.models.load_tokenizer('org/tiny')"
-    run(first, hub.endpoint, tmp_path / "cache")
-    assert hub.fetched == NEEDED - {"model.safetensors"}
-    assert run(SAYS + LOAD, hub.endpoint, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
-    assert hub.fetched == NEEDED
-    pinned = (SAYS + LOAD).replace("org/tiny", "org/tiny@refs/pr/1")
-    assert run(pinned, hub.endpoint, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
-    closed = "http://127.0.0.1:9"
-    assert run(SAYS + LOAD, closed, tmp_path / "cache").split("\n")[:2] == ["[0]", logits]
-
-
-def test_a_name_that_is_not_there_and_a_hub_that_is_not_are_one_line_each(hub: Hub, tmp_path: Path):
-    names = SAYS + "".join(
-        f"attempt(lambda: sx.models.from_pretrained({name!r}))\n"
-        for name in ("org/other", "org--x/tiny", "org/tiny@v2")
-    )
-    other, wrong, revision = run(names, hub.endpoint, tmp_path / "cache").splitlines()
+    said = run(with_network, hub.endpoint, tmp_path / "cache")
+    ids, first, pinned, other, wrong, revision = said
+    assert ids == "[0]"
+    assert first == pinned == expected
     assert other.startswith("org/other is no folder here, and on the hub there is none of this")
     assert wrong.startswith("org--x/tiny: the hub says: ")
     assert revision == "org/tiny has no revision v2 on the hub."
-    offline = SAYS + "attempt(lambda: sx.models.from_pretrained('org/tiny'))"
-    (said,) = run(offline, "http://127.0.0.1:9", tmp_path / "cache").splitlines()
-    assert said.startswith("org/tiny is no folder here, the hub cannot be reached, and nothing was")
-    (said,) = run(
-        "import os; os.environ['HF_HUB_OFFLINE'] = '1'\n" + offline, hub.endpoint, tmp_path / "c"
-    ).splitlines()
-    assert said.startswith("org/tiny is no folder here, the hub cannot be reached, and nothing was")
+
+    *for_tokenizer, mark = hub.fetched[: len(NEEDED)]
+    assert (sorted(for_tokenizer), mark) == (
+        sorted(NEEDED - {"model.safetensors"}),
+        "/mark/tokenizer",
+    )
+    assert hub.fetched[len(NEEDED) :] == ["model.safetensors", "/mark/model"]
+
+    without_network = """
+print(sx.models.load_tokenizer("org/tiny").encode("one").ids)
+load("org/tiny")
+attempt("org/unseen")
+import huggingface_hub
+huggingface_hub.constants.HF_HUB_OFFLINE = True
+load("org/tiny")
+attempt("org/unseen")
+"""
+    closed = "http://127.0.0.1:9"
+    ids, kept, unreachable, again, offline = run(without_network, closed, tmp_path / "cache")
+    assert ids == "[0]"
+    assert kept == again == expected
+    for said in (unreachable, offline):
+        assert said.startswith(
+            "org/unseen is no folder here, the hub cannot be reached, and nothing was"
+        )

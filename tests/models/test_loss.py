@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerInputError
@@ -25,7 +26,7 @@ def surprises() -> np.ndarray:
     return log_normaliser - np.take_along_axis(wide, TARGETS[..., None], -1)[..., 0]
 
 
-def test_mean_surprise_over_all_targets_or_those_of_the_mask():
+def test_loss_is_the_weighted_mean_of_targets():
     assert float(cross_entropy(LOGITS, TARGETS)) == pytest.approx(surprises().mean(), rel=1e-5)
     masked = float(cross_entropy(LOGITS, TARGETS, MASK))
     assert masked == pytest.approx(surprises()[MASK].mean(), rel=1e-5)
@@ -34,12 +35,12 @@ def test_mean_surprise_over_all_targets_or_those_of_the_mask():
     assert weighted == pytest.approx(np.average(surprises(), weights=weights), rel=1e-5)
 
 
-def test_nothing_to_learn_from_is_no_loss_and_no_gradient():
+def test_everything_masked_is_no_loss_and_no_gradient():
     loss, gradient = jax.value_and_grad(cross_entropy)(jnp.asarray(LOGITS), TARGETS, MASK & False)
     assert (float(loss), float(jnp.abs(gradient).max())) == (0, 0)
 
 
-def test_bfloat16_logits_are_judged_in_float32():
+def test_loss_of_bfloat16_logits_is_in_float32():
     small = jnp.asarray(LOGITS, jnp.bfloat16)
     found = cross_entropy(small, TARGETS)
     assert found.dtype == jnp.float32
@@ -57,12 +58,19 @@ def test_split_logits_give_the_same_loss_and_gradient(mesh: Mesh, spec: Partitio
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_next_token_loss_calls_the_model_on_the_inputs():
-    model = sx.nn.Sequential(sx.nn.Embed(8, 8, rngs=sx.Rngs(0)))
+def test_next_token_loss_calls_model_on_inputs():
+    model = with_values(sx.nn.Sequential(sx.nn.Embed(8, 8, rngs=sx.Rngs(0))))
     batch = {"inputs": TARGETS[:, ::-1], "targets": TARGETS}
-    expected = cross_entropy(model(batch["inputs"]), TARGETS)
-    assert next_token_loss(model, batch) == expected
-    assert next_token_loss(model, batch | {"mask": MASK}) != expected
+
+    @sx.jit
+    def run(model):
+        masked = batch | {"mask": MASK}
+        by_hand = [cross_entropy(model(batch["inputs"]), TARGETS, mask) for mask in (None, MASK)]
+        return [next_token_loss(model, batch), next_token_loss(model, masked)], by_hand
+
+    (found, of_mask), (expected, expected_of_mask) = run(model)
+    assert (found, of_mask) == (expected, expected_of_mask)
+    assert of_mask != found
 
 
 def test_shapes_that_do_not_fit_are_refused():

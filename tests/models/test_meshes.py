@@ -102,9 +102,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_tensor_parallel_neither_axis_types_nor_a_loop_change_losses_or_bytes(
-    scanned: bool, kinds: str
-) -> None:
+def test_tensor_parallel_losses_and_bytes_are_equal(scanned: bool, kinds: str) -> None:
     losses, found = train(scanned, False, kinds)
     np.testing.assert_allclose(losses, losses_of_one_device(), rtol=1e-5)
     assert losses[1] < losses[0] - 0.1
@@ -114,9 +112,7 @@ def test_tensor_parallel_neither_axis_types_nor_a_loop_change_losses_or_bytes(
 
 @pytest.mark.slow
 @CASES
-def test_with_parameters_split_by_the_batch_too_explicit_axes_save_the_bytes_of_the_norms(
-    scanned: bool, kinds: str
-) -> None:
+def test_explicit_axes_gather_the_norms_only_once(scanned: bool, kinds: str) -> None:
     losses, found = train(scanned, True, kinds)
     np.testing.assert_allclose(losses, losses_of_one_device(), rtol=1e-5)
     norms = 4 * SMALL.embed_dim * (2 * SMALL.num_layers + 1)  # bytes of all vectors of norms

@@ -41,9 +41,7 @@ def unrolled() -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("remat", [None, "full", "dots_saveable"])
-def test_parameters_loss_and_gradients_are_those_of_the_unrolled_one(
-    remat: str | None, unrolled: Any
-) -> None:
+def test_scanned_loss_and_gradients_equal_the_unrolled(remat: str | None, unrolled: Any) -> None:
     model = decoder(scan_layers=True, remat=remat)
     loss, gradients = loss_and_gradients(model)
     params = unstack_state(sx.state(model, sx.Param), model)
@@ -56,14 +54,14 @@ def test_parameters_loss_and_gradients_are_those_of_the_unrolled_one(
         np.testing.assert_allclose(mine[path], value, 1e-5, 1e-6, err_msg=str(path))
 
 
-def test_the_unrolled_one_with_remat_has_the_same_gradients(unrolled: Any) -> None:
+def test_unrolled_remat_keeps_loss_and_gradients(unrolled: Any) -> None:
     loss, gradients = loss_and_gradients(decoder(remat="full"))
     np.testing.assert_allclose(loss, unrolled[1], rtol=1e-6)
     for path, value in unrolled[2].flat().items():
         np.testing.assert_allclose(gradients.flat()[path], value, 1e-5, 1e-6, err_msg=str(path))
 
 
-def test_the_rules_lay_it_out_and_it_runs_there(mesh: Mesh, unrolled: Any) -> None:
+def test_loss_and_gradients_over_a_mesh(mesh: Mesh, unrolled: Any) -> None:
     model = sx.shard(decoder(scan_layers=True), mesh, DECODER_RULES)
     layers: Any = model.layers
     kernel = layers.stacked.mlp.up.kernel
@@ -78,7 +76,7 @@ def test_the_rules_lay_it_out_and_it_runs_there(mesh: Mesh, unrolled: Any) -> No
     np.testing.assert_allclose(up, np.stack(expected), rtol=1e-4, atol=1e-6)
 
 
-def test_it_generates_the_same_tokens() -> None:
+def test_scanned_decoder_generates_equal_tokens() -> None:
     samples = []
     for scanned in (False, True):
         model = decoder(scan_layers=scanned)
@@ -89,18 +87,19 @@ def test_it_generates_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_positions_and_dtypes_go_through(dtype: str) -> None:
-    positions = jnp.arange(5, 13)
+def test_scanned_logits_with_given_positions_and_dtype(dtype: str) -> None:
+    positions, tokens = np.arange(5, 13), TOKENS[:, 1:]
+    run = sx.jit(lambda model: model(tokens, positions=positions))
     logits = [
-        model(TOKENS[:, 1:], positions=positions)
+        run(model)
         for scanned in (False, True)
-        for model in [decoder(scan_layers=scanned, dtype=dtype, tied_head=True, dropout=0.0)]
+        for model in [
+            decoder(scan_layers=scanned, dtype=dtype, tied_head=True, dropout=0.0, num_layers=2)
+        ]
     ]
     assert logits[1].dtype == jnp.dtype(dtype)
     tolerance = 1e-5 if dtype == "float32" else 0.05
-    np.testing.assert_allclose(
-        logits[0].astype("float32"), logits[1].astype("float32"), tolerance, tolerance
-    )
+    np.testing.assert_allclose(*map(np.float32, logits), tolerance, tolerance)
 
 
 def test_the_program_does_not_grow_with_depth() -> None:
@@ -113,6 +112,6 @@ def test_the_program_does_not_grow_with_depth() -> None:
 
 
 @pytest.mark.parametrize("remat", ["dots", jax.checkpoint_policies.dots_saveable])
-def test_a_policy_that_has_no_such_name_is_refused(remat: Any) -> None:
+def test_unknown_remat_policy_is_refused(remat: Any) -> None:
     with pytest.raises(LayerConfigError, match="remat="):
         dataclasses.replace(SMALL, remat=remat)

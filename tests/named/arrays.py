@@ -6,8 +6,10 @@ Every array of one example takes its names from one table of sizes, so that name
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
@@ -20,8 +22,18 @@ SIZES: dict[Any, int] = {"a": 2, "b": 3, 7: 2}
 POSITIONAL = (3, 2)
 """Sizes of positional dimensions, of which an array has the last ones."""
 
-few = settings(max_examples=12)
+few = settings(max_examples=10)
 """For laws whose every example compiles."""
+
+
+def compiled(function: Callable[..., Any], *arrays: NamedArray) -> Any:
+    """Calls a function of named arrays in one program, with their storage as it is.
+
+    Arguments of ``jax.jit`` would be in canonical order. Eager operations would be a program each.
+    """
+    dims = [array.dims for array in arrays]
+    run = jax.jit(lambda *data: function(*map(NamedArray, data, dims)))
+    return run(*(array.data for array in arrays))
 
 
 @st.composite
@@ -42,20 +54,33 @@ def named_arrays(
 @st.composite
 def restored(draw: st.DrawFn, array: NamedArray) -> NamedArray:
     """The same array stored in another order; positional dimensions keep theirs."""
-    return array.order_as(*draw(st.permutations(array.dims)))
+    return stored_as(array, draw(st.permutations(array.dims)))
+
+
+def stored_as(array: NamedArray, dims: Any) -> NamedArray:
+    """Transposes the storage by NumPy."""
+    positional = (place for place, name in enumerate(array.dims) if name is None)
+    order = [next(positional) if name is None else array.dims.index(name) for name in dims]
+    return NamedArray(jnp.asarray(np.asarray(array.data).transpose(order)), tuple(dims))
+
+
+def unwrapped(array: NamedArray, *names: Any) -> np.ndarray:
+    """The numbers by NumPy: positional dimensions first, then the names in this order."""
+    places = [place for place, name in enumerate(array.dims) if name is None]
+    return np.asarray(array.data).transpose([*places, *map(array.dims.index, names)])
 
 
 def plain(array: Any) -> np.ndarray:
     """The array over all names of the table: positional dimensions, then names, 1 where lacking."""
     if not isinstance(array, NamedArray):
         return np.asarray(array)
-    own = [name for name in SIZES if name in array.axes]
-    data = np.asarray(array.unwrap(*own))
-    lead = data.ndim - len(own)
+    names = [*SIZES, *(name for name in array.axes if name not in SIZES)]
+    data = unwrapped(array, *(name for name in names if name in array.axes))
+    lead = len(array.positional_shape)
     shape = [
         *(1 for _ in range(len(POSITIONAL) - lead)),
         *data.shape[:lead],
-        *(array.axes.get(name, 1) for name in SIZES),
+        *(array.axes.get(name, 1) for name in names),
     ]
     return data.reshape(shape)
 

@@ -31,7 +31,7 @@ class Opaque:
         return "Opaque()"
 
 
-def test_it_tells_what_it_is_without_computing():
+def test_attributes_and_repr_are_those_of_the_array():
     x = NamedArray(jnp.zeros((2, 3, 4), jnp.bfloat16), ("b", None, "a"))
     assert x.dims == ("b", None, "a")
     assert x.axes == {"b": 2, "a": 4}
@@ -147,7 +147,7 @@ def test_rename_swaps_and_tag_names_in_order():
         (lambda x: x.broadcast_axes({"a": 5}), "NamedAxesError", "size 2, not 5"),
     ],
 )
-def test_names_that_are_not_there_or_would_be_lost_are_errors(change, error, text):
+def test_missing_or_lost_names_are_errors(change, error, text):
     with pytest.raises(getattr(sx.errors, error), match=text):
         change(zeros({"a": 2, "b": 3}))
 
@@ -155,7 +155,7 @@ def test_names_that_are_not_there_or_would_be_lost_are_errors(change, error, tex
 # --- beside plain arrays ---
 
 
-def test_numpy_gets_the_numbers_when_no_names_are_left_to_lose():
+def test_array_without_names_converts_to_numpy():
     x = wrap(jnp.arange(6.0).reshape(2, 3))
     assert np.asarray(x).dtype == np.float32
     np.testing.assert_array_equal(np.asarray(x, np.int32), np.arange(6).reshape(2, 3))
@@ -187,7 +187,7 @@ def test_numpy_gets_the_numbers_when_no_names_are_left_to_lose():
         lambda x: range(3)[x],
     ],
 )
-def test_what_would_lose_names_is_an_error_that_names_them(use):
+def test_conversion_that_loses_names_is_an_error(use):
     with pytest.raises(sx.errors.NamesRemainError, match="'a': 2, 'b': 3"):
         use(zeros({"a": 2, "b": 3}))
 

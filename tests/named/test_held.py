@@ -72,7 +72,7 @@ def test_one_variable_given_twice_needs_one_entry(auto_mesh: Mesh) -> None:
         sx.jit(lambda first, second: None, in_shardings=(place, other))(w, w)
 
 
-def test_an_entry_of_other_names_or_another_structure_is_refused(auto_mesh: Mesh) -> None:
+def test_entry_of_other_names_or_structure_is_refused(auto_mesh: Mesh) -> None:
     wrong = sx.shardings(named.ones({"c": 3}), auto_mesh, {})
     with pytest.raises(PrefixError, match=r"in_shardings for the argument at \.w, a Param"):
         sx.jit(lambda w: None, in_shardings=(wrong,))(whole())

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.named.arrays import SIZES, assert_same, few, named_arrays, restored
+from tests.named.arrays import SIZES, assert_same, compiled, few, named_arrays, restored, unwrapped
 
 import shardax as sx
 from shardax.named import NamedArray, wrap, zeros
-
-UPDATES = ["set", "add", "subtract", "multiply", "divide", "power", "min", "max"]
 
 
 @st.composite
@@ -58,22 +56,30 @@ def by_hand(x, index):
 
 
 @few
-@given(indexed())
-def test_reading_is_numpys_one_axis_after_another(case):
+@given(st.data(), indexed())
+def test_reading_equals_numpy_in_any_storage_order(data, case):
     x, index = case
-    assert_same(x[index], by_hand(x, index))
+    y = data.draw(restored(x))
+    expected = by_hand(x, index)
+    for found in compiled(lambda x, y: (x[index], y[index]), x, y):
+        assert_same(found, expected)
+
+
+NUMPYS = {
+    "set": lambda old, new: new,
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.divide,
+    "power": np.power,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 
 
 @few
 @given(st.data(), indexed())
-def test_storage_order_does_not_matter(data, case):
-    x, index = case
-    assert_same(data.draw(restored(x))[index], x[index])
-
-
-@few
-@given(st.data(), indexed(), st.sampled_from(UPDATES))
-def test_an_update_writes_what_reading_the_same_index_sees(data, case, name):
+def test_updates_change_exactly_what_the_index_reads(data, case):
     x, index = case
     unique = {
         key: np.unique(entry % x.axes[key])
@@ -81,31 +87,31 @@ def test_an_update_writes_what_reading_the_same_index_sees(data, case, name):
         else entry
         for key, entry in index.items()
     }
-    part = x[unique]
+    part = by_hand(x, unique)
     lacking = data.draw(st.sampled_from([None, *part.axes]))
-    value = part + 1 if lacking is None else (part + 1).sum(lacking)
-    found = getattr(data.draw(restored(x)).at[unique], name)(value)
-    numpys = {
-        "set": lambda a, b: a * 0 + b,
-        "add": np.add,
-        "subtract": np.subtract,
-        "multiply": np.multiply,
-        "divide": np.divide,
-        "power": np.power,
-        "min": np.minimum,
-        "max": np.maximum,
-    }[name]
-    seen, old = found[unique], np.asarray(part.data)
-    given = value if lacking is None else value.broadcast_axes({lacking: part.axes[lacking]})
-    expected = numpys(old, np.asarray(given.order_as(*part.dims).data))
-    np.testing.assert_allclose(seen.order_as(*part.dims).data, expected, rtol=1e-5)
-    places = jax.tree.map(lambda leaf: jnp.arange(leaf.size).reshape(leaf.shape), x)
-    touched = np.isin(np.asarray(places.data), np.asarray(places[unique].data))
-    after, before = (np.asarray(each.order_as(*places.dims).data) for each in (found, x))
-    np.testing.assert_array_equal(after[~touched], before[~touched])
+    given, dims = np.asarray(part.data) + 1, part.dims
+    if lacking is not None:  # it is repeated along the name
+        along = dims.index(lacking)
+        given, dims = given.sum(along), (*dims[:along], *dims[along + 1 :])
+    value = NamedArray(jnp.asarray(given), dims)
+
+    def update(x, value):
+        return {name: getattr(x.at[unique], name)(value) for name in NUMPYS}
+
+    places = NamedArray(np.arange(x.size).reshape(x.shape), x.dims)
+    touched = np.asarray(by_hand(places, unique).data)
+    if lacking is not None:
+        given = np.expand_dims(given, along)
+    for name, found in compiled(update, data.draw(restored(x)), value).items():
+        expected = np.array(x.data).ravel()
+        expected[touched] = NUMPYS[name](expected[touched], given)
+        assert found.axes == x.axes
+        found = unwrapped(found, *x.axes)
+        expected = unwrapped(NamedArray(expected.reshape(x.shape), x.dims), *x.axes)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_integers_with_names_take_one_position_for_each_of_their_own():
+def test_named_integers_add_their_axes():
     x = NamedArray(jnp.arange(12).reshape(3, 4), ("a", "b"))
     at = NamedArray(jnp.array([[2, 0], [1, 1]]), ("c", "d"))
     found = x[{"a": at}]
@@ -134,11 +140,11 @@ def test_updates_at_integers_with_names():
     assert x.at[{"a": jnp.array(9)}].get(mode="fill", fill_value=7).sum().item() == 14.0
 
 
-def test_positional_dimensions_are_indexed_as_numpy_does_along_the_names():
-    data = jnp.arange(24).reshape(2, 3, 4)
-    x = NamedArray(data, (None, "a", None))
-    rows = np.moveaxis(np.asarray(data), 1, 0)
-    for index in [
+def test_positional_indices_equal_numpy_along_names():
+    data = np.arange(24).reshape(2, 3, 4)
+    x = NamedArray(jnp.asarray(data), (None, "a", None))
+    rows = np.moveaxis(data, 1, 0)
+    indices = [
         0,
         (..., 1),
         (0, slice(1, 3)),
@@ -147,13 +153,14 @@ def test_positional_dimensions_are_indexed_as_numpy_does_along_the_names():
         (np.array([0, 1]), np.array([2, 3])),
         np.array([True, False]),
         rows[0] > 5,
-    ]:
-        expected = np.stack([row[index] for row in rows], axis=-1)
-        np.testing.assert_array_equal(x[index].unwrap("a"), expected)
+    ]
+    found = compiled(lambda x: [x[index] for index in indices], x)
+    for index, part in zip(indices, found, strict=True):
+        np.testing.assert_array_equal(unwrapped(part, "a"), np.stack([r[index] for r in rows], -1))
     assert x.at[..., 0].set(0)[..., 0].sum().data.tolist() == [0, 0, 0]
 
 
-def test_a_mask_may_be_a_named_array_of_its_axis():
+def test_mask_may_be_named_by_its_axis():
     x = NamedArray(jnp.arange(6).reshape(2, 3), ("a", "b"))
     assert x[{"b": x[{"a": 0}] != 1}].unwrap("a", "b").tolist() == [[0, 2], [3, 5]]
     assert x.at[{"b": x[{"a": 0}] != 1}].set(9).unwrap("a", "b").tolist() == [[9, 1, 9], [9, 4, 9]]
@@ -167,7 +174,7 @@ def test_none_adds_an_axis_by_name():
 
 
 @pytest.mark.parametrize("index", [{"a": 2}, {"a": -3}, {"a": np.array([0, 2])}, {"a": [5]}])
-def test_a_position_known_to_be_out_of_range_is_an_error(index):
+def test_known_position_out_of_range_is_an_error(index):
     x = zeros({"a": 2, "b": 3})
     for call in (lambda: x[index], lambda: x.at[index].set(1)):
         with pytest.raises(sx.errors.NamedIndexError, match="'a' of size 2"):
@@ -190,17 +197,17 @@ def test_a_position_known_to_be_out_of_range_is_an_error(index):
         ({"b": slice(2), "a": NamedArray(jnp.array([0, 1]), ("b",))}, "twice"),
     ],
 )
-def test_an_index_that_does_not_fit_is_an_error(index, text):
+def test_unfit_index_is_an_error(index, text):
     with pytest.raises(sx.errors.NamedAxesError, match=text):
         zeros({"a": 2, "b": 3})[index]
 
 
-def test_a_mask_inside_a_trace_is_an_error_that_offers_where():
+def test_traced_mask_error_offers_where():
     with pytest.raises(sx.errors.NamedAxesError, match=r"named\.where"):
         jax.jit(lambda x, mask: x[{"a": mask}])(zeros({"a": 2}), jnp.array([True, False]))
 
 
-def test_a_value_with_more_axes_than_the_part_is_an_error():
+def test_value_with_more_axes_is_an_error():
     x = zeros({"a": 2, "b": 3})
     with pytest.raises(sx.errors.NamedAxesError, match=r"'a': 2.*'b': 3"):
         x.at[{"a": 0}].set(x)

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.named.arrays import stored_as
+from tests.values import with_values
 
 import shardax as sx
 from shardax import named
@@ -15,40 +19,56 @@ from shardax.named import NamedArray, wrap, zeros
 
 
 def numbers(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def assert_close(found, expected, *names):
     np.testing.assert_allclose(found.unwrap(*names), expected, rtol=2e-5, atol=2e-5)
 
 
-X = wrap(numbers(2, 5, 8), "batch", "time", "embed")
-REORDERED = X.order_as("embed", "batch", "time")
+NUMBERS = numbers(2, 5, 8)
+X = wrap(NUMBERS, "batch", "time", "embed")
+REORDERED = stored_as(X, ("embed", "batch", "time"))
 
 
-@pytest.mark.parametrize("x", [X, REORDERED], ids=["as nn", "stored otherwise"])
-def test_linear_is_that_of_nn(x):
+def results(layer, *others):
+    """What a layer over names and others over plain arrays return for ``X``, in one program."""
+
+    @sx.jit
+    def run(layer, others):
+        return layer(NamedArray(REORDERED.data, REORDERED.dims)), [o(NUMBERS) for o in others]
+
+    return run(layer, others)
+
+
+def test_linear_equals_that_of_nn():
     layer = named.Linear({"embed": 8}, {"heads": 4, "head": 2}, rngs=sx.Rngs(0))
     other = sx.nn.Linear(8, (4, 2), rngs=sx.Rngs(0))
-    layer.bias[...] = other.bias[...] = numbers(4, 2, seed=1)
+    layer.bias.value = other.bias.value = numbers(4, 2, seed=1)
     np.testing.assert_array_equal(layer.kernel.value, other.kernel.value)
-    expected = other(X.unwrap("batch", "time", "embed"))
-    assert_close(layer(x), expected, "batch", "time", "heads", "head")
+    found, (expected,) = results(layer, other)
+    assert_close(found, expected, "batch", "time", "heads", "head")
+    # Eager calls, by any storage.
+    for x in (X, REORDERED):
+        assert_close(layer(x), expected, "batch", "time", "heads", "head")
 
 
-def test_linear_runs_along_batch_axes_and_keeps_positional_dimensions():
+def test_linear_has_batch_axes_and_positional_dimensions():
     layer = named.Linear({"embed": 8}, {"mlp": 3}, batch_axes={"time": 5}, rngs=sx.Rngs(0))
+    layer = with_values(layer)
+    layer.bias.value = np.zeros(layer.bias.shape, np.float32)
     assert layer.kernel.axes == ("time", "embed", "mlp")
-    found = layer(X.untag("batch"))
+    found = layer(NamedArray(X.data, (None, "time", "embed")))
     assert (found.axes, found.positional_shape) == ({"time": 5, "mlp": 3}, (2,))
-    expected = jnp.einsum("bte,tem->btm", X.data, layer.kernel.value)
+    expected = np.einsum("bte,tem->btm", NUMBERS, layer.kernel.value)
     assert_close(found.tag("batch"), expected, "batch", "time", "mlp")
 
 
-def test_linear_to_its_own_axes_has_a_kernel_with_two_names():
+def test_linear_to_its_own_axes_names_both_apart():
     layer = named.Linear({"embed": 8}, {"embed": 8}, use_bias=False, rngs=sx.Rngs(0))
+    layer = with_values(layer)
     assert layer.kernel.axes == ("embed", "embed_out")
-    assert_close(layer(X), X.data @ layer.kernel.value, "batch", "time", "embed")
+    assert_close(layer(X), NUMBERS @ np.asarray(layer.kernel.value), "batch", "time", "embed")
 
 
 def test_layers_are_lazy_and_constants_draw_nothing():
@@ -60,42 +80,56 @@ def test_layers_are_lazy_and_constants_draw_nothing():
     )
 
 
-def test_embed_is_that_of_nn():
-    tokens = wrap(jnp.array([[1, 9, -1], [0, 10, 3]]), "batch", "time")
+def test_embed_equals_that_of_nn():
+    tokens = np.array([[1, 9, -1], [0, 10, 3]])
     layer = named.Embed({"vocab": 10}, {"embed": 4}, rngs=sx.Rngs(0))
     other = sx.nn.Embed(10, 4, rngs=sx.Rngs(0))
-    assert_close(layer(tokens), other(tokens.data), "batch", "time", "embed")
-    assert np.isnan(layer(tokens)[{"batch": 1, "time": 1}].data).all()
-    x = layer(tokens.clip(0, 9))
-    assert_close(layer.attend(x), other.attend(x.data), "batch", "time", "vocab")
+    np.testing.assert_array_equal(layer.embedding.value, other.embedding.value)
+    x = numbers(2, 3, 4)
+
+    @sx.jit
+    def run(layer, other):
+        named_results = layer(wrap(tokens, "batch", "time")), layer.attend(wrap(x, *names))
+        return named_results, (other(tokens), other.attend(x))
+
+    names = ("batch", "time", "embed")
+    (vectors, scores), expected = run(layer, other)
+    assert_close(vectors, expected[0], *names)
+    assert np.isnan(vectors.unwrap(*names)[1, 1]).all()
+    assert_close(scores, expected[1], "batch", "time", "vocab")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_norms_are_those_of_nn(kind, dtype):
+def test_norms_equal_those_of_nn(kind, dtype):
     layer, other = getattr(named, kind)({"embed": 8}), getattr(sx.nn, kind)(8)
-    layer.scale[...] = other.scale[...] = numbers(8)
-    found, expected = layer(REORDERED.astype(dtype)), other(X.data.astype(dtype))
+    layer.scale.value = other.scale.value = numbers(8)
+
+    @sx.jit
+    def run(layer, other):
+        x = NamedArray(REORDERED.data, REORDERED.dims).astype(dtype)
+        return layer(x), other(NUMBERS.astype(dtype))
+
+    found, expected = run(layer, other)
     assert found.dtype == expected.dtype
-    found, expected = (each.astype(jnp.float32) for each in (found, expected))
     np.testing.assert_allclose(
-        found.unwrap("batch", "time", "embed"),
-        expected,
+        np.float32(found.unwrap("batch", "time", "embed")),
+        np.float32(expected),
         rtol=2e-5 if dtype == jnp.float32 else 0.02,
     )
 
 
 def test_norms_take_several_axes_and_no_parameters():
     layer = named.LayerNorm({"time": 5, "embed": 8}, use_scale=False, use_bias=False)
-    found = layer(X)
     assert not list(sx.iter_variables(layer))
-    np.testing.assert_allclose(found.mean(["time", "embed"]).data, 0, atol=1e-6)
-    np.testing.assert_allclose(found.std(["time", "embed"]).data, 1, rtol=1e-4)
+    found = np.asarray(jax.jit(layer)(X).unwrap("batch", "time", "embed"))
+    np.testing.assert_allclose(found.mean((1, 2)), 0, atol=1e-6)
+    np.testing.assert_allclose(found.std((1, 2)), 1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_attention_is_that_of_nn(causal, grouped):
+def test_attention_equals_that_of_nn(causal, grouped):
     heads, group = (2, {"group": 2}) if grouped else (4, None)
     layer = named.Attention(
         {"embed": 8}, {"heads": heads}, {"head": 2}, group=group, causal=causal, rngs=sx.Rngs(0)
@@ -103,21 +137,33 @@ def test_attention_is_that_of_nn(causal, grouped):
     other = sx.nn.MultiHeadAttention(
         8, 4, num_kv_heads=heads, causal=causal, use_bias=False, rngs=sx.Rngs(1)
     )
-    for mine, its in ((layer.q, other.q), (layer.k, other.k), (layer.v, other.v)):
-        mine.kernel[...] = its.kernel.value.reshape(mine.kernel.shape)
-    layer.out.kernel[...] = other.out.kernel.value.reshape(layer.out.kernel.shape)
-    assert_close(layer(REORDERED), other(X.data), "batch", "time", "embed")
+    with_values(other)
+    for name in ("q", "k", "v", "out"):
+        mine, its = getattr(layer, name).kernel, getattr(other, name).kernel
+        mine.value = np.asarray(its.value).reshape(mine.shape)
+    found, (expected,) = results(layer, other)
+    assert_close(found, expected, "batch", "time", "embed")
 
 
-def test_attention_reads_from_another_array_through_a_mask():
+def test_attention_reads_another_array_through_a_mask():
     layer = named.Attention({"embed": 8}, {"heads": 2}, {"head": 4}, rngs=sx.Rngs(0))
     context = wrap(numbers(2, 3, 8, seed=1), "batch", "time", "embed")
-    mask = named.arange({"time_read": 3}) < 2
-    found = layer(X, context, mask=mask)
-    assert_close(found, layer(X, context[{"time": slice(2)}]).data, "batch", "time", "embed")
-    assert not np.allclose(found.data, layer(X, context).data)
-    nothing = layer(X, context, mask=mask & False)
-    assert bool(jnp.isfinite(nothing.data).all())
+    mask = wrap(np.arange(3) < 2, "time_read")
+
+    @sx.jit
+    def run(layer, x, context):
+        return (
+            layer(x, context, mask=mask),
+            layer(x, context[{"time": slice(2)}]),
+            layer(x, context),
+            layer(x, context, mask=mask & False),
+        )
+
+    names = ("batch", "time", "embed")
+    found, of_two, of_all, of_none = run(with_values(layer), X, context)
+    assert_close(found, of_two.unwrap(*names), *names)
+    assert not np.allclose(found.unwrap(*names), of_all.unwrap(*names))
+    assert np.isfinite(of_none.unwrap(*names)).all()
 
 
 # --- a model of them ---
@@ -142,20 +188,27 @@ class Model(sx.Module):
         return self.embed.attend(x)
 
 
-TOKENS = wrap(jnp.arange(24).reshape(4, 6) % 16, "batch", "time")
+TOKENS = wrap(np.arange(24).reshape(4, 6) % 16, "batch", "time")
 RULES = {"batch": "data", "mlp": "model", "heads": "model", "vocab": "model"}
 
 
-def loss(model, tokens):
+@sx.jit
+@sx.value_and_grad
+def loss_and_gradients(model, tokens):
     logits = model(tokens)
     return (logits * logits).mean().unwrap()
 
 
-def test_rules_lay_a_model_out_and_training_over_a_mesh_is_as_without(mesh):
-    alone, laid_out = Model(sx.Rngs(0)), Model(sx.Rngs(0))
-    expected, gradients = sx.jit(sx.value_and_grad(loss))(alone, TOKENS)
-    assert sx.shard(laid_out, mesh, RULES) is laid_out
-    specs = {path: v.sharding.spec for path, v in sx.iter_variables(laid_out)}
+@functools.cache
+def of_one_device():
+    return loss_and_gradients(with_values(Model(sx.Rngs(0))), TOKENS)
+
+
+def test_model_trains_over_a_mesh_as_without(mesh):
+    expected, gradients = of_one_device()
+    model = with_values(Model(sx.Rngs(0)))
+    assert sx.shard(model, mesh, RULES) is model
+    specs = {path: v.sharding.spec for path, v in sx.iter_variables(model)}
     assert specs["up", "kernel"] == P(None, "model")
     assert specs["down", "kernel"] == P("model", None)
     assert specs["attention", "q", "kernel"] == P(None, "model", None)
@@ -163,8 +216,9 @@ def test_rules_lay_a_model_out_and_training_over_a_mesh_is_as_without(mesh):
     with jax.set_mesh(mesh):
         data = jax.device_put(TOKENS.data, jax.sharding.NamedSharding(mesh, P("data")))
         tokens = NamedArray(data, TOKENS.dims)
-        found, found_gradients = sx.jit(sx.value_and_grad(loss))(laid_out, tokens)
+        found, found_gradients = loss_and_gradients(model, tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert found_gradients.flat().keys() == gradients.flat().keys()
     for path, gradient in gradients.flat().items():
         np.testing.assert_allclose(found_gradients.flat()[path], gradient, rtol=1e-3, atol=1e-6)
 
@@ -217,7 +271,7 @@ def test_rules_lay_a_model_out_and_training_over_a_mesh_is_as_without(mesh):
         ),
     ],
 )
-def test_an_input_that_does_not_fit_is_an_error_that_names_layer_and_axes(call, lines):
+def test_unfit_input_error_names_layer_and_axes(call, lines):
     with pytest.raises(sx.errors.LayerInputError) as error:
         call()
     for line in lines:
@@ -238,6 +292,6 @@ def test_an_input_that_does_not_fit_is_an_error_that_names_layer_and_axes(call, 
         lambda: named.Attention({"time": 8}, {"heads": 2}, {"head": 4}, rngs=None),
     ],
 )
-def test_a_layer_that_cannot_be_made_is_an_error(make):
+def test_unfit_layer_configuration_is_refused(make):
     with pytest.raises(sx.errors.LayerConfigError, match=r"needs|has the axis"):
         make()

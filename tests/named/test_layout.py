@@ -10,7 +10,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.named.arrays import assert_same
+from tests.named.arrays import assert_same, unwrapped
+from tests.values import with_values
 
 import shardax as sx
 from shardax import named
@@ -28,14 +29,15 @@ class Model(sx.Module):
 
 def numbers():
     """Stored neither in canonical order nor with its positional dimension first."""
-    return NamedArray(jnp.arange(96.0).reshape(4, 3, 8), ("mlp", None, "embed"))
+    data = np.arange(96, dtype=np.float32).reshape(4, 3, 8)
+    return NamedArray(jnp.asarray(data), ("mlp", None, "embed"))
 
 
 MAPPING = {"embed": "model", "mlp": "data"}
 SPEC = P(None, "model", "data")
 
 
-def test_a_plain_named_array_is_placed_by_its_names_with_positional_dimensions_counted(mesh):
+def test_named_array_is_placed_by_its_names(mesh):
     for placed in (named.shard(numbers(), MAPPING, mesh), sx.shard(numbers(), mesh, MAPPING)):
         assert placed.dims == (None, "embed", "mlp")
         assert placed.sharding == NamedSharding(mesh, SPEC)
@@ -43,10 +45,11 @@ def test_a_plain_named_array_is_placed_by_its_names_with_positional_dimensions_c
 
 
 def assert_same_numbers(array):
-    np.testing.assert_array_equal(array.unwrap("mlp", "embed"), numbers().unwrap("mlp", "embed"))
+    expected = unwrapped(numbers(), "mlp", "embed")
+    np.testing.assert_array_equal(unwrapped(array, "mlp", "embed"), expected)
 
 
-def test_a_live_model_is_placed_in_place_as_by_rules(mesh):
+def test_model_is_placed_in_place_by_mapping(mesh):
     model = Model()
     assert named.shard(model, MAPPING, mesh) is model
     assert model.weight.sharding.spec == model.pair.value["named"].sharding.spec == SPEC
@@ -76,10 +79,17 @@ def test_specs_shardings_and_abstract_copies_know_the_names(mesh):
 
 
 def test_state_of_the_optimizer_follows_a_named_parameter(mesh):
-    model = sx.shard(Model(), mesh, MAPPING)
+    model = Model()
+    with_values(model.linear)
+    sx.shard(model, mesh, MAPPING)
     optimizer = sx.train.Optimizer(model, optax.adam(1e-3))
-    with jax.set_mesh(mesh):
+
+    @sx.jit
+    def step(model, optimizer):
         optimizer.update(sx.grad(lambda m: m.weight.value.sum(["mlp", "embed", 0]).unwrap())(model))
+
+    with jax.set_mesh(mesh):
+        step(model, optimizer)
     moments = [v for path, v in sx.iter_variables(optimizer, sx.OptState) if "weight" in path]
     assert [moment.sharding.spec for moment in moments] == [SPEC, SPEC]
 
@@ -108,7 +118,7 @@ def test_names_that_are_not_strings_can_be_mapped(mesh):
 # --- inside programs ---
 
 
-def test_constrain_lays_out_arrays_and_models_inside_a_program(mesh):
+def test_constrain_lays_out_arrays_and_models(mesh):
     @jax.jit
     def double(x):
         return named.constrain({"x": 2 * x, "plain": jnp.ones(2)}, {"embed": "model"}, mesh)
@@ -152,7 +162,7 @@ def test_layers_work_over_explicit_axes_and_in_scan(explicit_mesh):
     assert last.sharding.mesh.axis_types == (AxisType.Explicit,) * 2
 
 
-def test_nmap_runs_along_names_that_one_argument_has_split_over_explicit_axes(explicit_mesh):
+def test_nmap_runs_along_names_split_explicitly(explicit_mesh):
     whole = named.ones({"batch": 4, "embed": 8})
     split = named.shard(whole, {"batch": "data"}, explicit_mesh)
     other = named.shard(whole, {"batch": "model"}, explicit_mesh)
@@ -169,7 +179,7 @@ def test_nmap_runs_along_names_that_one_argument_has_split_over_explicit_axes(ex
 
 
 @pytest.mark.parametrize("function", [named.shard, named.constrain])
-def test_a_name_that_nothing_has_is_reported_unless_allowed(function, auto_mesh):
+def test_unused_name_is_reported_unless_allowed(function, auto_mesh):
     x = numbers()
     with pytest.raises(sx.errors.NamedAxesError, match=r"'embd'.*'embed', 'mlp'.*Did you mean"):
         function(x, {"embd": "model"}, auto_mesh)
@@ -186,7 +196,7 @@ def test_a_name_that_nothing_has_is_reported_unless_allowed(function, auto_mesh)
         ({"mlp": ("data", "model")}, r"\.weight: .*'mlp'.*size 4.*not divisible by 8"),
     ],
 )
-def test_what_cannot_be_placed_is_named_by_path_and_nothing_moves(mapping, text, auto_mesh):
+def test_impossible_placement_names_path_and_moves_nothing(mapping, text, auto_mesh):
     model = Model()
     before = model.weight.sharding
     with pytest.raises(sx.errors.PartitionCheckError, match=text):
@@ -195,12 +205,12 @@ def test_what_cannot_be_placed_is_named_by_path_and_nothing_moves(mapping, text,
     assert model.linear.kernel.is_lazy
 
 
-def test_a_variable_does_not_say_twice_what_its_axes_are():
+def test_axes_beside_a_named_value_are_refused():
     with pytest.raises(sx.errors.MetadataError, match="NamedArray"):
         sx.Param(numbers(), axes=("mlp", None, "embed"))
 
 
-def test_writing_at_an_index_by_name():
+def test_variables_are_written_by_named_index():
     weight = sx.Param(zeros({"a": 2, "b": 3}))
     weight[{"a": 1}] = 5
     assert_same(weight.value, zeros({"a": 2, "b": 3}).at[{"a": 1}].set(5))

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.named.arrays import assert_same, few, named_arrays, plain, restored
+from tests.named.arrays import (
+    POSITIONAL,
+    SIZES,
+    assert_same,
+    compiled,
+    few,
+    named_arrays,
+    plain,
+    restored,
+)
 
 import shardax as sx
 from shardax.named import NamedArray, wrap, zeros
@@ -40,45 +49,51 @@ INTEGERS = [
 
 
 @few
-@given(st.data(), st.sampled_from(FLOATS))
-def test_an_operator_is_that_of_the_plain_arrays_aligned(data, function):
-    x, y = data.draw(named_arrays()), data.draw(named_arrays())
-    found = function(x, y)
-    expected = function(plain(x), plain(y))
-    np.testing.assert_allclose(plain(found), expected, rtol=1e-6)
-    assert found.axes.keys() == {*x.axes, *y.axes}
-    assert len(found.positional_shape) == max(len(x.positional_shape), len(y.positional_shape))
-
-
-@few
-@given(st.data(), st.sampled_from(INTEGERS))
-def test_operators_of_integers_likewise(data, function):
-    x, y = (data.draw(named_arrays(dtype=np.int32)) for _ in range(2))
-    np.testing.assert_array_equal(plain(function(x, y)), function(plain(x), plain(y)))
-
-
-@few
-@given(st.data(), st.sampled_from([*FLOATS, *INTEGERS]))
-def test_storage_order_does_not_matter(data, function):
-    dtype = np.int32 if function in INTEGERS else np.float32
+@given(st.data(), st.sampled_from([(np.float32, FLOATS), (np.int32, INTEGERS)]))
+def test_operators_equal_those_of_aligned_plain_arrays(data, kind):
+    dtype, operators = kind
     x, y = (data.draw(named_arrays(dtype=dtype)) for _ in range(2))
-    assert_same(function(data.draw(restored(x)), data.draw(restored(y))), function(x, y))
+    reordered = [data.draw(restored(each)) for each in (x, y)]
+
+    def run(x, y, *reordered):
+        return [(each(x, y), each(*reordered)) for each in operators]
+
+    for function, results in zip(operators, compiled(run, x, y, *reordered), strict=True):
+        expected = function(plain(x), plain(y))
+        for found in results:
+            np.testing.assert_allclose(plain(found), expected, rtol=1e-6)
+            assert found.axes.keys() == {*x.axes, *y.axes}
+            assert len(found.positional_shape) == max(
+                len(x.positional_shape), len(y.positional_shape)
+            )
 
 
 @few
-@given(st.data(), st.sampled_from([operator.add, operator.sub, operator.pow, operator.lt]))
-def test_an_unnamed_array_on_either_side_has_positional_dimensions(data, function):
+@given(st.data())
+def test_unnamed_array_on_either_side_is_positional(data):
     x = data.draw(named_arrays())
     count = len(x.positional_shape)
     shape = x.positional_shape[count - data.draw(st.integers(0, count)) :]
     array = np.arange(1, 1 + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-    for other in (array, jnp.asarray(array)):
-        assert_same(function(other, x), function(wrap(other), x))
-        assert_same(function(x, other), function(x, wrap(other)))
+    operators = [operator.add, operator.sub, operator.pow, operator.lt]
+    others = (array, jnp.asarray(array))
+
+    def run(x):
+        return [(f(other, x), f(x, other)) for f in operators for other in others]
+
+    aligned = array.reshape(*(1,) * (len(POSITIONAL) - array.ndim), *shape, *(1,) * len(SIZES))
+    expected = [f for f in operators for _ in others]
+    for function, (left, right) in zip(expected, compiled(run, x), strict=True):
+        for found, wanted in (
+            (left, function(aligned, plain(x))),
+            (right, function(plain(x), aligned)),
+        ):
+            np.testing.assert_allclose(plain(found), wanted, rtol=1e-6)
+            assert (found.axes, found.positional_shape) == (x.axes, x.positional_shape)
 
 
 @pytest.mark.parametrize("other", [2, 2.0, True, np.float32(2), np.array(2.0), jnp.array(2.0)])
-def test_a_number_on_either_side_is_as_beside_a_plain_array(other):
+def test_number_on_either_side_keeps_dims(other):
     data = jnp.arange(3.0)
     x = NamedArray(data, ("a",))
     for found, expected in ((x - other, data - other), (other - x, other - data)):
@@ -89,7 +104,7 @@ def test_a_number_on_either_side_is_as_beside_a_plain_array(other):
 
 
 @pytest.mark.parametrize("array", [np.ones(3), jnp.ones(3)])
-def test_an_unnamed_array_with_more_dimensions_than_are_positional_is_refused(array):
+def test_unnamed_array_with_more_dimensions_is_refused(array):
     x = zeros({"a": 3})
     for function in (operator.add, operator.lt, operator.eq):
         for left, right in ((x, array), (array, x)):
@@ -97,26 +112,26 @@ def test_an_unnamed_array_with_more_dimensions_than_are_positional_is_refused(ar
                 function(left, right)
 
 
-def test_a_name_with_two_sizes_is_an_error_that_lists_both_operands():
+def test_size_conflict_error_lists_both_operands():
     with pytest.raises(sx.errors.NamedAxesError) as error:
         zeros({"a": 2, "b": 3}) + zeros({"b": 1})
     assert "{'a': 2, 'b': 3}" in str(error.value)
     assert "{'b': 1}" in str(error.value)
 
 
-def test_positional_dimensions_that_do_not_broadcast_are_an_error():
+def test_unbroadcastable_positional_dimensions_are_an_error():
     with pytest.raises(sx.errors.NamedAxesError, match="positional"):
         wrap(jnp.ones((2, 3)), None, "a") + wrap(jnp.ones(3))
 
 
-def test_operands_of_one_storage_order_keep_it_and_new_names_stand_in_front():
+def test_common_storage_order_is_kept():
     x = zeros({"b": 2, "a": 3})
     assert (x + x).dims == ("b", "a")
     assert (x + zeros({"c": 4})).dims == ("c", "b", "a")
     assert (x + wrap(jnp.ones(5))).dims == ("b", "a", None)
 
 
-def test_what_is_no_array_is_left_to_python():
+def test_other_operands_are_left_to_python():
     x = zeros({"a": 2})
     assert (x == "text") is False
     with pytest.raises(TypeError, match="NamedArray"):

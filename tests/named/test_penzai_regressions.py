@@ -48,7 +48,7 @@ def test_names_may_be_integers():
     assert zeros({0: 2, 1: 3}).sum(0).axes == {1: 3}
 
 
-def test_a_captured_array_gives_an_error_and_no_corrupt_view():
+def test_captured_array_gives_an_error():
     with pytest.raises(sx.errors.ClosureError):
         nmap(lambda v: v + X)(X)
     assert_same(X + 0, X)
@@ -73,18 +73,18 @@ def test_it_tells_shape_rank_size_and_sharding():
     assert (X.shape, X.ndim, X.size, X.sharding) == ((2, 3), 2, 6, X.data.sharding)
 
 
-def test_masks_are_taken_and_positions_out_of_range_are_not():
+def test_masks_are_taken_invalid_positions_refused():
     assert X[{"b": np.array([True, False, True])}].axes == {"a": 2, "b": 2}
     with pytest.raises(sx.errors.NamedIndexError):
         X[{"b": 3}]
 
 
-def test_bounds_of_a_slice_that_are_arrays_are_refused_at_once():
+def test_array_bounds_of_slices_are_refused():
     with pytest.raises(sx.errors.NamedAxesError, match="arange"):
         X[{"b": slice(jnp.array(0), jnp.array(2))}]
 
 
-def test_a_carry_that_gains_an_axis_and_xs_without_names_are_clear_errors():
+def test_unfit_carry_and_unnamed_xs_are_errors():
     with pytest.raises(sx.errors.CarryError, match="gained 'b'"):
         named.scan(lambda c, v: (c + v, None), "a", zeros({}), X)
     with pytest.raises(sx.errors.NamedAxesError, match="wrap"):
@@ -111,7 +111,7 @@ def test_a_typo_in_the_mapping_is_reported(auto_mesh):
 @pytest.mark.parametrize(
     "mapping", [{"a": "nowhere"}, {"a": "data", "b": "data"}, {"b": "model"}], ids=str
 )
-def test_what_cannot_be_laid_out_is_named_by_its_path(mapping, auto_mesh):
+def test_impossible_layout_is_named_by_path(mapping, auto_mesh):
     with pytest.raises(sx.errors.PartitionCheckError, match=r"\.weights\.first"):
         named.shard({"weights": {"first": X}}, mapping, auto_mesh)
 
@@ -129,7 +129,7 @@ def test_names_can_be_kept_inside_a_lifted_function():
     assert outer(X).axes == {"c": 4, "a": 2, "b": 3}
 
 
-def test_wrapping_a_plain_function_of_a_model_needs_no_wrapper_class():
+def test_plain_layer_is_mapped_along_names():
     layer = sx.nn.Linear(3, 5, rngs=sx.Rngs(0))
     found = nmap(layer)(X.untag("b")).tag("out")
     np.testing.assert_allclose(found.unwrap("a", "out"), layer(X.data), rtol=1e-6)

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
 
 FEATURES, HEADS, TIME = 12, 4, 5
+CAUSAL = np.tril(np.ones((TIME, TIME), bool))
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -23,7 +25,12 @@ def floats(*shape: int) -> np.ndarray:
 
 
 def attention(**options: Any) -> sx.nn.MultiHeadAttention:
-    return sx.nn.MultiHeadAttention(FEATURES, HEADS, rngs=sx.Rngs(0), **options)
+    return with_values(sx.nn.MultiHeadAttention(FEATURES, HEADS, rngs=sx.Rngs(0), **options))
+
+
+@sx.jit
+def call(layer: Any, *args: Any, **options: Any) -> Any:
+    return layer(*args, **options)
 
 
 def by_hand(layer: Any, x: np.ndarray, context: np.ndarray, allowed: np.ndarray) -> np.ndarray:
@@ -45,57 +52,59 @@ def close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("kv_heads", "causal"), [(1, False), (2, True), (4, False)])
 def test_heads_weigh_the_values_they_may_read(kv_heads: int, causal: bool):
     layer, x = attention(num_kv_heads=kv_heads, causal=causal), floats(2, TIME, FEATURES)
-    allowed = np.tril(np.ones((TIME, TIME), bool)) if causal else np.ones((TIME, TIME), bool)
-    close(layer(x), [by_hand(layer, item, item, allowed) for item in x])
+    allowed = CAUSAL if causal else np.ones((TIME, TIME), bool)
+    close(call(layer, x), [by_hand(layer, item, item, allowed) for item in x])
 
 
-def test_a_context_is_read_instead_of_the_input():
+def test_context_is_read_instead_of_the_input():
     layer, x, context = attention(), floats(2, TIME, FEATURES), floats(2, 3, FEATURES)
     allowed = np.ones((TIME, 3), bool)
     pairs = zip(x, context, strict=True)
-    close(layer(x, context), [by_hand(layer, one, other, allowed) for one, other in pairs])
+    close(call(layer, x, context), [by_hand(layer, one, other, allowed) for one, other in pairs])
 
 
-def test_a_mask_says_what_may_be_read():
+def test_mask_says_what_may_be_read():
     layer, x = attention(), floats(2, TIME, FEATURES)
     allowed = np.random.default_rng(0).random((2, TIME, TIME)) > 0.4
     allowed |= np.eye(TIME, dtype=bool)
     pairs = zip(x, allowed, strict=True)
     expected = [by_hand(layer, item, item, mask) for item, mask in pairs]
-    close(layer(x, mask=allowed[:, None]), expected)
+    close(call(layer, x, mask=allowed[:, None]), expected)
 
 
-def test_with_rotary_positions_only_their_differences_count():
+def test_rotary_attention_depends_on_differences_of_positions():
     layer, x = attention(rope_base=100.0, head_dim=4), floats(TIME, FEATURES)
-    plain = attention(head_dim=4)
-    assert not np.allclose(layer(x), plain(x), atol=1e-3)
-    close(layer(x), layer(x, positions=np.arange(TIME) + 40))
-    rotation = sx.nn.rotation(jnp.arange(TIME), 4, 100.0)
-    close(layer(x), layer(x, positions=rotation))
-    assert not np.allclose(layer(x), layer(x, positions=np.arange(TIME) * 2), atol=1e-3)
+    found = call(layer, x)
+    assert not np.allclose(found, call(attention(head_dim=4), x), atol=1e-3)
+    close(found, call(layer, x, positions=np.arange(TIME)))
+    close(found, call(layer, x, positions=np.arange(TIME) + 40))
+    assert not np.allclose(found, call(layer, x, positions=np.arange(TIME) * 2), atol=1e-3)
+    close(found, call(layer, x, positions=sx.nn.rotation(np.arange(TIME), 4, 100.0)))
 
 
-def test_a_context_has_positions_of_its_own():
+def test_context_has_positions_of_its_own():
     layer, x = attention(rope_base=100.0, head_dim=4), floats(TIME, FEATURES)
-    close(layer(x, x), layer(x))
-    close(layer(x, x, positions=np.arange(TIME), context_positions=np.arange(TIME)), layer(x))
-    moved = layer(x, x, context_positions=np.arange(TIME) + 3)
-    assert not np.allclose(moved, layer(x), atol=1e-3)
+    plain, order = call(layer, x), np.arange(TIME)
+    close(call(layer, x, x), plain)
+    close(call(layer, x, x, positions=order, context_positions=order), plain)
+    moved = call(layer, x, x, positions=order, context_positions=order + 3)
+    assert not np.allclose(moved, plain, atol=1e-3)
+    close(moved, call(layer, x, x, context_positions=order + 3))
 
 
-def test_causal_attention_does_not_see_what_comes_later():
+def test_causal_attention_does_not_see_later_steps():
     layer, x = attention(causal=True, rope_base=100.0, head_dim=4), floats(TIME, FEATURES)
     changed = x.copy()
     changed[3:] += 1
-    close(layer(changed)[:3], layer(x)[:3])
-    assert not np.allclose(layer(changed)[3:], layer(x)[3:], atol=1e-3)
+    found, before = call(layer, changed), call(layer, x)
+    close(found[:3], before[:3])
+    assert not np.allclose(found[3:], before[3:], atol=1e-3)
 
 
-def test_biases_and_other_names_for_the_axes():
+def test_biases_and_kernels_have_the_given_axes():
     layer = attention(use_bias=True, axes=("model", "h", "kv", None))
     assert {path: variable.axes for path, variable in sx.iter_variables(layer)} == {
         ("q", "kernel"): ("model", "h", None),
@@ -109,19 +118,21 @@ def test_biases_and_other_names_for_the_axes():
     }
 
 
-def test_kv_heads_that_are_whole_meet_query_heads_that_are_split(mesh: Mesh):
+@sx.jit
+@sx.value_and_grad
+def value_and_grad_of_sine(layer: Any, x: Any) -> Any:
+    return jnp.sum(jnp.sin(layer(x)))
+
+
+def test_whole_kv_heads_meet_split_query_heads(mesh: Mesh):
     """Two kv heads cannot be split over four devices, eight query heads can."""
-    layer = sx.nn.MultiHeadAttention(8, 8, num_kv_heads=2, head_dim=2, rngs=sx.Rngs(0))
+    layer = with_values(sx.nn.MultiHeadAttention(8, 8, num_kv_heads=2, head_dim=2, rngs=sx.Rngs(0)))
     x = floats(4, TIME, 8)
-
-    def step(layer: Any, x: Any) -> Any:
-        return sx.value_and_grad(lambda layer: jnp.sum(jnp.sin(layer(x))))(layer)
-
-    expected, expected_gradients = sx.jit(step)(layer, x)
+    expected, expected_gradients = value_and_grad_of_sine(layer, x)
     sx.shard(layer, mesh, {"heads": "model"})
     with jax.set_mesh(mesh):
         x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-        found, gradients = sx.jit(step)(layer, x)
+        found, gradients = value_and_grad_of_sine(layer, x)
     close(found, expected)
     jax.tree.map(close, gradients, expected_gradients)
 
@@ -141,12 +152,12 @@ def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], message: str
         attention(**options)
 
 
-def test_features_that_do_not_split_into_heads_are_refused():
+def test_features_not_divisible_by_heads_are_refused():
     with pytest.raises(LayerConfigError, match="features=10 into num_heads=4"):
         sx.nn.MultiHeadAttention(10, 4, rngs=sx.Rngs(0))
 
 
-def test_inputs_that_do_not_fit_are_refused_by_name():
+def test_inputs_that_do_not_fit_are_refused():
     layer, x = attention(), floats(2, TIME, FEATURES)
     with pytest.raises(
         LayerInputError, match=r"takes x of shape .*, but was given float32\[2, 5\]"
@@ -162,7 +173,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
 
 @pytest.mark.parametrize("mesh_kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("kv_heads", [4, 8])
-def test_every_knob_is_as_pytorch_computes_it(mesh_kind: str | None, kv_heads: int):
+def test_every_option_equals_pytorch(mesh_kind: str | None, kv_heads: int):
     torch = pytest.importorskip("torch", reason="the peer is PyTorch")
     layer = sx.nn.MultiHeadAttention(
         16,
@@ -213,14 +224,15 @@ def test_every_knob_is_as_pytorch_computes_it(mesh_kind: str | None, kv_heads: i
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-def test_the_fused_kernel_reads_windows_and_scales_as_scores_by_hand(implementation: Any):
+def test_fused_kernel_applies_windows_and_scales(implementation: Any):
     options = {"causal": True, "window": 2, "scale": 0.7}
     layer, x = attention(**options, implementation=implementation), floats(2, TIME, FEATURES)
-    close(layer(x), attention(**options, softcap=1e4)(x))
-    assert not np.allclose(layer(x), attention(causal=True, scale=0.7)(x), atol=1e-3)
+    found = call(layer, x)
+    close(found, call(attention(**options, softcap=1e4), x))
+    assert not np.allclose(found, call(attention(causal=True, scale=0.7), x), atol=1e-3)
 
 
-def test_cudnn_where_it_does_not_run_is_an_error_that_says_so():
+def test_cudnn_off_gpu_is_refused():
     if jax.default_backend() == "gpu":
         pytest.skip("here it may run")
     layer = attention(implementation="cudnn")
@@ -228,58 +240,70 @@ def test_cudnn_where_it_does_not_run_is_an_error_that_says_so():
         layer(floats(2, TIME, FEATURES))
 
 
-def test_a_context_has_segments_of_its_own():
+def test_context_has_segments_of_its_own():
     layer, x, context = attention(), floats(1, 2, FEATURES), floats(1, 3, FEATURES)
-    found = layer(x, context, segment_ids=(np.array([[0, 1]]), np.array([[0, 1, 1]])))
-    close(found[0, 0], layer(x[:, :1], context[:, :1])[0, 0])
-    close(found[0, 1], layer(x[:, 1:], context[:, 1:])[0, 0])
+    found = call(layer, x, context, segment_ids=(np.array([[0, 1]]), np.array([[0, 1, 1]])))
+    same = np.array([[True, False, False], [False, True, True]])
+    close(found[0], by_hand(layer, x[0], context[0], same))
     for ids in (np.zeros((1, 2), int), (np.zeros((1, 2), int), np.zeros((1, 2), int))):
         with pytest.raises(LayerInputError, match="segment_ids"):
             layer(x, context, segment_ids=ids)
 
 
-def test_dropout_drops_weights_while_training():
+def test_dropout_keeps_the_mean_while_training():
     layer, x = attention(dropout=0.5), floats(1, TIME, FEATURES)
-    call = sx.jit(lambda layer, x: layer(x))
-    drawn = np.stack([call(layer, x) for _ in range(600)])
+    many = sx.jit(
+        sx.scan(lambda layer, _: (layer, layer(x)), in_axes=(sx.Carry, 0), out_axes=(sx.Carry, 0))
+    )
+    drawn = np.asarray(many(layer, np.arange(600))[1])
     assert len(np.unique(drawn[:, 0, 0, 0])) > 20
     layer.eval()
-    close(layer(x), attention()(x))
-    np.testing.assert_allclose(drawn.mean(0), layer(x), atol=4 * drawn.std(0).max() / 600**0.5)
+    expected = by_hand(layer, x[0], x[0], np.ones((TIME, TIME), bool))
+    close(call(layer, x)[0], expected)
+    np.testing.assert_allclose(drawn.mean(0)[0], expected, atol=4 * drawn.std(0).max() / 600**0.5)
+
+
+def even(scores: jax.Array) -> jax.Array:
+    """Weighs all positions alike."""
+    return jnp.ones_like(scores) / scores.shape[-1]
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_the_softmax_of_every_attention_can_be_selected_and_replaced(stacked: bool):
+def test_softmax_of_every_attention_can_be_replaced(stacked: bool):
     model = sx.nn.Sequential(attention(), attention())
     if stacked:
-        model = sx.nn.Stack(lambda: attention(), 2)
+        model = with_values(sx.nn.Stack(attention, 2))
     places = sx.select(model).at_instances_of(sx.nn.MultiHeadAttention).at(lambda one: one.softmax)
-    flat = places.apply(lambda _: lambda scores: jnp.ones_like(scores) / scores.shape[-1])
+    flat = places.apply(lambda _: even)
     x = floats(2, TIME, FEATURES)
     mean = x.mean(1, keepdims=True)
-    for _ in range(2):
-        layer = model[0] if stacked else model.layers[0]
-        values = jnp.einsum("btf,fnh->btnh", mean, layer.v.kernel.value)
-        mean = jnp.einsum("btnh,nhf->btf", values, layer.out.kernel.value)
-    for call in (lambda m, x: m(x), sx.jit(lambda m, x: m(x))):
-        close(call(flat, x), np.broadcast_to(mean, x.shape))
+    for place in range(2):
+        layer = model[place] if stacked else model.layers[place]
+        values = np.einsum("btf,fnh->btnh", mean, layer.v.kernel.value)
+        mean = np.einsum("btnh,nhf->btf", values, layer.out.kernel.value)
+    for found in (flat(x), call(flat, x)):
+        close(found, np.broadcast_to(mean, x.shape))
 
 
-def test_fewer_angles_than_half_a_head_leave_its_rest():
+def test_partial_rotation_leaves_the_rest_of_a_head():
     layer, x = attention(rope_base=100.0, head_dim=8), floats(2, TIME, FEATURES)
     frequencies = np.array([1.0, 0.25], np.float32)
-    turned = sx.nn.rotation(jnp.arange(TIME), 8, frequencies=frequencies)
-    heads = layer.q(x)
-    rotated = np.asarray(sx.nn.rotate(heads, turned))
+
+    @sx.jit
+    def rotated_heads(layer: Any, x: Any) -> Any:
+        turned = sx.nn.rotation(np.arange(TIME), 8, frequencies=frequencies)
+        heads = layer.q(x)
+        return heads, sx.nn.rotate(heads, turned), layer.project(x, positions=turned).query
+
+    heads, rotated, query = map(np.asarray, rotated_heads(layer, x))
     close(rotated[..., 4:], heads[..., 4:])
-    whole = np.asarray(heads[..., :2] + 1j * heads[..., 2:4])
+    whole = heads[..., :2] + 1j * heads[..., 2:4]
     whole = whole * np.exp(1j * np.arange(TIME)[:, None, None] * frequencies)
     close(rotated[..., :2], whole.real)
     close(rotated[..., 2:4], whole.imag)
-    qkv = layer.project(x, positions=turned)
-    close(qkv.query, rotated)
+    close(query, rotated)
     with pytest.raises(LayerInputError, match=r"frequencies of shape \(at most 4,\)"):
-        sx.nn.rotation(jnp.arange(TIME), 8, frequencies=np.ones(5))
+        sx.nn.rotation(np.arange(TIME), 8, frequencies=np.ones(5))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +317,7 @@ def test_fewer_angles_than_half_a_head_leave_its_rest():
         ({"dropout": 2.0}, r"rate=2\.0"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str):
+def test_incompatible_options_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(LayerConfigError, match=message):
         attention(**options)
 
@@ -305,30 +329,26 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], me
         *((case, at, not at) for case in ("mask", "softcap") for at in (False, True)),
     ],
 )
-def test_attention_over_explicit_axes_needs_no_mesh_in_scope(
-    case: str, scope: bool, compiled: bool
-) -> None:
+def test_explicit_axes_need_no_mesh_in_scope(case: str, scope: bool, compiled: bool) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     soft: dict[str, Any] = {"softcap": 5.0, "window": 3} if case == "softcap" else {}
-    layer = sx.nn.MultiHeadAttention(16, 4, causal=True, rope_base=100.0, rngs=sx.Rngs(0), **soft)
+    layer = with_values(
+        sx.nn.MultiHeadAttention(16, 4, causal=True, rope_base=100.0, rngs=sx.Rngs(0), **soft)
+    )
     cache = sx.nn.AttentionCache(4, 8, 4, 4) if case == "cache" else None
     x = np.random.default_rng(0).normal(size=(4, 6, 16)).astype(np.float32)
     given: dict[str, Any] = {
         "mask": {"mask": np.tril(np.ones((4, 1, 6, 6), bool), k=-1) | np.eye(6, dtype=bool)},
         "segments": {"segment_ids": np.array([[0, 0, 0, 1, 1, 1]] * 4)},
     }.get(case, {})
-    expected = layer(x, **given)
+    expected = call(layer, x, **given)
     sx.shard(layer, mesh, [("heads", "model")])
     if cache is not None:
         sx.shard(cache, mesh, [("batch", "data"), ("kv_heads", "model")])
         given = {"cache": cache}
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-
-    def run(layer: Any, x: Any, given: Any) -> Any:
-        return layer(x, **given)
-
     with jax.set_mesh(mesh) if scope else contextlib.nullcontext():
-        found = (sx.jit(run) if compiled else run)(layer, placed, given)
+        found = (call if compiled else type(layer).__call__)(layer, placed, **given)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
     assert found.sharding.spec == PartitionSpec("data", None, None)
     if cache is not None and not scope:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import flax.linen as linen
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
@@ -25,6 +25,11 @@ def floats(*shape: int) -> np.ndarray:
 
 def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@sx.jit
+def call(layer: Any, x: Any) -> Any:
+    return layer(x)
 
 
 def check_against_flax(layer: Any, peer: Any, x: np.ndarray) -> None:
@@ -46,28 +51,31 @@ def check_against_flax(layer: Any, peer: Any, x: np.ndarray) -> None:
         close(our_params[name], gradient, 2e-4)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
+CONVOLUTIONS: list[dict[str, Any]] = [
+    {},
+    {"padding": "VALID"},
+    {"padding": "CIRCULAR"},
+    {"padding": "REFLECT"},
+    {"padding": 1},
+    {"padding": "SAME", "strides": 2},
+    {"padding": "VALID", "dilation": 2},
+    {"padding": "CIRCULAR", "strides": 2, "dilation": 2},
+    {"padding": "REFLECT", "dilation": 2},
+    {"padding": 0, "input_dilation": 2},
+    {"padding": 2, "input_dilation": 3, "strides": 2, "dilation": 2, "groups": 2},
+    {"groups": 2},
+    {"groups": 4, "strides": 2},
+    {"padding": [(2, 0)], "groups": 2, "strides": 2, "dilation": 2},
+]
+
+
+# Every option in two dimensions, those that combine several in one and three too.
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"padding": "VALID"},
-        {"padding": "CIRCULAR"},
-        {"padding": "REFLECT"},
-        {"padding": 1},
-        {"padding": "SAME", "strides": 2},
-        {"padding": "VALID", "dilation": 2},
-        {"padding": "CIRCULAR", "strides": 2, "dilation": 2},
-        {"padding": "REFLECT", "dilation": 2},
-        {"padding": 0, "input_dilation": 2},
-        {"padding": 2, "input_dilation": 3, "strides": 2, "dilation": 2, "groups": 2},
-        {"groups": 2},
-        {"groups": 4, "strides": 2},
-        {"padding": [(2, 0)], "groups": 2, "strides": 2, "dilation": 2},
-    ],
+    ("rank", "options"),
+    [(rank, one) for rank in (1, 2, 3) for one in CONVOLUTIONS if rank == 2 or len(one) > 2],
     ids=str,
 )
-def test_a_convolution_and_its_gradients_are_those_of_flax(rank: int, options: dict[str, Any]):
+def test_convolution_and_its_gradients_equal_flax(rank: int, options: dict[str, Any]):
     options = dict(options)
     if isinstance(options.get("padding"), list):
         options["padding"] = options["padding"] * rank
@@ -78,31 +86,35 @@ def test_a_convolution_and_its_gradients_are_those_of_flax(rank: int, options: d
     check_against_flax(layer, peer, floats(2, *SIZES[rank], 4))
 
 
-def test_a_causal_convolution_reads_nothing_behind_and_is_that_of_flax():
+def test_causal_convolution_equals_flax_and_reads_no_future():
     layer = sx.nn.Conv(4, 8, 3, padding="CAUSAL", dilation=2, rngs=sx.Rngs(0))
     peer = linen.Conv(8, (3,), padding="CAUSAL", kernel_dilation=2)
-    check_against_flax(layer, peer, floats(2, 9, 4))
-    x = floats(9, 4)
-    changed = np.concatenate([x[:5], x[5:] + 1])
-    close(layer(changed)[:5], layer(x)[:5], 0)
+    x = floats(2, 9, 4)
+    check_against_flax(layer, peer, x)
+    changed = np.concatenate([x[:, :5], x[:, 5:] + 1], axis=1)
+    close(call(layer, changed)[:, :5], call(layer, x)[:, :5], 0)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
+TRANSPOSED: list[dict[str, Any]] = [
+    {},
+    {"strides": 2},
+    {"strides": 3},
+    {"strides": 5},
+    {"padding": "VALID", "strides": 2},
+    {"padding": "VALID", "strides": 4},
+    {"padding": "VALID", "dilation": 2},
+    {"padding": [(1, 2)], "strides": 2},
+]
+
+
+# Every option in two dimensions; each padding, strides and dilation in one and three too.
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"strides": 2},
-        {"strides": 3},
-        {"strides": 5},
-        {"padding": "VALID", "strides": 2},
-        {"padding": "VALID", "strides": 4},
-        {"padding": "VALID", "dilation": 2},
-        {"padding": [(1, 2)], "strides": 2},
-    ],
+    ("rank", "options"),
+    [(2, one) for one in TRANSPOSED]
+    + [(rank, TRANSPOSED[place]) for rank in (1, 3) for place in (2, 6, 7)],
     ids=str,
 )
-def test_a_transposed_convolution_is_that_of_flax(rank: int, options: dict[str, Any]):
+def test_transposed_convolution_and_its_gradients_equal_flax(rank: int, options: dict[str, Any]):
     options = dict(options)
     if isinstance(options.get("padding"), list):
         options["padding"] = options["padding"] * rank
@@ -115,47 +127,58 @@ def test_a_transposed_convolution_is_that_of_flax(rank: int, options: dict[str, 
     check_against_flax(layer, peer, floats(2, *SIZES[rank], 4))
 
 
-def test_groups_of_a_transposed_convolution_are_convolved_by_themselves():
-    whole = sx.nn.ConvTranspose(4, 6, (3, 3), strides=2, groups=2, rngs=sx.Rngs(0))
-    x, kernel = floats(2, 5, 5, 4), whole.kernel.value
+def test_transposed_groups_are_convolved_separately():
+    whole = with_values(
+        sx.nn.ConvTranspose(4, 6, (3, 3), strides=2, groups=2, rngs=sx.Rngs(0)), seed=1
+    )
+    x, kernel, bias = floats(2, 5, 5, 4), whole.kernel.value, whole.bias.value
     parts = []
     for group in range(2):
         part = sx.nn.ConvTranspose(2, 3, (3, 3), strides=2, rngs=sx.Rngs(0))
-        part.kernel.value = kernel[..., 3 * group : 3 * group + 3]
-        parts.append(part(x[..., 2 * group : 2 * group + 2]))
-    close(whole(x), np.concatenate(parts, -1))
+        own = slice(3 * group, 3 * group + 3)
+        part.kernel.value, part.bias.value = np.asarray(kernel)[..., own], np.asarray(bias)[own]
+        parts.append(call(part, x[..., 2 * group : 2 * group + 2]))
+    close(call(whole, x), np.concatenate(parts, -1))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("padding", ["VALID", "SAME", 1])
-@pytest.mark.parametrize("strides", [None, 1, 3])
-def test_pooling_is_that_of_flax(rank: int, padding: Any, strides: int | None):
+# Each pair of a rank, a padding and strides.
+@pytest.mark.parametrize(
+    ("rank", "padding", "strides"),
+    [
+        (rank, padding, (None, 1, 3)[(rank + place) % 3])
+        for rank in (1, 2, 3)
+        for place, padding in enumerate(("VALID", "SAME", 1))
+    ],
+)
+def test_pooling_and_its_gradients_equal_flax(rank: int, padding: Any, strides: int | None):
     x, window = floats(2, *SIZES[rank], 4), (3, 2, 3)[:rank]
     steps = window if strides is None else (strides,) * rank
     pairs = [(1, 1)] * rank if padding == 1 else padding
-    given: Any = {"strides": strides, "padding": padding}
-    for ours, peer, options, theirs in (
-        (sx.nn.max_pool, linen.max_pool, {}, {}),
-        (sx.nn.avg_pool, linen.avg_pool, {}, {}),
-        (
-            sx.nn.avg_pool,
-            linen.avg_pool,
-            {"count_include_pad": False},
-            {"count_include_pad": False},
-        ),
-    ):
+    pools = [
+        (sx.nn.max_pool, linen.max_pool, {}),
+        (sx.nn.avg_pool, linen.avg_pool, {}),
+        (sx.nn.avg_pool, linen.avg_pool, {"count_include_pad": False}),
+    ]
 
-        def both(x: Any, ours: Any, peer: Any, options: Any, theirs: Any) -> Any:
-            found, pull = jax.vjp(lambda x: ours(x, window, **given, **options), x)
-            expected, their_pull = jax.vjp(
-                lambda x: peer(x, window, strides=steps, padding=pairs, **theirs), x
-            )
-            weights = floats(*expected.shape)
-            return (found, *pull(weights)), (expected, *their_pull(weights))
+    def ours(x: Any) -> list[Any]:
+        return [f(x, window, strides=strides, padding=padding, **more) for f, _, more in pools]
 
-        one = functools.partial(both, ours=ours, peer=peer, options=options, theirs=theirs)
-        for found, expected in zip(*jax.jit(one)(x), strict=True):
-            close(found, expected)
+    def theirs(x: Any) -> list[Any]:
+        return [f(x, window, strides=steps, padding=pairs, **more) for _, f, more in pools]
+
+    @jax.jit
+    def results_and_gradients(x: Any) -> Any:
+        weights = floats(*jax.eval_shape(theirs, x)[0].shape)
+
+        def each(pool: Any) -> Any:
+            y, pull = jax.vjp(pool, x)
+            seeds = np.eye(len(pools), dtype=np.float32)
+            return y, [pull([seed * weights for seed in row]) for row in seeds]
+
+        return each(ours), each(theirs)
+
+    found, expected = results_and_gradients(x)
+    jax.tree.map(close, found, expected)
 
 
 def test_pooling_takes_integers_and_any_batch_dimensions():
@@ -167,18 +190,25 @@ def test_pooling_takes_integers_and_any_batch_dimensions():
 def test_pooling_keeps_batch_and_channels_split(mesh: Mesh):
     x = floats(4, 6, 6, 8)
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", None, None, "model")))
-    for pool in (sx.nn.max_pool, sx.nn.avg_pool):
-        close(jax.jit(lambda x, f=pool: f(x, (2, 2)))(placed), pool(x, (2, 2)))
+    windows = x.reshape(4, 3, 2, 3, 2, 8)
+    for pool, expected in (
+        (sx.nn.max_pool, windows.max((2, 4))),
+        (sx.nn.avg_pool, windows.mean((2, 4))),
+    ):
+        close(jax.jit(lambda x, f=pool: f(x, (2, 2)))(placed), expected)
 
 
-def test_sums_have_the_preferred_dtype_and_gradients_those_of_their_arrays():
-    layer = sx.nn.Conv(
-        4, 8, 3, dtype="bfloat16", preferred_element_type="float32", precision="highest",
-        rngs=sx.Rngs(0),
+def test_sums_have_preferred_dtype_and_gradients_float32():
+    layer = with_values(
+        sx.nn.Conv(
+            4, 8, 3, dtype="bfloat16", preferred_element_type="float32", precision="highest",
+            rngs=sx.Rngs(0),
+        )
     )  # fmt: skip
     x = floats(2, 9, 4).astype(jnp.bfloat16)
-    assert layer(x).dtype == jnp.float32
-    gradient = sx.grad(lambda layer: layer(x).sum())(layer)
+    function = sx.grad(lambda layer: (layer(x).sum(), layer(x)), has_aux=True)
+    gradient, y = sx.jit(function)(layer)
+    assert y.dtype == jnp.float32
     assert gradient["kernel"].dtype == jnp.float32
 
 
@@ -198,7 +228,7 @@ def test_sums_have_the_preferred_dtype_and_gradients_those_of_their_arrays():
         ({"precision": "best"}, "precision='best'"),
     ],
 )
-def test_a_convolution_that_cannot_be_is_refused(options: dict[str, Any], named: str):
+def test_invalid_convolution_options_are_refused(options: dict[str, Any], named: str):
     given = {"in_features": 4, "out_features": 8, "kernel_size": (3, 3), **options}
     with pytest.raises(LayerConfigError, match=named):
         sx.nn.Conv(**given, rngs=sx.Rngs(0))
@@ -219,20 +249,21 @@ def test_inputs_that_do_not_fit_are_refused():
         sx.nn.ConvTranspose(4, 8, 3, padding="CIRCULAR", rngs=sx.Rngs(0))
 
 
-def test_groups_meet_a_kernel_that_a_mesh_in_scope_splits() -> None:
+def test_grouped_convolution_with_split_kernel_equals_one_device() -> None:
     # Without the constraint in Conv, XLA's partitioner aborts the process in the gradient.
     def loss(conv: Any, x: Any) -> Any:
         return (conv(x) ** 2).sum()
 
-    conv = sx.nn.Conv(8, 12, (3, 2), groups=2, rngs=sx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (4, 6, 6, 8))
-    value, gradients = sx.value_and_grad(loss)(conv, x)
+    conv = with_values(sx.nn.Conv(8, 12, (3, 2), groups=2, rngs=sx.Rngs(0)))
+    x = floats(4, 6, 6, 8)
+    step = sx.jit(sx.value_and_grad(loss))
+    value, gradients = step(conv, x)
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     sx.shard(conv, mesh, {"in": "data", "out": "model"})
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     with jax.set_mesh(mesh):
-        found = sx.jit(sx.value_and_grad(loss))(conv, jax.device_put(x, split))
+        found = step(conv, jax.device_put(x, split))
     np.testing.assert_allclose(found[0], value, rtol=1e-5)
     for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -228,8 +229,25 @@ def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
     )
 
 
-def test_result_has_the_documented_shape_in_the_input_precision(case: Descriptor):
-    y = case.call(make(case), case.x)
+@functools.cache
+def eager_result(case: Descriptor) -> jax.Array:
+    """What a layer in evaluation mode gives outside of programs."""
+    return case.call(make(case), case.x)
+
+
+@functools.cache
+def compiled(case: Descriptor) -> Any:
+    """The call of a layer, compiled."""
+    return sx.jit(case.call)
+
+
+@sx.jit(static_argnames="call")
+def value_and_grad(layer: Any, x: Any, call: Callable[[Any, Any], Any]) -> Any:
+    return sx.value_and_grad(lambda layer: loss(call, layer, x))(layer)
+
+
+def test_result_has_documented_shape_in_input_precision(case: Descriptor):
+    y = eager_result(case)
     assert (y.shape, y.dtype) == (case.out, jnp.float32)
 
 
@@ -242,7 +260,7 @@ def test_every_parameter_carries_its_documented_axes(case: Descriptor):
     }
 
 
-def test_building_computes_nothing_and_shapes_are_known(case: Descriptor):
+def test_building_computes_nothing_and_knows_shapes(case: Descriptor):
     before = len(jax.live_arrays())
     layer = case.make(sx.Rngs(0), None)
     variables = [variable for _, variable in sx.iter_variables(layer, sx.Param)]
@@ -251,7 +269,7 @@ def test_building_computes_nothing_and_shapes_are_known(case: Descriptor):
     assert len(jax.live_arrays()) == before
 
 
-def test_eval_shape_knows_the_result_and_leaves_the_layer_lazy(case: Descriptor):
+def test_eval_shape_leaves_the_layer_lazy(case: Descriptor):
     layer = case.make(sx.Rngs(0), None)
     x = jax.ShapeDtypeStruct(case.x.shape, case.x.dtype)
     found = sx.eval_shape(case.call, layer, x)
@@ -259,65 +277,59 @@ def test_eval_shape_knows_the_result_and_leaves_the_layer_lazy(case: Descriptor)
     assert all(variable.is_lazy for _, variable in sx.iter_variables(layer, sx.Param))
 
 
-def test_compiled_equals_eager_and_advances_the_same_streams(case: Descriptor):
-    eager, compiled = make(case, training=True), make(case, training=True)
-    call = sx.jit(case.call)
+def test_compiled_equals_eager_and_advances_equal_streams(case: Descriptor):
+    eager, other = make(case, training=True), make(case, training=True)
     for _ in range(2):
-        close(call(compiled, case.x), case.call(eager, case.x))
-    assert [int(v.value) for path, v in sx.iter_variables(compiled) if path[-1] == "count"] == [
+        close(compiled(case)(other, case.x), case.call(eager, case.x))
+    assert [int(v.value) for path, v in sx.iter_variables(other) if path[-1] == "count"] == [
         int(v.value) for path, v in sx.iter_variables(eager) if path[-1] == "count"
     ]
 
 
-def test_plain_jax_jit_takes_the_layer_as_a_pytree(case: Descriptor):
+def test_jax_jit_and_vmap_take_a_pytree(case: Descriptor):
+    mapped = jax.jit(jax.vmap(case.call, in_axes=(None, 0)))(make(case), case.x)
+    close(mapped, eager_result(case))
+
+
+def test_gradients_agree_with_finite_differences(case: Descriptor):
     layer = make(case)
-    close(jax.jit(case.call)(layer, case.x), case.call(layer, case.x))
-
-
-def test_mapped_over_single_inputs_equals_one_call_on_the_batch(case: Descriptor):
-    layer = make(case)
-    mapped = jax.jit(jax.vmap(lambda x: case.call(layer, x)))(case.x)
-    close(mapped, case.call(layer, case.x))
-
-
-def test_gradients_are_finite_and_agree_with_finite_differences(case: Descriptor):
-    graphdef, params, rest = sx.split(make(case), sx.Param, ...)
-
-    @jax.jit
-    def value_and_grad(params: Any) -> Any:
-        return jax.value_and_grad(lambda p: loss(case.call, sx.merge(graphdef, p, rest), case.x))(
-            params
-        )
-
-    _, gradients = value_and_grad(params)
+    _, gradients = value_and_grad(layer, case.x, call=case.call)
     assert all(bool(np.isfinite(g).all() and (g != 0).any()) for g in jax.tree.leaves(gradients))
     draw = np.random.default_rng(1)
-    step = jax.tree.map(lambda p: 1e-3 * draw.normal(size=p.shape).astype(np.float32), params)
-    above, _ = value_and_grad(jax.tree.map(lambda p, s: p + s, params, step))
-    below, _ = value_and_grad(jax.tree.map(lambda p, s: p - s, params, step))
-    products = jax.tree.map(lambda g, s: float(np.vdot(g, s)), gradients, step)
-    expected = sum(jax.tree.leaves(products))
+    params = {path: np.asarray(value) for path, value in sx.state(layer, sx.Param).flat().items()}
+    step = {path: 1e-3 * draw.normal(size=p.shape).astype(np.float32) for path, p in params.items()}
+
+    def value(sign: int) -> Any:
+        moved = {path: params[path] + sign * step[path] for path in params}
+        sx.update(layer, sx.State.from_flat(moved))
+        return value_and_grad(layer, case.x, call=case.call)[0]
+
+    expected = sum(float(np.vdot(g, step[path])) for path, g in gradients.flat().items())
     assert abs(expected) > 1e-4
-    assert (above - below) / 2 == pytest.approx(expected, rel=2e-2, abs=2e-5)
-
-
-def test_bfloat16_compute_keeps_float32_parameters_and_gradients(case: Descriptor):
-    layer, full = make(case, jnp.bfloat16), make(case)
-    y = case.call(layer, case.x)
-    assert y.dtype == jnp.bfloat16
-    close(y, case.call(full, case.x), tolerance=0.1)
-    gradients = sx.jit(sx.grad(lambda layer: loss(case.call, layer, case.x).astype(jnp.float32)))(
-        layer
-    )
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
+    assert float(value(1) - value(-1)) / 2 == pytest.approx(expected, rel=2e-2, abs=2e-5)
 
 
 @sx.jit(static_argnames="call")
-def value_and_grad(layer: Any, x: Any, call: Callable[[Any, Any], Any]) -> Any:
-    return sx.value_and_grad(lambda layer: loss(call, layer, x))(layer)
+def narrow_step(layer: Any, x: Any, call: Callable[[Any, Any], Any]) -> Any:
+    """Gradients of a layer that computes in bfloat16, and its result."""
+
+    def narrow_loss(layer: Any) -> Any:
+        y = call(layer, x)
+        return jnp.sum(jnp.sin(y)).astype(jnp.float32), y
+
+    return sx.grad(narrow_loss, has_aux=True)(layer)
 
 
-def test_sharded_equals_unsharded_on_meshes_of_either_kind(case: Descriptor, mesh: Mesh):
+def test_bfloat16_compute_keeps_float32_parameters_and_gradients(case: Descriptor):
+    layer = make(case, jnp.bfloat16)
+    gradients, y = narrow_step(layer, case.x, call=case.call)
+    assert y.dtype == jnp.bfloat16
+    close(y, eager_result(case), tolerance=0.1)
+    assert {v.dtype.name for _, v in sx.iter_variables(layer, sx.Param)} == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
+
+
+def test_sharded_layer_equals_one_device(case: Descriptor, mesh: Mesh):
     layer = make(case)
     expected, expected_gradients = value_and_grad(layer, case.x, call=case.call)
     sx.shard(layer, mesh, RULES)
@@ -349,7 +361,8 @@ def test_copies_are_equal_and_independent(case: Descriptor, copied: Callable[[An
     assert sx.graphdef(twin) == sx.graphdef(layer)
     own = {id(variable) for _, variable in sx.iter_variables(layer)}
     assert not own & {id(variable) for _, variable in sx.iter_variables(twin)}
-    close(case.call(twin, case.x), case.call(layer, case.x), 0)
+    call = compiled(case)
+    close(call(twin, case.x), call(layer, case.x), 0)
 
 
 def test_repr_shows_every_parameter_with_its_axes(case: Descriptor):
@@ -360,7 +373,8 @@ def test_repr_shows_every_parameter_with_its_axes(case: Descriptor):
         assert repr(variable) in text
 
 
-def test_a_layer_made_anew_has_the_same_structure_and_numbers(case: Descriptor):
+def test_equal_seeds_give_equal_structure_and_numbers(case: Descriptor):
     one, other = (case.make(sx.Rngs(params=0, dropout=1), None) for _ in range(2))
     assert sx.graphdef(one) == sx.graphdef(other)
-    jax.tree.map(np.testing.assert_array_equal, sx.state(one, sx.Param), sx.state(other, sx.Param))
+    one, other = (sx.state(layer, sx.Param) for layer in (one, other))
+    jax.tree.map(np.testing.assert_array_equal, one, other)

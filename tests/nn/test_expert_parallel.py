@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.values import with_values
 
 import shardax as sx
 from shardax.hlo import read_program
@@ -27,7 +29,7 @@ APART = {"batch": "data", "expert": "expert"}
 
 def make(dispatch: Any = "dropless", **options: Any) -> sx.nn.MoE:
     options = {"num_experts": 8, "top_k": 2, "capacity_factor": 0.6} | options
-    return sx.nn.MoE(8, 16, dispatch=dispatch, **options, rngs=sx.Rngs(0))
+    return with_values(sx.nn.MoE(8, 16, dispatch=dispatch, **options, rngs=sx.Rngs(0)))
 
 
 def mesh_of(sizes: dict[str, int], kind: AxisType = AUTO) -> Mesh:
@@ -94,16 +96,33 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], P]] = [
 ]
 
 
-@pytest.mark.parametrize("place", range(len(LAYOUTS)), ids=lambda place: str(LAYOUTS[place][:2]))
-@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
-def test_results_losses_and_gradients_are_those_of_one_device(dispatch: str, place: int):
-    sizes, rules, spec = LAYOUTS[place]
+@functools.cache
+def on_layout(dispatch: str, place: int) -> tuple[Any, str]:
+    """Returns what a step gives over one of the layouts, and its program; kinds of axes differ."""
     kind = (AUTO, EXPLICIT)[(place + (dispatch == "capacity")) % 2]
-    wanted = step(make(dispatch), X)
-    found, text = on_mesh(lambda: make(dispatch), sizes, rules, spec, kind)
+    return on_mesh(lambda: make(dispatch), *LAYOUTS[place], kind)
+
+
+@functools.cache
+def on_one_device(dispatch: str) -> Any:
+    return step(make(dispatch), X)
+
+
+# Both dispatches over the layouts that differ most, one over those that vary them.
+@pytest.mark.parametrize(
+    ("dispatch", "place"),
+    [
+        *(("dropless", place) for place in (0, 1, 3, 4, 6, 7)),
+        *(("capacity", place) for place in (0, 2, 3, 5, 6, 7)),
+    ],
+    ids=lambda value: str(LAYOUTS[value][:2]) if isinstance(value, int) else value,
+)
+def test_results_and_gradients_equal_one_device(dispatch: str, place: int):
+    wanted = on_one_device(dispatch)
+    found, text = on_layout(dispatch, place)
     assert_alike(found, wanted)
     assert exchanges(text) == 4  # there and back, in both directions
-    result, dropped = np.asarray(found[1][0]), np.asarray(wanted[1][0] == 0).all(-1)
+    result, dropped = np.asarray(found[1][0]), (np.asarray(wanted[1][0]) == 0).all(-1)
     np.testing.assert_array_equal((result == 0).all(-1), dropped)
     assert dropped.any() == (dispatch == "capacity")
 
@@ -115,15 +134,14 @@ TOKENS_ALONE: list[tuple[dict[str, int], dict[str, Any], P]] = [
 ]
 
 
+# Each pair of a layout, a dispatch and a kind of axes.
 @pytest.mark.parametrize("place", range(3), ids=lambda place: str(TOKENS_ALONE[place][:2]))
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-def test_where_tokens_alone_are_split_each_device_sorts_its_own(
-    kind: AxisType, dispatch: str, place: int
-):
+def test_split_tokens_are_sorted_on_their_device(dispatch: str, place: int):
     sizes, rules, spec = TOKENS_ALONE[place]
+    kind = (AUTO, EXPLICIT)[(place + (dispatch == "capacity")) % 2]
     found, text = on_mesh(lambda: make(dispatch), sizes, rules, spec, kind)
-    assert_alike(found, step(make(dispatch), X))
+    assert_alike(found, on_one_device(dispatch))
     facts = read_program(text, sizes)
     tokens = X.size * 4  # bytes of all tokens; of the rows of all, twice as many
     moved = [each for each in facts.collectives if each.kind != "all-reduce"]
@@ -133,28 +151,29 @@ def test_where_tokens_alone_are_split_each_device_sorts_its_own(
     assert exchanges(text) == 0
 
 
-@pytest.mark.parametrize("sizes", [{"expert": 8}, {"data": 2, "expert": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("place", [0, 6], ids=lambda place: str(LAYOUTS[place][0]))
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
-def test_wire_bytes_are_those_counted_by_hand(dispatch: str, sizes: dict[str, int]):
+def test_wire_bytes_equal_a_hand_count(dispatch: str, place: int):
     """No kernel is gathered, and tokens only where they were alike before."""
-    alone = "data" not in sizes
-    rules = {"expert": "expert", "batch": "expert"} if alone else APART | {"mlp": "model"}
-    spec = P("expert") if alone else P("data")
-    _, text = on_mesh(lambda: make(dispatch), sizes, rules, spec)
+    sizes, rules, _ = LAYOUTS[place]
+    _, text = on_layout(dispatch, place)
     facts = read_program(text, sizes)
-    devices, tokens = sizes["expert"], 64 // sizes.get("data", 1) // sizes["expert"]
+    axis = rules["expert"]
+    alone = axis == "data"  # tokens are split over the experts' axis alone
+    batches = 1 if alone else sizes["data"]
+    devices, tokens = sizes[axis], 64 // batches // sizes[axis]
     local = 8 // devices
     # The most rows for another device: each token as often as it can choose experts of one.
     rows, places = tokens * min(2, local), 10  # of an expert: 0.6 * 2 * 64 tokens / 8 experts
     chunk = min(rows, local * places) if dispatch == "capacity" else rows
     row, others = 8 * 4, (devices - 1) / devices
     exchanged = [each for each in facts.collectives if each.kind == "all-to-all"]
-    assert {each.axes for each in exchanged} == {("expert",)}
+    assert {each.axes for each in exchanged} == {(axis,)}
     assert [each.wire_bytes for each in exchanged] == [others * devices * chunk * row] * 4
     gathered = {each.payload for each in facts.collectives if each.kind == "all-gather"}
     whole = devices * tokens * row  # tokens that were cut over the experts
     kernel = 8 * 8 * 4  # the router's, along the experts or what they share an axis with
-    counts = {devices * 8 * 4, sizes.get("data", 1) * devices * 2 * 8 * 4}
+    counts = {devices * 8 * 4, batches * devices * 2 * 8 * 4}
     assert gathered <= {kernel, *counts, *(() if alone else (whole,))}
     reduced = [each for each in facts.collectives if each.axes == ("model",)]
     sums = [each.payload for each in reduced if each.kind == "all-reduce"]
@@ -192,18 +211,18 @@ def ragged(x: Any, y: Any, starts: Any, sizes: Any, places: Any, expected: Any, 
 
 
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
-def test_the_ragged_exchange_gives_the_same(dispatch: str, monkeypatch: pytest.MonkeyPatch):
+def test_ragged_exchange_equals_one_device(dispatch: str, monkeypatch: pytest.MonkeyPatch):
     chosen = lambda *args, default, **_: default(*args)  # noqa: E731
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
     function = sx.jit(step.__wrapped__)
     found, text = on_mesh(lambda: make(dispatch), {"data": 4}, SHARED, P("data"), function=function)
-    assert_alike(found, step(make(dispatch), X))
+    assert_alike(found, on_one_device(dispatch))
     assert exchanges(text) == 0
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-def test_stacks_with_remat_give_the_same(kind: AxisType):
+def test_stack_with_remat_equals_one_device(kind: AxisType):
     def build() -> Any:
         return sx.nn.Stack(lambda: make("capacity"), 3, remat="full")
 
@@ -212,7 +231,7 @@ def test_stacks_with_remat_give_the_same(kind: AxisType):
     assert exchanges(text) >= 4
 
 
-def test_layers_mapped_over_one_input_give_the_same():
+def test_layers_mapped_over_one_input_equal_one_device():
     @sx.jit
     def mapped(stack: Any, x: jax.Array) -> Any:
         def loss(stack: Any) -> Any:
@@ -237,7 +256,9 @@ def test_layers_mapped_over_one_input_give_the_same():
     ],
     ids=str,
 )
-def test_experts_in_a_pipeline_give_the_same(dispatch: str, kind: AxisType, axes: tuple[str, ...]):
+def test_experts_in_a_pipeline_equal_one_device(
+    dispatch: str, kind: AxisType, axes: tuple[str, ...]
+):
     def build() -> Any:
         return sx.nn.Stack(lambda: make(dispatch), 2, microbatches=2)
 
@@ -248,13 +269,10 @@ def test_experts_in_a_pipeline_give_the_same(dispatch: str, kind: AxisType, axes
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-def test_low_rank_terms_and_masks_give_the_same(kind: AxisType):
+def test_low_rank_terms_and_masks_equal_one_device(kind: AxisType):
     def build() -> Any:
         layer = sx.surgery.LoRA(make(), 3, 2.0, rngs=sx.Rngs(1))
-        for number, name in enumerate(("gate", "up", "down")):
-            values = jax.random.normal(jax.random.key(number), layer.b[name].shape)
-            layer.b[name].value = values / 4
-        return layer
+        return with_values(layer)
 
     sizes = {"data": 2, "expert": 2, "model": 2}
     rules = APART | {"mlp": "model"}
@@ -264,9 +282,7 @@ def test_low_rank_terms_and_masks_give_the_same(kind: AxisType):
 
 @pytest.mark.parametrize("experts", [{}, {"expert": "expert"}], ids=["whole", "split"])
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
-def test_bfloat16_beside_an_axis_of_the_compiler_is_summed_on_every_platform(
-    dispatch: str, experts: dict[str, str]
-):
+def test_bfloat16_beside_a_compiler_axis_equals_one_device(dispatch: str, experts: dict[str, str]):
     sizes = {"data": 2, "expert": 2, "other": 2}
     build = lambda: make(dispatch, dtype="bfloat16", capacity_factor=2.0)  # noqa: E731
     rules = {"batch": "data", "embed": "other"} | experts
@@ -274,7 +290,7 @@ def test_bfloat16_beside_an_axis_of_the_compiler_is_summed_on_every_platform(
     assert_alike(found, step(build(), X), 0.03)
 
 
-def test_bfloat16_gives_the_same_up_to_its_rounding():
+def test_bfloat16_equals_one_device_up_to_rounding():
     def build() -> Any:
         return make("capacity", dtype="bfloat16")
 
@@ -284,8 +300,8 @@ def test_bfloat16_gives_the_same_up_to_its_rounding():
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
-def test_a_call_outside_of_jit_and_a_mesh_of_a_with_statement_give_the_same():
-    mesh, wanted = mesh_of({"data": 4}), make()(X)
+def test_eager_call_and_with_mesh_equal_one_device():
+    mesh, wanted = mesh_of({"data": 4}), on_one_device("dropless")[1][0]
     for scope in (jax.set_mesh(mesh), mesh):
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(scope)
@@ -296,7 +312,7 @@ def test_a_call_outside_of_jit_and_a_mesh_of_a_with_statement_give_the_same():
             assert_alike((layer(X), call(layer, X)), (wanted, wanted))
 
 
-def test_what_cannot_be_divided_and_dense_dispatch_are_left_to_the_compiler():
+def test_undividable_and_dense_dispatch_exchange_nothing():
     call = sx.jit(lambda layer, x: layer(x))
     mesh = mesh_of({"data": 2, "expert": 4})
     for dispatch, x in (("dropless", X[:3, :3]), ("capacity", X[:2, :3]), ("dense", X[:2])):
@@ -307,7 +323,7 @@ def test_what_cannot_be_divided_and_dense_dispatch_are_left_to_the_compiler():
             assert_alike(program(layer, x), call(make(dispatch), x))
 
 
-def test_a_transformer_with_experts_trains_as_on_one_device():
+def test_transformer_with_experts_trains_as_on_one_device():
     config = sx.models.TransformerConfig(
         embed_dim=16,
         num_heads=2,
@@ -331,7 +347,7 @@ def test_a_transformer_with_experts_trains_as_on_one_device():
         return value
 
     def train(prepare: Callable[[Any], Any]) -> list[float]:
-        model = prepare(sx.models.Transformer(config, rngs=sx.Rngs(0)))
+        model = prepare(with_values(sx.models.Transformer(config, rngs=sx.Rngs(0))))
         optimizer = sx.train.Optimizer(model, optax.adam(1e-2))
         return [float(train_step(model, optimizer, batch)) for _ in range(3)]
 

@@ -10,56 +10,70 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, MissingRngsError
+
+
+@sx.jit
+def call(layer: Any, x: Any) -> Any:
+    return layer(x)
 
 
 def floats(*shape: int) -> np.ndarray:
     return np.random.default_rng(3).normal(size=shape).astype(np.float32)
 
 
-def test_linear_sums_over_the_last_dimensions_and_adds_the_bias():
+def test_linear_contracts_last_dimensions_and_adds_bias():
     layer = sx.nn.Linear((2, 3), (4, 5), rngs=sx.Rngs(0))
     kernel, bias, x = floats(2, 3, 4, 5), floats(4, 5), floats(7, 2, 3)
     layer.kernel.value, layer.bias.value = kernel, bias
-    np.testing.assert_allclose(layer(x), np.tensordot(x, kernel, 2) + bias, rtol=1e-5, atol=1e-5)
+    expected = np.tensordot(x, kernel, 2) + bias
+    np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_linear_takes_any_dimensions_in_front():
-    layer = sx.nn.Linear(3, 2, rngs=sx.Rngs(0))
-    x = floats(2, 4, 5, 3)
-    assert layer(x[0, 0, 0]).shape == (2,)
-    np.testing.assert_allclose(layer(x)[1, 3], layer(x[1, 3]), rtol=1e-6)
+    layer = with_values(sx.nn.Linear(3, 2, rngs=sx.Rngs(0)))
+    x, kernel = floats(2, 4, 5, 3), np.asarray(layer.kernel.value)
+    expected = x @ kernel + np.asarray(layer.bias.value)
+    for place in ((), (1, 3), (0, 0, 0)):
+        np.testing.assert_allclose(call(layer, x[place]), expected[place], rtol=1e-5, atol=1e-6)
 
 
-def test_kernels_start_with_variance_one_over_fan_in_and_biases_at_zero():
+def test_kernels_start_with_lecun_variance_biases_zero():
     layer = sx.nn.Linear((8, 16), (16, 32), rngs=sx.Rngs(0))
     einsum = sx.nn.Einsum("...btd,bdh->...bth", (64, 16, 64), rngs=sx.Rngs(0))
-    assert float(layer.kernel.value.std()) == pytest.approx(1 / np.sqrt(8 * 16), rel=0.02)
-    assert float(einsum.kernel.value.std()) == pytest.approx(1 / np.sqrt(16), rel=0.02)
-    assert not layer.bias.value.any()
+    assert np.std(layer.kernel.value) == pytest.approx(1 / np.sqrt(8 * 16), rel=0.02)
+    assert np.std(einsum.kernel.value) == pytest.approx(1 / np.sqrt(16), rel=0.02)
+    assert not np.asarray(layer.bias.value).any()
 
 
-def test_a_bias_leaves_the_numbers_of_other_layers_as_they_were():
+def test_bias_leaves_initial_values_of_other_layers():
     def second_kernel(use_bias: bool) -> Any:
         rngs = sx.Rngs(0)
         sx.nn.Linear(2, 2, use_bias=use_bias, rngs=rngs)
         return sx.nn.Linear(2, 2, rngs=rngs).kernel.value
 
-    assert (second_kernel(True) == second_kernel(False)).all()
+    np.testing.assert_array_equal(second_kernel(True), second_kernel(False))
 
 
-def test_without_a_compute_dtype_input_and_parameters_are_promoted():
-    stored_small = sx.nn.Linear(3, 2, param_dtype=jnp.bfloat16, rngs=sx.Rngs(0))
-    assert stored_small(floats(3).astype(jnp.bfloat16)).dtype == jnp.bfloat16
-    assert stored_small(floats(3)).dtype == jnp.float32
-    assert sx.nn.Linear(3, 2, rngs=sx.Rngs(0))(np.arange(3)).dtype == jnp.float32
+def test_result_is_promoted_without_a_compute_dtype():
+    def dtype_of(x: np.ndarray, **options: Any) -> Any:
+        return sx.eval_shape(call, sx.nn.Linear(3, 2, rngs=sx.Rngs(0), **options), x).dtype
+
+    narrow = {"param_dtype": jnp.bfloat16}
+    assert dtype_of(floats(3).astype(jnp.bfloat16), **narrow) == jnp.bfloat16
+    assert dtype_of(floats(3), **narrow) == jnp.float32
+    assert dtype_of(np.arange(3)) == jnp.float32
 
 
-def test_a_compute_dtype_casts_input_and_parameters():
-    layer = sx.nn.Linear(3, 2, dtype="bfloat16", rngs=sx.Rngs(0))
-    assert (layer(floats(3)).dtype, layer.kernel.dtype) == (jnp.bfloat16, jnp.float32)
+def test_compute_dtype_casts_input_and_parameters():
+    layer = with_values(sx.nn.Linear(3, 2, dtype="bfloat16", rngs=sx.Rngs(0)))
+    y = layer(floats(3))
+    assert (y.dtype, layer.kernel.dtype) == (jnp.bfloat16, jnp.float32)
+    exact = floats(3) @ np.asarray(layer.kernel.value) + np.asarray(layer.bias.value)
+    np.testing.assert_allclose(np.asarray(y, np.float32), exact, atol=0.05)
 
 
 def test_axes_can_be_chosen_and_the_bias_follows():
@@ -77,12 +91,12 @@ def test_axes_can_be_chosen_and_the_bias_follows():
         (lambda: sx.nn.Linear(2, 2, kernel_axes="io", rngs=None), "2 kernel_axes"),
     ],
 )
-def test_linear_refuses_sizes_and_names_that_do_not_fit(make: Any, message: str):
+def test_linear_refuses_unsuitable_sizes_and_axis_names(make: Any, message: str):
     with pytest.raises(LayerConfigError, match=message):
         make()
 
 
-def test_linear_names_itself_what_it_takes_and_what_it_was_given():
+def test_wrong_input_error_names_layer_and_shapes():
     layer = sx.nn.Linear((2, 3), 4, rngs=sx.Rngs(0))
     with pytest.raises(LayerInputError) as error:
         layer(np.zeros((5, 3, 2), np.float32))
@@ -95,7 +109,7 @@ def test_linear_names_itself_what_it_takes_and_what_it_was_given():
         layer(np.zeros(3, np.float32))
 
 
-def test_a_layer_without_rngs_says_so_when_its_kernel_is_needed():
+def test_kernel_without_rngs_raises_missing_rngs():
     layer = sx.nn.Linear(2, 2, rngs=None)
     assert layer.kernel.shape == (2, 2)
     with pytest.raises(MissingRngsError):
@@ -129,7 +143,7 @@ def test_einsum_computes_its_equation_and_spreads_the_bias(
             for letter in letters
         ]
         expected = expected + floats(*bias_shape).reshape(shape)
-    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +158,7 @@ def test_einsum_computes_its_equation_and_spreads_the_bias(
         (lambda: sx.nn.Einsum("te,ed->td", (2, 3), kernel_axes=("e",), rngs=None), "kernel_axes"),
     ],
 )
-def test_einsum_refuses_equations_and_shapes_that_do_not_fit(make: Any, message: str):
+def test_einsum_refuses_unsuitable_equations_and_shapes(make: Any, message: str):
     with pytest.raises(LayerConfigError, match=message):
         make()
 
@@ -156,9 +170,9 @@ def test_einsum_refuses_inputs_that_do_not_fit(shape: tuple[int, ...]):
         layer(np.zeros(shape, np.float32))
 
 
-def test_the_layout_of_a_result_can_be_asked_for(explicit_mesh: Mesh):
-    linear = sx.nn.Linear(8, 4, rngs=sx.Rngs(0))
-    einsum = sx.nn.Einsum("...i,io->...o", (8, 4), rngs=sx.Rngs(0))
+def test_out_sharding_sets_the_layout_of_results(explicit_mesh: Mesh):
+    linear = with_values(sx.nn.Linear(8, 4, rngs=sx.Rngs(0)))
+    einsum = with_values(sx.nn.Einsum("...i,io->...o", (8, 4), rngs=sx.Rngs(0)))
     with jax.set_mesh(explicit_mesh):
         x = jax.device_put(floats(2, 8), PartitionSpec("data"))
         wanted = PartitionSpec(None, "model")

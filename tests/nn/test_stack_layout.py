@@ -62,13 +62,13 @@ def assert_same_state(first: Any, second: Any, rtol: float = 0) -> None:
             assert_equal_values(value, other[path])
 
 
-def test_both_layouts_of_one_seed_are_each_others_state() -> None:
+def test_layouts_of_one_seed_convert_into_each_other() -> None:
     unrolled, scanned = sx.state(decoder(False)), sx.state(decoder(True))
     assert_same_state(stack_state(unrolled, decoder(True)), scanned)
     assert_same_state(unstack_state(scanned, decoder(True)), unrolled)
 
 
-def test_what_the_values_came_from_is_kept() -> None:
+def test_conversion_keeps_origins_of_values() -> None:
     model = decoder(True)
     there = unstack_state(sx.state(model), model)
     path = ("layers", 1, "mlp", "up", "kernel")
@@ -77,7 +77,7 @@ def test_what_the_values_came_from_is_kept() -> None:
     assert stack_state(there, model).origins() == sx.state(model).origins()
 
 
-def test_parts_of_a_state_can_be_brought_over() -> None:
+def test_parts_of_a_state_can_be_converted() -> None:
     model = decoder(True)
     kernels = sx.state(decoder(False), sx.PathContains("kernel"))
     assert set(stack_state(kernels, model).flat()) == set(
@@ -86,9 +86,7 @@ def test_parts_of_a_state_can_be_brought_over() -> None:
 
 
 @pytest.mark.parametrize("from_scanned", [False, True], ids=["to stacked", "to unrolled"])
-def test_a_checkpoint_of_one_layout_trains_on_in_the_other(
-    from_scanned: bool, tmp_path: Path
-) -> None:
+def test_checkpoint_of_one_layout_trains_in_the_other(from_scanned: bool, tmp_path: Path) -> None:
     saved = with_optimizer(decoder(from_scanned), 2)
     checkpoint.save(saved, tmp_path / "saved")
     same = with_optimizer(decoder(from_scanned, seed=5), 0)
@@ -102,7 +100,7 @@ def test_a_checkpoint_of_one_layout_trains_on_in_the_other(
     assert int(other[1].step) == 4
 
 
-def test_stacks_in_stacks_and_what_they_share() -> None:
+def test_nested_stacks_and_shared_streams_convert() -> None:
     stream = sx.Rngs(dropout=0)
 
     def block(rngs: sx.Rngs) -> Any:
@@ -121,7 +119,7 @@ def refused() -> dict[str, tuple[Any, str]]:
     missing = sx.state(decoder(False)).flat()
     del missing[("layers", 1, "mlp", "up", "kernel")]
     shape = sx.state(decoder(False)).flat()
-    shape[("layers", 2, "mlp", "up", "kernel")] = jnp.zeros((8, 4))
+    shape[("layers", 2, "mlp", "up", "kernel")] = np.zeros((8, 4), np.float32)
     return {
         "missing": (missing, r"\.layers\.stacked\.mlp\.up\.kernel.*\.layers\[1\]\.mlp\.up\.kernel"),
         "shape": (shape, r"float32\[8, 16\] at \.layers\[0\].*float32\[8, 4\] at \.layers\[2\]"),
@@ -129,23 +127,27 @@ def refused() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("what", ["missing", "shape"])
-def test_layers_that_do_not_fit_together_are_refused_by_path(what: str) -> None:
+def test_missing_and_misshapen_layers_are_refused_by_path(what: str) -> None:
     values, message = refused()[what]
     with pytest.raises(StateMismatchError, match=message):
         stack_state(sx.State.from_flat(values), decoder(True))
 
 
-def test_a_state_that_may_belong_to_several_stacks_is_refused() -> None:
+def test_state_of_ambiguous_stacks_is_refused() -> None:
     def stack(length: int) -> Stack:
         rngs = sx.Rngs(0)
         return Stack(lambda: sx.nn.Linear(2, 2, rngs=rngs), length)
 
     model = sx.nn.Sequential()
     model.encoder, model.decoder = {"layers": stack(2)}, {"layers": stack(3)}
-    state = sx.State.from_flat({("mu", "layers", "stacked", "kernel"): jnp.zeros((2, 2, 2))})
+    state = sx.State.from_flat(
+        {("mu", "layers", "stacked", "kernel"): np.zeros((2, 2, 2), np.float32)}
+    )
     with pytest.raises(StateMismatchError, match=r"\.mu\.layers"):
         unstack_state(state, model)
-    known = sx.State.from_flat({("mu", "encoder", "layers", "stacked", "k"): jnp.zeros((2, 2))})
+    known = sx.State.from_flat(
+        {("mu", "encoder", "layers", "stacked", "k"): np.zeros((2, 2), np.float32)}
+    )
     assert list(unstack_state(known, model).flat()) == [
         ("mu", "encoder", "layers", i, "k") for i in range(2)
     ]

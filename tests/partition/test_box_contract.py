@@ -75,7 +75,7 @@ class Plain(AxisMetadata[Any]):
         return self
 
 
-def test_a_users_box_needs_no_argument_of_unbox_and_no_attribute_value(mesh: Mesh) -> None:
+def test_custom_box_needs_no_unbox_argument_or_value(mesh: Mesh) -> None:
     tree = {"x": Grouped(jnp.ones((8, 3)), 1), "p": [Plain(jnp.ones(2), "n")]}
     assert jax.tree.map(jnp.shape, tree) == {"x": Grouped((8, 3), 1), "p": [Plain((2,), "n")]}
     values = unbox(tree)
@@ -119,7 +119,7 @@ def test_boxes_are_found_and_mapped(auto_mesh: Mesh) -> None:
     assert to_boxes(tree["v"]).replace(names=("b",)).variable_type is sx.Param
 
 
-def test_conversions_to_and_from_nnx_are_those_of_flax() -> None:
+def test_conversions_to_and_from_nnx_match_flax() -> None:
     array = jnp.ones((2, 3))
     ours, theirs = Partitioned(array, ("a", None)), flax_meta.Partitioned(array, ("a", None))
     assert ours.to_nnx_metadata() == theirs.to_nnx_metadata()
@@ -135,7 +135,7 @@ def test_conversions_to_and_from_nnx_are_those_of_flax() -> None:
             assert type(box).from_nnx_metadata(named) == type(box)(array, ("a", None))
 
 
-def test_names_shorter_than_the_rank_leave_the_rest_whole_as_in_flax(mesh: Mesh) -> None:
+def test_names_shorter_than_rank_leave_dimensions_whole(mesh: Mesh) -> None:
     def tree(kind: Any) -> Any:
         several = {"a": jnp.ones((4, 3)), "b": jnp.ones(4)}
         return {"w": kind(jnp.ones((4, 3)), ("data",)), "several": kind(several, ("data",))}
@@ -155,7 +155,7 @@ def test_names_shorter_than_the_rank_leave_the_rest_whole_as_in_flax(mesh: Mesh)
         get_sharding({"w": Partitioned(jnp.ones(4), ("data", "model"))}, mesh)
 
 
-def test_a_box_around_arrays_of_several_ranks_has_one_spec(mesh: Mesh) -> None:
+def test_box_of_arrays_of_several_ranks_shares_spec(mesh: Mesh) -> None:
     arrays = {"a": jnp.ones((4, 3)), "b": jnp.ones(4)}
     for names in (("data", None), ("data", "model")):
         box, theirs = Partitioned(arrays, names), flax_meta.Partitioned(arrays, names)
@@ -165,14 +165,14 @@ def test_a_box_around_arrays_of_several_ranks_has_one_spec(mesh: Mesh) -> None:
         get_sharding([Partitioned(arrays, ("data", "model"))], mesh)
 
 
-def test_optimizer_states_keep_the_dimensions_of_parameters_with_short_names(mesh: Mesh) -> None:
+def test_optimizer_states_keep_dimensions_with_short_names(mesh: Mesh) -> None:
     params: Any = {"w": Partitioned(jnp.ones((4, 8)), ("data",))}
     state = optax.adam(1e-3).init(params)
     places = get_sharding((params, state), mesh)
     assert places[1][0].mu == places[0] == {"w": NamedSharding(mesh, P("data"))}
 
 
-def test_new_axes_of_boxes_with_short_names_are_named_where_they_are(auto_mesh: Mesh) -> None:
+def test_added_axes_with_short_names_get_their_position(auto_mesh: Mesh) -> None:
     x = jnp.ones((3, 4, 5))
     for axis, names in ((0, ("layers", "data")), (1, ("data", "layers"))):
         stacked = sx.vmap(lambda x: Partitioned(x, ("data",)), out_axes=axis, metadata=LAYERS)(x)
@@ -187,7 +187,7 @@ def test_new_axes_of_boxes_with_short_names_are_named_where_they_are(auto_mesh: 
     assert seen == [(("data",), (4, 5))]
 
 
-def test_a_variable_of_a_box_with_short_names_is_laid_out_and_the_box_again(mesh: Mesh) -> None:
+def test_variable_of_short_named_box_is_laid_out(mesh: Mesh) -> None:
     box = Partitioned(jnp.ones((4, 3)), ("data",))
     variable = to_variables(box)
     assert variable.axes == ("data", None) and to_boxes(variable) == box

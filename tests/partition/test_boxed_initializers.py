@@ -31,7 +31,7 @@ def linear(boxed: Any = None) -> nn.Linear:
 
 
 @pytest.mark.parametrize("boxed", [OF_MESH, LOGICAL])
-def test_a_layer_is_laid_out_by_the_names_of_its_initializer(boxed: Any, mesh: Mesh) -> None:
+def test_layer_layout_follows_names_of_its_initializer(boxed: Any, mesh: Mesh) -> None:
     model, plain = linear(boxed), linear()
     assert model.kernel.is_lazy and model.kernel.axes == boxed.keywords["names"]
     rules = (
@@ -46,7 +46,7 @@ def test_a_layer_is_laid_out_by_the_names_of_its_initializer(boxed: Any, mesh: M
 
 
 @pytest.mark.parametrize("boxed", [OF_MESH, LOGICAL])
-def test_optimizer_state_clones_gradients_and_jit_have_the_names(boxed: Any, mesh: Mesh) -> None:
+def test_optimizer_clones_gradients_and_jit_keep_the_names(boxed: Any, mesh: Mesh) -> None:
     model = linear(boxed)
     optimizer = sx.train.Optimizer(model, optax.adam(1e-3))
     places = sx.shardings(optimizer, mesh, RULES)
@@ -101,7 +101,7 @@ def test_named_layers_compute_with_parameters_of_other_names(mesh: Mesh) -> None
     assert layer(norm(x)).axes == {"t": 3, "b": 4}
 
 
-def test_a_stack_adds_its_own_name_which_rules_map(auto_mesh: Mesh) -> None:
+def test_stack_adds_its_own_mappable_axis_name(auto_mesh: Mesh) -> None:
     rngs = sx.Rngs(0)
     init = with_partitioning(NORMAL, (None, "model"))
     stack = nn.Stack(lambda: nn.Linear(16, 16, kernel_init=init, rngs=rngs), 4, axis_name="layers")
@@ -110,7 +110,7 @@ def test_a_stack_adds_its_own_name_which_rules_map(auto_mesh: Mesh) -> None:
     assert sx.shard(stack, auto_mesh, RULES)(jnp.ones((2, 16))).shape == (2, 16)
 
 
-def test_names_shorter_than_the_shape_leave_the_rest_whole(mesh: Mesh) -> None:
+def test_names_shorter_than_shape_leave_dimensions_whole(mesh: Mesh) -> None:
     weight = sx.Param(sx.Init(with_partitioning(NORMAL, ("data",)), (8, 16), rngs=sx.Rngs(0)))
     assert weight.axes == ("data", None)
     assert sx.shard(weight, mesh).sharding.spec == P("data", None)
@@ -118,7 +118,7 @@ def test_names_shorter_than_the_shape_leave_the_rest_whole(mesh: Mesh) -> None:
         sx.Param(sx.Init(with_partitioning(NORMAL, ("data", None, None)), (8, 16)))
 
 
-def test_names_pass_through_partial_and_the_mesh_and_rules_of_the_box_hold(auto_mesh: Mesh) -> None:
+def test_partial_keeps_names_and_box_mesh_and_rules(auto_mesh: Mesh) -> None:
     init = with_logical_partitioning(NORMAL, ("embed", "mlp"), auto_mesh, {"embed": "data"})
     weight = sx.Param(sx.Init(functools.partial(init, dtype="float32"), (8, 16)))
     assert weight.axes == ("embed", "mlp")
@@ -129,7 +129,7 @@ def test_names_pass_through_partial_and_the_mesh_and_rules_of_the_box_hold(auto_
     assert nn.Linear(4, 4, kernel_init=unknown, rngs=sx.Rngs(0)).kernel.axes == ("in", "out")
 
 
-def test_a_variable_of_such_an_initializer_is_the_box_again() -> None:
+def test_variable_of_boxed_initializer_converts_back_to_box() -> None:
     init = with_partitioning(jax.nn.initializers.ones, ("data", None))
     weight = sx.Param(sx.Init(init, (2, 3)))
     weight.value  # noqa: B018
@@ -147,7 +147,7 @@ def test_constants_still_draw_nothing() -> None:
     assert all(jnp.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_two_names_and_boxes_that_nobody_announced_are_refused() -> None:
+def test_two_names_and_unannounced_boxes_are_refused() -> None:
     init = with_partitioning(NORMAL, ("data", None))
     with pytest.raises(MetadataError, match="give the names once"):
         sx.Param(sx.Init(init, (8, 16)), axes=("a", "b"))

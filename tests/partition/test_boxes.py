@@ -82,7 +82,7 @@ class Plain(AxisMetadata[Any]):
 # --- boxes as pytree nodes ------------------------------------------------------------------------
 
 
-def test_a_box_is_a_node_whose_one_child_is_its_value() -> None:
+def test_box_is_a_pytree_node_of_its_value() -> None:
     box = Partitioned({"w": jnp.ones(2), "b": 3}, ("model",))
     leaves, treedef = jax.tree.flatten_with_path(box)
     assert [jax.tree_util.keystr(path) for path, _ in leaves] == [".value['b']", ".value['w']"]
@@ -210,7 +210,7 @@ def test_traced_deleted_and_unhashable_boxes_compare_by_identity() -> None:
     assert plain != Plain(jnp.ones(2), [1]) and isinstance(hash(plain), int)
 
 
-def test_the_text_of_a_box_shows_shapes_and_what_was_given() -> None:
+def test_repr_of_box_shows_shapes_and_given_arguments() -> None:
     mesh = AbstractMesh((2,), ("x",))
     box = LogicallyPartitioned({"w": jnp.ones((2, 3))}, ("a", None), mesh, {"a": "x"})
     assert repr(Partitioned(jnp.ones((2, 3)), ("a", None))) == (
@@ -226,7 +226,7 @@ def test_the_text_of_a_box_shows_shapes_and_what_was_given() -> None:
 
 
 @pytest.mark.parametrize("make", [Partitioned, LogicallyPartitioned])
-def test_bad_names_meshes_and_rules_are_refused_at_once(make: Any) -> None:
+def test_invalid_names_meshes_and_rules_are_refused_immediately(make: Any) -> None:
     with pytest.raises(MetadataError, match="embed"):
         make(1.0, "embed")
     with pytest.raises(MetadataError, match="hashable"):
@@ -245,7 +245,7 @@ def test_boxes_cannot_be_changed() -> None:
 # --- taking out and putting in --------------------------------------------------------------------
 
 
-def test_unbox_takes_values_out_of_boxes_in_boxes_and_of_variables() -> None:
+def test_unbox_reaches_into_nested_boxes_and_variables() -> None:
     tree = {
         "box": Partitioned(jnp.ones(2), ("a",)),
         "nested": Units({"inner": LogicallyPartitioned(3.0, ())}, ("m",)),
@@ -271,7 +271,7 @@ def test_modules_and_states_are_no_boxes_and_stay() -> None:
     assert unbox(model) is model
 
 
-def test_replace_boxed_keeps_the_boxes_and_changes_the_values() -> None:
+def test_replace_boxed_keeps_boxes_and_changes_values() -> None:
     tree = {
         "box": Partitioned(jnp.ones(2), ("a",)),
         "nested": Units([LogicallyPartitioned(3.0, ("b",)), 1], ("m",)),
@@ -296,7 +296,7 @@ def test_values_of_another_structure_are_refused() -> None:
         replace_boxed(Units([Partitioned(1.0, ())], ()), [1.0, 2.0])
 
 
-def test_values_of_other_structure_in_named_arrays_are_refused() -> None:
+def test_replacing_with_other_structure_is_refused() -> None:
     tree = {"w": sx.named.NamedArray(jnp.ones((2, 3)), ("embed", "mlp"))}
     same = {"w": sx.named.NamedArray(jnp.zeros((2, 3)), ("embed", "mlp"))}
     assert jax.tree.leaves(replace_boxed(tree, same))[0].tolist() == [[0, 0, 0], [0, 0, 0]]
@@ -308,7 +308,7 @@ def test_values_of_other_structure_in_named_arrays_are_refused() -> None:
 # --- another dimension ----------------------------------------------------------------------------
 
 
-def test_a_negative_index_counts_from_the_end_of_the_new_dimensions() -> None:
+def test_negative_index_counts_from_the_new_last_dimension() -> None:
     """Case 4 of the notes on Flax: there, the name lands one place too early."""
     box = Partitioned(jnp.ones((2, 3)), ("a", "b"))
     assert box.add_axis(-1, LAYERS).names == ("a", "b", "layers")
@@ -327,7 +327,7 @@ def test_the_name_stands_where_vmap_puts_the_dimension(axis: int) -> None:
     assert sizes == {"a": 2, "b": 3, "layers": 5}
 
 
-def test_boxes_in_boxes_states_and_variables_learn_of_it_too() -> None:
+def test_nested_boxes_states_and_variables_change_axes_too() -> None:
     lazy = sx.Param(sx.Init(jax.nn.initializers.ones, (2,)), axes=("a",), tag="t")
     state = sx.state({"v": sx.BatchStat(jnp.ones(2), axes=("a",), tag="t")})
     tree = {"nested": Units(Partitioned(1.0, ("a",)), ("m",)), "v": lazy, "s": state, "x": 3}
@@ -370,7 +370,7 @@ BAD_CHANGES: dict[str, tuple[Any, type[ShardaxError], list[str]]] = {
 
 @pytest.mark.parametrize("case", BAD_CHANGES)
 @pytest.mark.parametrize("make", [Partitioned, LogicallyPartitioned])
-def test_errors_name_the_parameter_the_box_the_index_and_the_names(make: Any, case: str) -> None:
+def test_errors_name_parameter_box_index_and_names(make: Any, case: str) -> None:
     """Case 15 of the notes on Flax: there, an empty assertion, or names that are padded."""
     change, error, words = BAD_CHANGES[case]
     tree = {"block": [{"kernel": make(jnp.ones((2, 3)), ("in", "out"))}]}
@@ -431,7 +431,7 @@ def trees() -> st.SearchStrategy[Any]:
 
 
 @given(trees())
-def test_law_putting_back_what_was_taken_out_changes_nothing(tree: Any) -> None:
+def test_law_replacing_with_unboxed_values_is_identity(tree: Any) -> None:
     assert replace_boxed(tree, unbox(tree)) == tree
 
 
@@ -451,7 +451,7 @@ def ranks(tree: Any) -> list[int]:
 
 
 @given(trees(), st.data())
-def test_law_remove_axis_undoes_add_axis_at_every_index(tree: Any, data: st.DataObject) -> None:
+def test_law_remove_axis_inverts_add_axis(tree: Any, data: st.DataObject) -> None:
     smallest = min(ranks(tree), default=0)
     index = data.draw(st.integers(-smallest - 1, smallest))
     params = {PARTITION_NAME: data.draw(st.sampled_from(["new", "a", None])), "unit": "s"}
@@ -459,7 +459,7 @@ def test_law_remove_axis_undoes_add_axis_at_every_index(tree: Any, data: st.Data
 
 
 @given(NAMES.filter(len), st.data())
-def test_law_add_axis_undoes_remove_axis_at_every_index(names: Any, data: st.DataObject) -> None:
+def test_law_add_axis_inverts_remove_axis(names: Any, data: st.DataObject) -> None:
     box = Partitioned(1.0, names)
     index = data.draw(st.integers(-len(names), len(names) - 1))
     params = {PARTITION_NAME: names[index]}

@@ -136,7 +136,7 @@ def test_shard_keeps_the_boxes_and_moves_the_values(mesh: Mesh) -> None:
     assert all(a is b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(again), strict=True))
 
 
-def test_a_sharded_tree_of_boxes_comes_back_to_one_device(auto_mesh: Mesh) -> None:
+def test_unshard_returns_tree_of_boxes_to_one_device(auto_mesh: Mesh) -> None:
     boxes = {"w": LogicallyPartitioned([ARRAY, 2 * ARRAY], ("embed", "mlp")), "n": jnp.ones(2)}
     back = sx.unshard(sx.shard(boxes, auto_mesh, RULES))
     assert back["w"] == boxes["w"]
@@ -160,7 +160,7 @@ def test_an_abstract_copy_keeps_the_boxes(mesh: Mesh) -> None:
     assert plain == {"w": tree()["baked"].replace_boxed(struct)}
 
 
-def test_lazy_values_in_boxes_are_computed_into_their_shards(mesh: Mesh) -> None:
+def test_lazy_boxed_values_are_computed_into_their_shards(mesh: Mesh) -> None:
     lazy = sx.Param(sx.Init(jax.nn.initializers.ones, (8, 16)), axes=("embed", "mlp"))
     boxes = to_boxes({"w": lazy})
     assert sx.shardings(boxes, mesh, RULES) == {"w": NamedSharding(mesh, P("data", "model"))}
@@ -170,7 +170,7 @@ def test_lazy_values_in_boxes_are_computed_into_their_shards(mesh: Mesh) -> None
     assert placed.value.tolist() == np.ones((8, 16)).tolist() and lazy.is_lazy
 
 
-def test_inside_a_program_shard_constrains_what_is_in_the_boxes(auto_mesh: Mesh) -> None:
+def test_shard_inside_program_constrains_boxed_values(auto_mesh: Mesh) -> None:
     @jax.jit
     def place(box: Any) -> Any:
         return sx.shard(box, auto_mesh)
@@ -183,14 +183,14 @@ def test_inside_a_program_shard_constrains_what_is_in_the_boxes(auto_mesh: Mesh)
 # --- rules and meshes of their own ----------------------------------------------------------------
 
 
-def test_rules_of_a_box_hold_instead_of_those_of_the_call() -> None:
+def test_box_rules_override_those_of_the_call() -> None:
     baked = LogicallyPartitioned(ARRAY, ("embed", "mlp"), rules={"mlp": "data"})
     strict = sx.Rules(RULES, on_unmapped="error")
     assert sx.partition_specs({"w": baked}, strict) == {"w": P(None, "data")}
     assert [f.code for f in sx.check({"w": baked}, None, RULES)] == ["unused-rule"] * 3
 
 
-def test_a_mesh_of_a_box_holds_unless_one_is_given(auto_mesh: Mesh) -> None:
+def test_box_mesh_is_used_unless_one_is_given(auto_mesh: Mesh) -> None:
     own = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     boxes = {
         "own": Partitioned(ARRAY, ("data", None), own),
@@ -216,7 +216,7 @@ def test_a_mesh_of_a_box_holds_unless_one_is_given(auto_mesh: Mesh) -> None:
 # --- overrides, findings, pictures ----------------------------------------------------------------
 
 
-def test_overrides_find_boxes_by_path_class_and_what_they_were() -> None:
+def test_overrides_match_boxes_by_path_class_and_origin() -> None:
     boxes = {
         "params": {"w": LogicallyPartitioned(ARRAY, ("embed", "mlp"))},
         "mu": {"w": LogicallyPartitioned(ARRAY, ("embed", "mlp"))},
@@ -244,7 +244,7 @@ def test_overrides_find_boxes_by_path_class_and_what_they_were() -> None:
     }
 
 
-def test_an_override_splits_the_state_of_a_functional_optimizer_further(auto_mesh: Mesh) -> None:
+def test_override_splits_functional_optimizer_state_further(auto_mesh: Mesh) -> None:
     params: Any = {"w": LogicallyPartitioned(jnp.asarray(ARRAY), ("embed", "mlp"))}
     state = {"params": params, "opt": optax.adam(1e-3).init(params)}
     rules, zero = {"mlp": "model"}, {sx.PathContains("opt"): {"embed": "data"}}
@@ -256,7 +256,7 @@ def test_an_override_splits_the_state_of_a_functional_optimizer_further(auto_mes
     assert step(placed)["opt"][0].nu["w"].value.sharding == places["opt"][0].nu["w"]
 
 
-def test_findings_name_boxes_in_states_of_optimizers_and_lists(auto_mesh: Mesh) -> None:
+def test_findings_name_boxes_in_optimizer_states_and_lists(auto_mesh: Mesh) -> None:
     params = {
         "blocks": [{"odd": Partitioned(jnp.ones((7, 8)), ("data", "model"))}],
         "stray": Partitioned(jnp.ones(8), ("modle",)),
@@ -284,7 +284,7 @@ def test_findings_name_boxes_in_states_of_optimizers_and_lists(auto_mesh: Mesh) 
     assert [f.path for f in found if f.code == "large-replicated"] == [(0, "large")]
 
 
-def test_a_live_box_that_lies_elsewhere_than_its_names_say_is_found(auto_mesh: Mesh) -> None:
+def test_misplaced_live_box_is_found(auto_mesh: Mesh) -> None:
     boxes = {"a": Partitioned(ARRAY, ("data", None)), "b": [Partitioned(ARRAY, (None, "model"))]}
     placed = sx.shard(boxes, auto_mesh)
     assert sx.check(placed, auto_mesh) == []
@@ -294,7 +294,7 @@ def test_a_live_box_that_lies_elsewhere_than_its_names_say_is_found(auto_mesh: M
     ]
 
 
-def test_without_rules_logical_names_of_boxes_are_an_error_by_path(auto_mesh: Mesh) -> None:
+def test_logical_box_names_without_rules_are_refused(auto_mesh: Mesh) -> None:
     boxes = {"w": [LogicallyPartitioned(ARRAY, ("embed", None))], "n": Partitioned(ARRAY, None)}
     for function in (sx.shard, sx.shardings, sx.abstract, get_sharding):
         with pytest.raises(NoRulesError, match=r"^\.w\[0\]: "):
@@ -305,7 +305,7 @@ def test_without_rules_logical_names_of_boxes_are_an_error_by_path(auto_mesh: Me
     assert sx.shardings(unnamed, auto_mesh)["w"].spec == P(None, None)
 
 
-def test_what_cannot_be_placed_is_listed_and_nothing_is_moved(auto_mesh: Mesh) -> None:
+def test_unplaceable_boxes_are_listed_and_nothing_moves(auto_mesh: Mesh) -> None:
     gone = jnp.ones(8)
     gone.delete()
     weight = sx.Param(jnp.ones((8, 16)), axes=("embed", "mlp"))
@@ -326,7 +326,7 @@ def test_what_cannot_be_placed_is_listed_and_nothing_is_moved(auto_mesh: Mesh) -
     assert weight.sharding == before
 
 
-def test_a_name_for_a_number_is_found_in_boxes_as_it_is_in_variables(mesh: Mesh) -> None:
+def test_named_scalar_is_reported_for_boxes_and_variables(mesh: Mesh) -> None:
     named = {"loss_scale": LogicallyPartitioned(3.5, names=("embed",))}
     for tree in (named, to_variables(named)):
         errors = [found for found in sx.check(tree, mesh, RULES) if found.severity == "error"]

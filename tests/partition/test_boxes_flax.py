@@ -40,7 +40,7 @@ def both(names: tuple[Any, ...], value: Any = 1.0) -> tuple[Any, Any]:
 
 
 @given(NAMES, st.data())
-def test_axes_are_added_and_removed_at_the_same_places(names: Any, data: st.DataObject) -> None:
+def test_add_and_remove_axis_agree_with_flax(names: Any, data: st.DataObject) -> None:
     mine, flaxs = both(names)
     index = data.draw(st.integers(0, len(names)))
     params = {PARTITION_NAME: "layers"}
@@ -101,7 +101,7 @@ def test_shardings_of_an_initializer_are_the_same(auto_mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("axis", [-1, -2, -3])
-def test_case_4_a_negative_axis_is_named_where_it_is(axis: int) -> None:
+def test_case_4_negative_axis_is_named_in_place(axis: int) -> None:
     mine, flaxs = both(("a", "b"), jnp.ones((2, 3)))
     params = {PARTITION_NAME: "L"}
     stacked = jax.vmap(lambda _: mine, out_axes=axis)(jnp.arange(5))
@@ -112,7 +112,7 @@ def test_case_4_a_negative_axis_is_named_where_it_is(axis: int) -> None:
         assert flaxs.add_axis(axis, params).names != named.names
 
 
-def test_case_14_becoming_a_variable_leaves_the_box_as_it_is() -> None:
+def test_case_14_conversion_to_variable_leaves_box_unchanged() -> None:
     box = part.LogicallyPartitioned(jnp.ones(2), ("a",), rules={"a": "x"})
     before = part.LogicallyPartitioned(box.value, ("a",), rules={"a": "x"})
     variable = part.to_variables(box)
@@ -122,7 +122,7 @@ def test_case_14_becoming_a_variable_leaves_the_box_as_it_is() -> None:
     assert not hasattr(flaxs, "names")
 
 
-def test_case_15_a_wrong_name_or_place_is_an_error_that_says_so() -> None:
+def test_case_15_wrong_name_or_index_is_refused() -> None:
     mine, flaxs = both(("in", "out"))
     with pytest.raises(AssertionError):
         flaxs.remove_axis(0, {PARTITION_NAME: "L"})
@@ -159,7 +159,7 @@ def test_case_19_keywords_of_the_initializer_pass_through() -> None:
         assert init(jax.random.key(0), shape=(2, 3), dtype=jnp.int32).value.dtype == jnp.int32
 
 
-def test_case_22_variables_as_boxes_keep_their_axes_under_vmap() -> None:
+def test_case_22_boxed_variables_keep_axes_under_vmap() -> None:
     boxes = part.to_boxes({"w": sx.Param(jnp.ones((5, 2)), axes=("embed", "mlp"), tag="t")})
     stacked = jax.vmap(lambda _: boxes, out_axes=1)(jnp.arange(3))
     variable = part.to_variables(part.add_axis(stacked, 1, {PARTITION_NAME: "layers"}))["w"]

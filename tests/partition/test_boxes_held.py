@@ -27,7 +27,7 @@ def test_boxes_inside_variables_and_states_count(mesh: Mesh) -> None:
     assert placed.names == ("embed", "mlp") and placed.value.sharding.spec == P("data", "model")
 
 
-def test_boxes_that_modules_and_variables_hold_are_laid_out_and_seen(auto_mesh: Mesh) -> None:
+def test_boxes_in_modules_and_variables_are_laid_out(auto_mesh: Mesh) -> None:
     class Model(sx.Module):
         def __init__(self) -> None:
             self.weight = Partitioned(jnp.asarray(ARRAY), (None, "model"))

@@ -142,7 +142,7 @@ def test_one_box_knows_its_own_sharding(mesh: Mesh) -> None:
 # --- what is wrong --------------------------------------------------------------------------------
 
 
-def test_all_that_is_wrong_is_found_at_once_by_path(auto_mesh: Mesh) -> None:
+def test_all_errors_are_listed_together_by_path(auto_mesh: Mesh) -> None:
     wrong = {
         "blocks": [{"kernel": Partitioned(jnp.ones((7, 16)), ("data", "model"))}],
         "axis": Partitioned(jnp.ones((8, 16)), ("modle", None)),
@@ -168,7 +168,7 @@ def test_all_that_is_wrong_is_found_at_once_by_path(auto_mesh: Mesh) -> None:
     assert "modle" in str(caught.value) and "model" in str(caught.value)
 
 
-def test_what_is_left_to_the_compiler_stays_open_where_it_can_choose(
+def test_unconstrained_dimensions_stay_open_to_the_compiler(
     auto_mesh: Mesh, explicit_mesh: Mesh
 ) -> None:
     box = {"w": LogicallyPartitioned(jnp.ones((8, 16)), ("batch", P.UNCONSTRAINED))}
@@ -274,7 +274,7 @@ def test_over_explicit_axes_unboxing_reshards(explicit_mesh: Mesh) -> None:
     assert_laid_out(result, explicit_mesh, P("data"))
 
 
-def test_inside_shard_map_the_manual_axes_are_left_out(mesh: Mesh) -> None:
+def test_inside_shard_map_manual_axes_are_omitted(mesh: Mesh) -> None:
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
     def inside(box: Any) -> Any:
         return unbox(box)
@@ -286,7 +286,7 @@ def test_inside_shard_map_the_manual_axes_are_left_out(mesh: Mesh) -> None:
     assert_laid_out(result, mesh, P("data", "model"))
 
 
-def test_a_mesh_and_rules_of_the_box_have_precedence(mesh: Mesh) -> None:
+def test_box_mesh_and_rules_take_precedence(mesh: Mesh) -> None:
     other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     x = array_of(mesh)
     baked = LogicallyPartitioned(x, ("batch", "embed"), mesh, {"batch": "model"})
@@ -341,7 +341,7 @@ def test_unboxing_says_at_which_path_it_fails(auto_mesh: Mesh) -> None:
 # --- constraints of pytrees -----------------------------------------------------------------------
 
 
-def test_constraints_by_names_reach_every_array_of_a_pytree(mesh: Mesh) -> None:
+def test_constraints_by_name_reach_every_pytree_array(mesh: Mesh) -> None:
     x = array_of(mesh)
     names = {"a": ("batch", None), "b": [P("batch", "embed"), None], "c": ("batch", None)}
     call = jax.jit(lambda x: with_logical_constraint(x, names, RULES, mesh))

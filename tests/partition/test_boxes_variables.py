@@ -153,7 +153,7 @@ def boxes_for_variables() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rules", [RULES, {"embed": "data", "model": "data", "mlp": None}])
-def test_a_variable_made_of_a_box_is_laid_out_like_it(rules: Any, auto_mesh: Mesh) -> None:
+def test_variable_from_box_has_the_same_layout(rules: Any, auto_mesh: Mesh) -> None:
     boxes = boxes_for_variables()
     variables = to_variables(boxes)
     with jax.set_mesh(auto_mesh):
@@ -170,7 +170,7 @@ def test_a_variable_made_of_a_box_is_laid_out_like_it(rules: Any, auto_mesh: Mes
     assert sx.partition_specs(variables, rules) == sx.partition_specs(boxes, rules)
 
 
-def test_names_of_a_box_of_many_arrays_hold_for_each_in_the_variable_too(auto_mesh: Mesh) -> None:
+def test_names_apply_to_each_array_of_the_value(auto_mesh: Mesh) -> None:
     box = Partitioned({"m": ARRAY, "v": 2 * ARRAY}, (None, "model"))
     variable = to_variables(box)
     assert sx.partition_specs(variable) == {"m": P(None, "model"), "v": P(None, "model")}
@@ -178,7 +178,7 @@ def test_names_of_a_box_of_many_arrays_hold_for_each_in_the_variable_too(auto_me
     assert {x.sharding.spec for x in variable.value.values()} == {P(None, "model")}
 
 
-def test_a_variable_made_of_a_box_unboxes_and_changes_its_axes_like_it(auto_mesh: Mesh) -> None:
+def test_variable_from_box_unboxes_and_changes_axes_alike(auto_mesh: Mesh) -> None:
     variable = to_variables(Partitioned(jnp.asarray(ARRAY), ("data", None)))
     variable.set_metadata(axes=(None, "model"))
     assert sx.partition_specs(variable) == P(None, "model")
@@ -189,7 +189,7 @@ def test_a_variable_made_of_a_box_unboxes_and_changes_its_axes_like_it(auto_mesh
     assert sx.partition_specs(variable) == P()
 
 
-def test_a_module_holds_such_variables_and_its_optimizer_follows(auto_mesh: Mesh) -> None:
+def test_module_holds_boxed_variables_and_optimizer_follows(auto_mesh: Mesh) -> None:
     class Model(sx.Module):
         def __init__(self, boxes: Any) -> None:
             self.weights = to_variables(boxes)
@@ -233,12 +233,12 @@ def variable() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("function", LAID_OUT.values(), ids=LAID_OUT)
-def test_a_variable_is_a_box_wherever_one_is_laid_out(function: Any) -> None:
+def test_variables_stand_for_boxes_when_laid_out(function: Any) -> None:
     assert function(variable()) == function(to_boxes(variable()))
 
 
 @pytest.mark.parametrize("function", RENAMED.values(), ids=RENAMED)
-def test_a_variable_is_a_box_wherever_one_is_returned(function: Any) -> None:
+def test_variables_stand_for_boxes_when_returned(function: Any) -> None:
     result = function(variable())
     assert isinstance(result["w"][0], sx.BatchStat)
     boxes = function(to_boxes(variable()))

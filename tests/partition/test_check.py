@@ -93,7 +93,7 @@ def test_scalar_has_an_empty_spec() -> None:
     assert spec_for((), (), MESH, RULES, PATH) == (P(), [])
 
 
-def test_indivisible_dimension_is_an_error_that_says_what_would_divide() -> None:
+def test_indivisible_dimension_error_suggests_dividing_sizes() -> None:
     spec, findings = spec_for(("embed", "wide"), (6, 30), MESH, RULES, PATH)
     assert spec == P(None, ("data", "model"))
     facts = (
@@ -104,7 +104,7 @@ def test_indivisible_dimension_is_an_error_that_says_what_would_divide() -> None
     check_facts(only(findings), "error", "indivisible", *facts)
 
 
-def test_dimension_smaller_than_its_parts_is_told_the_larger_size_only() -> None:
+def test_dimension_smaller_than_parts_suggests_only_larger_size() -> None:
     _, findings = spec_for(("mlp",), (3,), MESH, RULES, PATH)
     check_facts(only(findings), "error", "indivisible", "has size 3,", "Make the size 4,")
 
@@ -113,7 +113,7 @@ def test_dimension_of_size_zero_divides() -> None:
     assert spec_for(("mlp",), (0,), MESH, RULES, PATH) == (P("model"), [])
 
 
-def test_unknown_mesh_axis_is_an_error_and_left_out_of_the_spec() -> None:
+def test_unknown_mesh_axis_error_omits_it_from_spec() -> None:
     rules = Rules({"mlp": ("data", "modle")})
     spec, findings = spec_for(("embed", "mlp"), (6, 8), MESH, rules, PATH)
     assert spec == P(None, ("data",))
@@ -179,7 +179,7 @@ def test_unmapped_name_is_an_error_under_that_policy() -> None:
     check_facts(only(findings), "error", "unmapped-name", *facts)
 
 
-def test_unmapped_name_is_a_warning_only_if_it_looks_misspelt() -> None:
+def test_unmapped_name_warns_only_when_likely_misspelled() -> None:
     assert spec_for(("mlp", "head_dim"), (8, 8), MESH, RULES, PATH) == (P("model", None), [])
     _, findings = spec_for(("mlp", "embd"), (8, 8), MESH, RULES, PATH)
     check_facts(only(findings), "warning", "unmapped-name", "'embd'", "rules for 'embed'")
@@ -192,7 +192,7 @@ def test_unconstrained_means_nothing_where_an_array_is_placed() -> None:
         check_facts(finding, "warning", "unconstrained", f"dimension {dimension} is UNCONSTRAINED")
 
 
-def test_all_findings_of_an_array_are_reported_at_once() -> None:
+def test_all_findings_of_an_array_are_reported() -> None:
     rules = Rules([("a", "model"), ("b", "model"), ("c", "pipe"), ("d", "data")], "error", "error")
     _, findings = spec_for(("a", "b", "c", "d", "e"), (5, 8, 8, 3, 8), MESH, rules, PATH)
     assert [finding.code for finding in findings] == [
@@ -219,7 +219,7 @@ arrays = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 16)), unique_
 
 
 @given(arrays, rules_of_all_kinds)
-def test_law_without_errors_the_sharding_can_be_made_and_cuts_evenly(dims: Any, rules: Any) -> None:
+def test_law_without_errors_sharding_exists_and_divides_evenly(dims: Any, rules: Any) -> None:
     names, shape = tuple(name for name, _ in dims), tuple(size for _, size in dims)
     spec, findings = spec_for(names, shape, MESH, rules, PATH)
     sharding = NamedSharding(MESH, spec)  # never raises: unknown mesh axes are left out
@@ -272,19 +272,19 @@ def test_rule_that_looks_misspelt_is_a_warning() -> None:
     assert "Did you mean 'embed', which has no rule?" in message
 
 
-def test_rule_below_another_of_its_name_is_told_so() -> None:
+def test_rule_shadowed_by_equal_name_is_reported() -> None:
     rules = Rules([("mlp", "model"), ("mlp", "data")])
     _, message = only_pair(unused([record(("mlp",), (8,))], rules))
     assert "('mlp', 'data') was used for no array: an earlier rule always served 'mlp'" in message
 
 
-def test_rule_that_always_lost_its_mesh_axis_is_told_so() -> None:
+def test_rule_always_losing_its_mesh_axis_is_reported() -> None:
     rules = Rules([("mlp", "model"), ("heads", "model")])
     _, message = only_pair(unused([record(("mlp", "heads"), (8, 8))], rules))
     assert "('heads', 'model') was used for no array: its mesh axes were always taken" in message
 
 
-def test_rule_used_by_one_array_of_many_is_used() -> None:
+def test_rule_used_by_any_array_counts_as_used() -> None:
     rules = Rules([("mlp", "model"), ("heads", "model")])
     assert unused([record(("mlp", "heads"), (8, 8)), record(("heads",), (8,))], rules) == []
 
@@ -294,7 +294,7 @@ def only_pair(found: list[tuple[str, str]]) -> tuple[str, str]:
     return found[0]
 
 
-def test_unknown_mesh_axis_of_a_rule_that_no_array_uses_is_an_error_too() -> None:
+def test_unknown_mesh_axis_in_unused_rule_is_reported() -> None:
     rules = Rules({"mlp": "model", "batch": "replica"})
     _, findings = specs_for([record(("mlp",), (8,))], MESH, rules)
     finding = only(findings)
@@ -312,7 +312,7 @@ def large(records: list[ArrayRecord], rules: Rules, mesh: Any = MESH, **options:
 BIG = (1024, 1024)
 
 
-def test_large_replicated_array_is_a_warning_that_names_its_axes() -> None:
+def test_large_replicated_array_warning_names_its_axes() -> None:
     message = large([record(("embed", "heads"), BIG)], Rules({"embed": None}))
     assert len(message) == 1
     assert message[0].startswith(".layers[0].kernel: 4.0 MiB (100 % of all arrays), shape (1024,")
@@ -321,24 +321,24 @@ def test_large_replicated_array_is_a_warning_that_names_its_axes() -> None:
 
 
 @pytest.mark.parametrize("axes", [None, (None, None)])
-def test_large_array_without_names_is_told_to_get_some(axes: Any) -> None:
+def test_large_unnamed_array_warning_asks_for_names(axes: Any) -> None:
     message = large([record(axes, BIG)], RULES)
     assert len(message) == 1 and "Give its dimensions names, axes=(...)" in message[0]
 
 
-def test_large_array_is_not_reported_when_split_or_when_replicated_on_purpose() -> None:
+def test_split_or_deliberately_replicated_large_array_is_fine() -> None:
     purposeful = Rules({"embed": None, "heads": None, "mlp": "model"})
     records = [record(("embed", "mlp"), BIG, "a"), record(("embed", "heads"), BIG, "b")]
     assert large(records, purposeful) == []
 
 
-def test_large_array_on_one_device_or_without_a_mesh_is_not_reported() -> None:
+def test_large_array_without_several_devices_is_fine() -> None:
     records = [record(("embed", "heads"), BIG)]
     assert large(records, Rules(), AbstractMesh((1, 1), ("data", "model"))) == []
     assert large(records, Rules(), None) == []
 
 
-def test_mesh_axis_of_size_one_does_not_count_as_split() -> None:
+def test_mesh_axis_of_size_one_is_no_split() -> None:
     mesh = AbstractMesh((8, 1), ("data", "model"))
     assert len(large([record(("embed", "mlp"), BIG)], Rules({"mlp": "model"}), mesh)) == 1
 
@@ -353,7 +353,7 @@ def test_large_is_above_both_thresholds() -> None:
     assert large(records, Rules()) == []
 
 
-def test_array_with_an_error_is_not_also_called_large() -> None:
+def test_erroneous_array_is_not_also_reported_large() -> None:
     assert large([record(("mlp",), (2**20 + 1,))], RULES.override({"mlp": "pipe"})) == []
 
 

@@ -35,12 +35,12 @@ def pair(axes: bool = True) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def test_a_state_laid_out_like_its_parameter_or_further_is_fine(mesh: Mesh) -> None:
+def test_state_split_at_least_like_parameter_is_fine(mesh: Mesh) -> None:
     assert found(pair(), mesh) == {}
     assert found(pair(), mesh, {"mlp": "model"}, overrides={sx.OptState: {"embed": "data"}}) == {}
 
 
-def test_a_state_that_is_split_less_than_its_parameter_is_a_warning(mesh: Mesh) -> None:
+def test_state_split_less_than_its_parameter_warns(mesh: Mesh) -> None:
     tree = pair(axes=False)
     path = (1, "opt_state", 0, "nu", "up")
     assert found(tree, mesh) == {path: ("warning", "state-larger-than-parameter")}
@@ -50,7 +50,7 @@ def test_a_state_that_is_split_less_than_its_parameter_is_a_warning(mesh: Mesh) 
     assert tree[0].up.is_lazy
 
 
-def test_an_override_that_splits_states_less_is_a_warning_for_each(mesh: Mesh) -> None:
+def test_override_splitting_states_less_warns_for_each(mesh: Mesh) -> None:
     warned = found(pair(), mesh, overrides={sx.OptState: P()})
     assert set(warned.values()) == {("warning", "state-larger-than-parameter")}
     assert len(warned) == 4
@@ -60,7 +60,7 @@ def test_an_optimizer_alone_is_enough(auto_mesh: Mesh) -> None:
     assert list(found(pair(axes=False)[1], auto_mesh)) == [("opt_state", 0, "nu", "up")]
 
 
-def test_a_state_whose_parameter_is_unclear_is_not_judged(auto_mesh: Mesh) -> None:
+def test_state_of_unclear_parameter_is_not_judged(auto_mesh: Mesh) -> None:
     tree = {
         "a": {"w": sx.Param(jnp.ones((8, 8)), axes=("embed", "mlp"))},
         "b": {"w": sx.Param(jnp.ones((8, 8)), axes=("mlp", "embed"))},
@@ -79,16 +79,14 @@ def test_states_of_a_functional_state_are_judged(auto_mesh: Mesh) -> None:
 # --- live arrays ----------------------------------------------------------------------------------
 
 
-def test_a_model_that_lies_as_its_names_say_has_nothing_to_report(mesh: Mesh) -> None:
+def test_model_laid_out_by_names_has_no_findings(mesh: Mesh) -> None:
     model = sx.shard(Tower(), mesh, RULES)
     assert found(model, mesh) == {}
     assert found(model, mesh.abstract_mesh) == {}
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_an_array_that_lies_otherwise_than_its_names_say_is_a_warning(
-    mesh: Mesh, abstract: bool
-) -> None:
+def test_array_laid_out_otherwise_than_named_warns(mesh: Mesh, abstract: bool) -> None:
     model = sx.shard(Tower(), mesh, RULES)
     weight = model.layers[1].up
     weight.value = jax.device_put(weight.value, NamedSharding(mesh, P("model", "data")))
@@ -106,7 +104,7 @@ def test_an_array_that_lies_otherwise_than_its_names_say_is_a_warning(
     assert found(model, where) == {}
 
 
-def test_other_rules_than_a_model_was_placed_by_are_reported(mesh: Mesh) -> None:
+def test_model_placed_by_other_rules_is_reported(mesh: Mesh) -> None:
     model = sx.shard(Layer(sx.Rngs(0)), mesh, RULES)
     warned = found(model, mesh, {"mlp": "model"})
     assert warned == {("up",): ("warning", "misplaced"), ("down",): ("warning", "misplaced")}
@@ -139,7 +137,7 @@ def test_an_array_left_elsewhere_is_a_warning(mesh: Mesh) -> None:
     assert found(model, mesh) == {("up",): ("warning", "elsewhere")}
 
 
-def test_a_model_that_is_not_on_the_mesh_yet_has_nothing_to_report(mesh: Mesh) -> None:
+def test_model_not_on_mesh_has_no_findings(mesh: Mesh) -> None:
     lazy, live = Tower(), Tower()
     sx.unshard(sx.shard(live, mesh, RULES))
     assert found(lazy, mesh) == {}
@@ -172,7 +170,7 @@ def both(order: tuple[str, ...]) -> tuple[Any, sx.Rules]:
     return {"weight": weight}, sx.Rules({"both": order})
 
 
-def test_an_auto_axis_before_an_explicit_one_is_a_warning_that_says_the_better_order() -> None:
+def test_auto_axis_before_explicit_warns_with_better_order() -> None:
     model, rules = both(("auto", "typed"))
     [finding] = sx.check(model, MIXED, rules)
     assert (finding.severity, finding.code) == ("warning", "axis-type-order")
@@ -185,7 +183,7 @@ def test_an_auto_axis_before_an_explicit_one_is_a_warning_that_says_the_better_o
 
 
 @pytest.mark.parametrize("order", [("auto", "typed"), ("typed", "auto")])
-def test_the_order_that_is_warned_of_is_the_one_that_a_program_does_not_keep(order: Any) -> None:
+def test_only_the_recommended_order_survives_a_program(order: Any) -> None:
     model, rules = both(order)
     sx.shard(model, MIXED, rules)
     assert model["weight"].sharding.is_equivalent_to(NamedSharding(MIXED, P(order)), 2)
@@ -202,7 +200,7 @@ def test_the_order_that_is_warned_of_is_the_one_that_a_program_does_not_keep(ord
     assert model["weight"].value.tolist() == (2 * np.arange(128.0).reshape(16, 8)).tolist()
 
 
-def test_an_axis_of_size_one_has_no_place_in_the_order() -> None:
+def test_axis_of_size_one_has_no_order() -> None:
     mesh = AbstractMesh((1, 4), ("auto", "typed"), axis_types=MIXED.axis_types)
     model, rules = both(("auto", "typed"))
     assert sx.check(model, mesh, rules) == []

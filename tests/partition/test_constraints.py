@@ -47,7 +47,7 @@ CASES: dict[str, tuple[tuple[Any, ...], P]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("jit", [jax.jit, sx.jit], ids=["jax.jit", "sx.jit"])
-def test_in_a_program_with_mesh_and_rules_in_scope(case: str, jit: Any, mesh: Mesh) -> None:
+def test_mesh_and_rules_in_scope_constrain_inside_programs(case: str, jit: Any, mesh: Mesh) -> None:
     names, spec = CASES[case]
     with jax.set_mesh(mesh), sx.axis_rules(RULES):
         result = jit(lambda x: sx.constrain(x, names))(rows(mesh, P(None, "data")))
@@ -61,7 +61,7 @@ def test_in_a_program_with_mesh_and_rules_given(case: str, mesh: Mesh) -> None:
     assert_laid_out(result, mesh, spec)
 
 
-def test_the_mesh_that_the_array_is_laid_out_over_will_do(mesh: Mesh) -> None:
+def test_mesh_of_the_array_is_used(mesh: Mesh) -> None:
     result = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), rules=RULES))(rows(mesh))
     assert_laid_out(result, mesh, P("data", "model"))
     assert_laid_out(
@@ -69,7 +69,7 @@ def test_the_mesh_that_the_array_is_laid_out_over_will_do(mesh: Mesh) -> None:
     )
 
 
-def test_over_explicit_axes_the_type_of_the_array_says_so(explicit_mesh: Mesh) -> None:
+def test_explicit_axes_put_the_constraint_into_the_type(explicit_mesh: Mesh) -> None:
     types = []
 
     @jax.jit
@@ -87,9 +87,7 @@ def test_an_unconstrained_dimension_stays_as_it_is(mesh: Mesh) -> None:
     assert_laid_out(call(rows(mesh, P(None, "model"))), mesh, P("data", "model"))
 
 
-def test_an_unconstrained_dimension_gives_up_a_mesh_axis_that_another_wants(
-    explicit_mesh: Mesh,
-) -> None:
+def test_unconstrained_dimension_yields_mesh_axis_to_another(explicit_mesh: Mesh) -> None:
     call = jax.jit(lambda x: sx.constrain(x, ("batch", UNCONSTRAINED), explicit_mesh, RULES))
     moved = call(rows(explicit_mesh, P(None, ("data", "model"))))
     assert_laid_out(moved, explicit_mesh, P("data", "model"))
@@ -135,7 +133,7 @@ def test_a_variable_gives_its_value(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["mesh given", "mesh of the shard_map"])
-def test_manual_axes_are_left_out_and_the_others_constrained(mesh: Mesh, given: bool) -> None:
+def test_manual_axes_are_omitted_and_others_constrained(mesh: Mesh, given: bool) -> None:
     seen = []
 
     def body(part: jax.Array) -> jax.Array:
@@ -151,7 +149,7 @@ def test_manual_axes_are_left_out_and_the_others_constrained(mesh: Mesh, given: 
     assert seen == [((4, 16), P(None, "model" if explicit else None))]
 
 
-def test_where_all_axes_are_manual_the_array_is_the_device_s_own_part(mesh: Mesh) -> None:
+def test_under_all_manual_axes_constraint_is_identity(mesh: Mesh) -> None:
     def body(part: jax.Array) -> jax.Array:
         assert part.shape == (4, 4)
         constrained = sx.constrain(part, ("batch", "embed"), mesh, RULES)
@@ -163,7 +161,7 @@ def test_where_all_axes_are_manual_the_array_is_the_device_s_own_part(mesh: Mesh
     assert_laid_out(jax.jit(call)(rows(mesh, spec)), mesh, spec)
 
 
-def test_a_part_is_judged_by_its_own_size_over_the_axes_that_are_not_manual(mesh: Mesh) -> None:
+def test_partial_shard_is_checked_by_its_own_size(mesh: Mesh) -> None:
     def body(part: jax.Array) -> jax.Array:
         return sx.constrain(part[:3], ("batch", "embed"), rules=RULES)  # 3 rows a device are fine
 
@@ -173,7 +171,7 @@ def test_a_part_is_judged_by_its_own_size_over_the_axes_that_are_not_manual(mesh
     assert jax.jit(call)(rows(mesh, P("data"))).shape == (6, 16)
 
 
-def test_another_mesh_than_that_of_the_shard_map_is_refused(mesh: Mesh) -> None:
+def test_mesh_other_than_shard_map_is_refused(mesh: Mesh) -> None:
     other = jax.make_mesh((8,), ("rows",))
 
     def body(part: jax.Array) -> jax.Array:
@@ -196,7 +194,7 @@ def test_outside_of_programs_the_array_is_moved(case: str, mesh: Mesh) -> None:
         assert_laid_out(sx.constrain(np.asarray(anywhere), names), mesh, spec)
 
 
-def test_outside_of_programs_an_unconstrained_dimension_stays_as_it_is(mesh: Mesh) -> None:
+def test_outside_programs_unconstrained_dimension_keeps_its_layout(mesh: Mesh) -> None:
     names = ("batch", UNCONSTRAINED)
     here = rows(mesh, P(None, "model"))
     assert_laid_out(sx.constrain(here, names, mesh, RULES), mesh, P("data", "model"))
@@ -214,7 +212,7 @@ def test_outside_of_programs_a_mesh_must_have_devices(mesh: Mesh) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_without_a_mesh_a_constraint_is_an_error_unless_it_may_be_ignored() -> None:
+def test_missing_mesh_is_refused_unless_ignorable() -> None:
     x = jnp.ones((8, 16))
     with pytest.raises(NoMeshError, match=r"float32\[8, 16\] by \('batch', 'embed'\)"):
         jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), rules=RULES))(x)
@@ -223,7 +221,7 @@ def test_without_a_mesh_a_constraint_is_an_error_unless_it_may_be_ignored() -> N
     assert sx.constrain(x, ("batch", "embed"), rules=RULES, on_no_mesh="ignore") is x
 
 
-def test_without_rules_a_name_is_an_error_unless_it_may_be_ignored(mesh: Mesh) -> None:
+def test_missing_rules_are_refused_unless_ignorable(mesh: Mesh) -> None:
     x = rows(mesh, P("data"))
     with pytest.raises(NoRulesError, match=r"with sx\.axis_rules\(rules\)"):
         sx.constrain(x, ("batch", None), mesh)
@@ -260,7 +258,7 @@ def test_a_dimension_that_cannot_be_divided_is_refused(mesh: Mesh) -> None:
         jax.jit(lambda x: sx.constrain(x[:7], ("batch", None), mesh, RULES))(rows(mesh))
 
 
-def test_bad_arguments_are_refused_also_where_constraints_may_be_ignored() -> None:
+def test_invalid_arguments_are_refused_even_when_ignorable() -> None:
     x = jnp.ones((8, 16))
     with pytest.raises(ConstraintError, match="3 axis names"):
         sx.constrain(x, ("batch", None, None), rules=RULES, on_no_mesh="ignore")
@@ -274,7 +272,7 @@ def test_bad_arguments_are_refused_also_where_constraints_may_be_ignored() -> No
 
 
 @pytest.mark.parametrize("where", ["NumPy", "on one device", "on the mesh"])
-def test_an_array_from_outside_of_the_program_is_laid_out_too(where: str, mesh: Mesh) -> None:
+def test_captured_outside_array_is_constrained(where: str, mesh: Mesh) -> None:
     outside = {
         "NumPy": np.asarray(rows(mesh)),
         "on one device": jnp.asarray(np.asarray(rows(mesh))),
@@ -286,9 +284,7 @@ def test_an_array_from_outside_of_the_program_is_laid_out_too(where: str, mesh: 
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_given_with_other_axis_types_is_taken_as_it_is_seen_here(
-    kind: AxisType, mesh: Mesh
-) -> None:
+def test_mesh_axis_types_adapt_to_the_current_context(kind: AxisType, mesh: Mesh) -> None:
     twin = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
     call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), twin, RULES))
     assert_laid_out(call(rows(mesh)), mesh, P("data", "model"))
@@ -298,7 +294,7 @@ def test_a_mesh_given_with_other_axis_types_is_taken_as_it_is_seen_here(
         assert_laid_out(abstract(rows(mesh)), mesh, P("data"))
 
 
-def test_inside_explicit_axes_a_mesh_of_auto_axes_is_explicit(auto_mesh: Mesh) -> None:
+def test_auto_mesh_inside_explicit_scope_becomes_explicit(auto_mesh: Mesh) -> None:
     types = []
 
     def inside(x: jax.Array) -> jax.Array:
@@ -312,7 +308,7 @@ def test_inside_explicit_axes_a_mesh_of_auto_axes_is_explicit(auto_mesh: Mesh) -
     assert types == [P("data", "model")]
 
 
-def test_a_mesh_without_devices_will_do_where_something_says_which_are_meant(mesh: Mesh) -> None:
+def test_abstract_mesh_suffices_when_devices_are_known(mesh: Mesh) -> None:
     call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), mesh.abstract_mesh, RULES))
     assert_laid_out(call(rows(mesh)), mesh, P("data", "model"))
     with jax.set_mesh(mesh):
@@ -322,9 +318,7 @@ def test_a_mesh_without_devices_will_do_where_something_says_which_are_meant(mes
 
 
 @pytest.mark.parametrize("how", ["in scope", "given"])
-def test_where_nothing_says_which_devices_are_meant_jax_would_drop_a_constraint_so_it_is_an_error(
-    how: str, auto_mesh: Mesh
-) -> None:
+def test_abstract_mesh_without_known_devices_is_refused(how: str, auto_mesh: Mesh) -> None:
     abstract = auto_mesh.abstract_mesh
     given_mesh = abstract if how == "given" else None
 
@@ -344,16 +338,14 @@ def test_where_nothing_says_which_devices_are_meant_jax_would_drop_a_constraint_
     assert found.sharding.is_equivalent_to(NamedSharding(auto_mesh, P("data", "model")), 2)
 
 
-def test_a_program_can_be_lowered_for_shapes_that_are_laid_out_over_a_mesh_without_devices(
-    auto_mesh: Mesh,
-) -> None:
+def test_program_lowers_for_shapes_on_abstract_mesh(auto_mesh: Mesh) -> None:
     call = jax.jit(lambda x: sx.constrain(2 * x, ("batch", "embed"), rules=RULES))
     place = NamedSharding(auto_mesh.abstract_mesh, P())
     traced = call.trace(jax.ShapeDtypeStruct((8, 16), np.float32, sharding=place))
     assert "sharding_constraint" in str(traced.jaxpr)
 
 
-def test_a_mesh_with_manual_axes_is_for_the_inside_of_shard_map(auto_mesh: Mesh) -> None:
+def test_mesh_with_manual_axes_requires_shard_map(auto_mesh: Mesh) -> None:
     manual = Mesh(auto_mesh.devices, ("data", "model"), axis_types=(AxisType.Manual,) * 2)
     for call in (lambda x: x, jax.jit):
         constrained = call(lambda x: sx.constrain(x, ("batch", "embed"), manual, RULES))
@@ -372,7 +364,7 @@ def test_over_explicit_axes_without_devices_jax_itself_refuses(explicit_mesh: Me
         jax.jit(body)(np.ones((8, 16), np.float32))
 
 
-def test_what_happens_without_a_mesh_can_be_said_for_a_scope() -> None:
+def test_missing_mesh_policy_can_be_set_for_scope() -> None:
     x, names = jnp.ones((8, 16)), ("batch", "embed")
     with sx.axis_rules(RULES, on_no_mesh="ignore"):
         assert sx.constrain(x, names) is x
@@ -391,7 +383,7 @@ def test_what_happens_without_a_mesh_can_be_said_for_a_scope() -> None:
         sx.axis_rules(RULES, on_no_mesh="skip")  # pyright: ignore[reportArgumentType] (on purpose)
 
 
-def test_a_compiled_function_is_traced_anew_under_another_policy(auto_mesh: Mesh) -> None:
+def test_changed_policy_retraces_compiled_function(auto_mesh: Mesh) -> None:
     call = sx.jit(lambda x: sx.constrain(x, ("batch", "embed")))
     x = jnp.ones((8, 16))
     with sx.partition.logical_axis_rules(RULES, on_no_mesh="ignore"):
@@ -402,13 +394,13 @@ def test_a_compiled_function_is_traced_anew_under_another_policy(auto_mesh: Mesh
         assert call(x).sharding.shard_shape((8, 16)) == (4, 4)
 
 
-def test_a_dimension_split_over_both_kinds_of_axes_has_the_explicit_ones_outermost() -> None:
+def test_mixed_axis_dimension_puts_explicit_axes_outermost() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
     call = jax.jit(lambda x: sx.constrain(x, ("both", None), mesh, RULES))
     assert_laid_out(call(rows(mesh)), mesh, P(("model", "data")))
 
 
-def test_a_mesh_axis_that_vmap_has_taken_is_refused(explicit_mesh: Mesh, auto_mesh: Mesh) -> None:
+def test_mesh_axis_taken_by_vmap_is_refused(explicit_mesh: Mesh, auto_mesh: Mesh) -> None:
     def lane(row: jax.Array) -> jax.Array:
         return sx.constrain(row, ("batch",), rules=RULES)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ def seen_by_compiler(layout: Layout, body: Callable[[jax.Array], jax.Array]) -> 
 
 @settings(max_examples=20)
 @given(layouts(), st.sampled_from(["given", "in scope", "of the array", "abstract"]))
-def test_in_a_program_a_constraint_is_what_the_compiler_lays_out(layout: Layout, how: str) -> None:
+def test_law_compiler_layout_equals_the_constraint(layout: Layout, how: str) -> None:
     mesh: Any = {"given": layout.mesh, "abstract": layout.mesh.abstract_mesh}.get(how)
 
     def body(x: jax.Array) -> jax.Array:
@@ -109,7 +110,7 @@ def test_in_a_program_a_constraint_is_what_the_compiler_lays_out(layout: Layout,
 
 @settings(max_examples=30)
 @given(layouts())
-def test_outside_of_programs_a_constraint_is_exact_and_idempotent(layout: Layout) -> None:
+def test_law_eager_constraint_is_exact_and_idempotent(layout: Layout) -> None:
     once = sx.constrain(layout.place(), NAMES, rules=layout.rules)
     wanted = NamedSharding(layout.mesh, P(*(target for _, target in layout.rules)))
     assert once.sharding.is_equivalent_to(wanted, len(SHAPE))
@@ -119,7 +120,7 @@ def test_outside_of_programs_a_constraint_is_exact_and_idempotent(layout: Layout
 
 @settings(max_examples=20)
 @given(layouts(), st.data())
-def test_inside_shard_map_only_the_axes_that_are_not_manual_take_part(
+def test_law_inside_shard_map_only_nonmanual_axes_count(
     layout: Layout, data: st.DataObject
 ) -> None:
     axes = layout.mesh.axis_names
@@ -139,28 +140,33 @@ def test_inside_shard_map_only_the_axes_that_are_not_manual_take_part(
     assert laid_out(types[-1]) == layout.wanted(without=manual | layout.axes_of_type(AxisType.Auto))
 
 
-@settings(max_examples=15)
-@given(layouts())
-def test_sharded_is_unsharded_to_the_bit_elementwise_and_closely_otherwise(layout: Layout) -> None:
-    def elementwise(x: jax.Array, lay_out: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def computed(x: Any, lay_out: Callable[[jax.Array], jax.Array]) -> list[np.ndarray]:
+    """Numbers without a sum; then a sum, and its gradient; from one program."""
+
+    def elementwise(x: jax.Array) -> jax.Array:
         # No product that is added to: fused, that rounds once, and a constraint may part the two.
         return lay_out(jnp.sqrt(jnp.abs(lay_out(x / 3)))) / 7
 
-    def contracted(x: jax.Array, lay_out: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def contracted(x: jax.Array) -> jax.Array:
         return (jnp.tanh(lay_out(x)) ** 2).sum()
 
+    made = jax.jit(lambda x: (elementwise(x), *jax.value_and_grad(contracted)(x)))(x)
+    return [np.asarray(each) for each in made]
+
+
+@functools.cache
+def computed_alone() -> list[np.ndarray]:
+    return computed(NUMBERS, lambda x: x)
+
+
+@settings(max_examples=15)
+@given(layouts())
+def test_law_sharded_computation_matches_unsharded(layout: Layout) -> None:
     def constrained(x: jax.Array) -> jax.Array:
         return sx.constrain(x, NAMES, rules=layout.rules)
 
-    def unchanged(x: jax.Array) -> jax.Array:
-        return x
-
-    sharded = jax.jit(lambda x: elementwise(x, constrained))(layout.place())
-    alone = jax.jit(lambda x: elementwise(x, unchanged))(NUMBERS)
-    assert np.asarray(sharded).tobytes() == np.asarray(alone).tobytes()
-    value, gradient = jax.jit(jax.value_and_grad(lambda x: contracted(x, constrained)))(
-        layout.place()
-    )
-    expected = jax.jit(jax.value_and_grad(lambda x: contracted(x, unchanged)))(NUMBERS)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6)
+    numbers, value, gradient = computed(layout.place(), constrained)
+    expected = computed_alone()
+    assert numbers.tobytes() == expected[0].tobytes()
+    np.testing.assert_allclose(value, expected[1], rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected[2], rtol=1e-5, atol=1e-6)

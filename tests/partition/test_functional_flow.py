@@ -151,9 +151,7 @@ def test_a_training_state_is_made_in_its_shardings(wrap: Wrap, mesh: Mesh) -> No
 
 
 @pytest.mark.parametrize("wrap", [by_mesh_axis, by_name])
-def test_the_steps_of_the_flow_one_by_one_give_what_initialise_gives(
-    wrap: Wrap, auto_mesh: Mesh
-) -> None:
+def test_manual_flow_steps_equal_initialise(wrap: Wrap, auto_mesh: Mesh) -> None:
     key = jax.random.key(0)
     shapes = jax.eval_shape(lambda key: init_state(wrap, key), key)
     specs = get_partition_spec(shapes)
@@ -172,7 +170,7 @@ def test_the_steps_of_the_flow_one_by_one_give_what_initialise_gives(
     )
 
 
-def test_layers_stacked_by_vmap_are_initialised_and_scanned_by_their_names(auto_mesh: Mesh) -> None:
+def test_vmapped_layers_initialise_and_scan_by_name(auto_mesh: Mesh) -> None:
     metadata = layer_name(by_name)
 
     def init(key: jax.Array) -> Any:
@@ -195,7 +193,8 @@ def test_layers_stacked_by_vmap_are_initialised_and_scanned_by_their_names(auto_
     assert layers.value.sharding == NamedSharding(auto_mesh, P(None, None, "model"))
     with jax.set_mesh(auto_mesh), sx.axis_rules(RULES):
         found = jax.jit(run)(batch(), layers)
-    np.testing.assert_allclose(found, run(batch(), init(jax.random.key(0))), rtol=2e-5, atol=1e-5)
+    expected = jax.jit(lambda x, key: run(x, init(key)))(batch(), jax.random.key(0))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
 
 
 def test_no_device_holds_more_than_its_shards(mesh: Mesh) -> None:
@@ -209,7 +208,7 @@ def test_no_device_holds_more_than_its_shards(mesh: Mesh) -> None:
     assert {s.data.shape for s in box.value.addressable_shards} == {(128, 256)}
 
 
-def test_mesh_and_rules_in_scope_are_used_and_are_in_scope_inside(mesh: Mesh) -> None:
+def test_mesh_and_rules_in_scope_apply_inside_initialise(mesh: Mesh) -> None:
     seen = []
 
     def init(key: jax.Array) -> Any:
@@ -224,7 +223,7 @@ def test_mesh_and_rules_in_scope_are_used_and_are_in_scope_inside(mesh: Mesh) ->
     assert set(seen) == {(RULES, ("data", "model"))}
 
 
-def test_arguments_that_are_no_arrays_are_part_of_the_program(auto_mesh: Mesh) -> None:
+def test_non_array_arguments_are_part_of_the_program(auto_mesh: Mesh) -> None:
     def init(key: jax.Array, widths: tuple[int, ...], *, make: Any, scale: np.ndarray) -> Any:
         init = with_partitioning(make, (None, "model"))
         boxes = [init(key, shape) for shape in itertools.pairwise(widths)]
@@ -314,7 +313,7 @@ def train(wrap: Wrap, mesh: Mesh, steps: int = 3) -> tuple[list[float], Any]:
 
 
 def test_both_versions_train_as_one_device_does(auto_mesh: Mesh) -> None:
-    alone = init_state(by_name, jax.random.key(0))
+    alone = jax.jit(lambda key: init_state(by_name, key))(jax.random.key(0))
     step = jax.jit(lambda state, x: train_step(by_name, state, x, constrained=False))
     expected = []
     for _ in range(3):
@@ -372,7 +371,7 @@ def layouts(draw: st.DrawFn) -> tuple[Mesh, tuple[Any, ...], tuple[int, ...], sx
 
 @settings(max_examples=10)
 @given(layouts())
-def test_law_initialised_over_any_mesh_the_values_are_those_of_one_device(layout: Any) -> None:
+def test_law_initial_values_are_mesh_independent(layout: Any) -> None:
     mesh, names, shape, rules = layout
 
     def init(key: jax.Array) -> Any:

@@ -109,7 +109,7 @@ def arrays(tree: Any) -> list[Any]:
 
 @settings(max_examples=150)
 @given(trees(), meshes(), RULES, POLICY)
-def test_shard_lays_out_every_box_or_raises_our_error_and_moves_nothing(
+def test_law_shard_places_every_box_or_nothing(
     tree: Any, mesh: Any, pairs: Any, policy: Any
 ) -> None:
     rules = maybe(lambda: sx.Rules(pairs, **policy))
@@ -137,9 +137,7 @@ def test_shard_lays_out_every_box_or_raises_our_error_and_moves_nothing(
 
 @settings(max_examples=100)
 @given(trees(), meshes(), RULES)
-def test_every_function_on_boxes_answers_or_raises_our_error(
-    tree: Any, mesh: Any, pairs: Any
-) -> None:
+def test_law_box_functions_answer_or_raise_shardax_errors(tree: Any, mesh: Any, pairs: Any) -> None:
     rules = maybe(lambda: sx.Rules(pairs))
     specs = maybe(lambda: sx.partition_specs(tree, rules))
     places = maybe(lambda: sx.shardings(tree, mesh, rules))

@@ -67,7 +67,7 @@ def test_a_second_call_runs_the_same_program(take: Any, mesh: Mesh) -> None:
     assert third.value.sharding == NamedSharding(mesh, P(None, "model"))
 
 
-def test_a_method_is_found_again_though_every_access_makes_a_new_one(auto_mesh: Mesh) -> None:
+def test_bound_methods_reuse_their_compiled_program(auto_mesh: Mesh) -> None:
     counted = Counted()
     for key in keys():
         sx.initialise(counted.method, key, mesh=auto_mesh, rules=RULES)
@@ -115,7 +115,7 @@ def test_arrays_that_differ_in_their_numbers_are_inputs(auto_mesh: Mesh) -> None
     assert jnp.array_equal(2 * one.value, two.value)
 
 
-def test_streams_advance_and_modules_are_inputs_of_their_structure(auto_mesh: Mesh) -> None:
+def test_streams_advance_and_modules_enter_by_structure(auto_mesh: Mesh) -> None:
     traces = []
 
     def init(rngs: sx.Rngs, old: Any) -> Any:
@@ -204,9 +204,7 @@ def test_no_more_than_so_many_programs_are_remembered(
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_arguments_without_a_hash_and_methods_of_modules_work_without_memory(
-    auto_mesh: Mesh,
-) -> None:
+def test_unhashable_arguments_and_module_methods_are_not_cached(auto_mesh: Mesh) -> None:
     class Width:
         __hash__ = None  # pyright: ignore[reportAssignmentType] (the point of the test)
 
@@ -226,7 +224,7 @@ def test_arguments_without_a_hash_and_methods_of_modules_work_without_memory(
     assert len(init_programs._programs) == before
 
 
-def test_a_layout_that_cannot_be_is_remembered_by_nobody(auto_mesh: Mesh) -> None:
+def test_invalid_layout_is_not_cached(auto_mesh: Mesh) -> None:
     init = plain(Counted())
     for _ in range(2):
         with pytest.raises(PartitionCheckError):

@@ -27,7 +27,7 @@ def double(x: jax.Array) -> jax.Array:
     return sx.constrain(2 * x, ("batch", ("seq", "head"), PartitionSpec.UNCONSTRAINED, None))
 
 
-def test_a_marked_program_holds_names_in_place_of_constraints() -> None:
+def test_marked_program_holds_names_instead_of_constraints() -> None:
     with marking_names({}):
         jaxpr = jax.make_jaxpr(double)(jnp.ones((2, 6, 4, 1)))
     assert marks(jaxpr) == [((2, 6, 4, 1), ("batch", ("seq", "head"), None, None))]
@@ -46,7 +46,7 @@ def test_marks_live_through_gradients() -> None:
     assert marks(jaxpr)[0] == ((2, 6, 4, 1), ("batch", ("seq", "head"), None, None))
 
 
-def test_marking_lasts_in_rules_scopes_inside_it_and_ends_with_it() -> None:
+def test_marking_covers_nested_scopes_and_ends() -> None:
     with marking_names({}), sx.axis_rules(RULES):
         assert is_marking()
     assert not is_marking()

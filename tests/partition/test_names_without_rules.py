@@ -31,7 +31,7 @@ def codes(findings: Any) -> list[tuple[str, str, Any]]:
     return [(finding.severity, finding.code, finding.path) for finding in findings]
 
 
-def test_names_of_mesh_axes_split_a_lazy_model_and_all_that_follows_it(mesh: Mesh) -> None:
+def test_mesh_axis_names_split_lazy_model_and_dependents(mesh: Mesh) -> None:
     model = linear("data", "model")
     expected = {("kernel",): P("data", "model"), ("bias",): P("model")}
     assert sx.check(model, mesh) == []
@@ -45,7 +45,7 @@ def test_names_of_mesh_axes_split_a_lazy_model_and_all_that_follows_it(mesh: Mes
     assert sx.check(model, mesh) == []
 
 
-def test_states_merged_dimensions_and_named_arrays_are_split_by_mesh_axes_too(mesh: Mesh) -> None:
+def test_mesh_axis_names_split_states_and_merged_dimensions(mesh: Mesh) -> None:
     merged = sx.Param(jnp.ones((8, 4)), axes=(("data", "model"), None))
     tree = {"state": sx.state(linear(None, "model")), "merged": merged}
     places = sx.shardings(tree, mesh)
@@ -59,7 +59,7 @@ def test_states_merged_dimensions_and_named_arrays_are_split_by_mesh_axes_too(me
     assert batch_sharding(("data", None), mesh).spec == P("data", None)
 
 
-def test_a_mesh_axis_that_does_not_divide_is_an_error_as_by_a_rule(mesh: Mesh) -> None:
+def test_indivisible_mesh_axis_is_refused_as_by_rule(mesh: Mesh) -> None:
     weight = sx.Param(jnp.ones((6, 4)), axes=("model", None))
     assert codes(sx.check({"w": weight}, mesh)) == [("error", "indivisible", ("w",))]
 
@@ -82,7 +82,7 @@ def test_empty_rules_replicate_on_purpose(mesh: Mesh) -> None:
     assert sx.shard(model, mesh, {}).kernel.sharding.spec == P(None, None)
 
 
-def test_rules_decide_alone_and_a_mesh_axis_that_they_leave_out_is_a_finding(mesh: Mesh) -> None:
+def test_given_rules_decide_and_omissions_are_findings(mesh: Mesh) -> None:
     model, rules = linear("embed", "model"), {"embed": "data"}
     assert sx.partition_specs(model, rules).kernel == P("data", None)
     assert codes(sx.check(model, mesh, rules)) == [
@@ -93,7 +93,7 @@ def test_rules_decide_alone_and_a_mesh_axis_that_they_leave_out_is_a_finding(mes
         assert sx.shardings(model, mesh).kernel.spec == P("data", None)
 
 
-def test_constraints_take_mesh_axes_without_rules_also_inside_programs(mesh: Mesh) -> None:
+def test_constraints_accept_mesh_axes_without_rules(mesh: Mesh) -> None:
     x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P()))
     calls = [
         lambda x: sx.constrain(x, ("data", "model"), mesh),
@@ -109,7 +109,7 @@ def test_constraints_take_mesh_axes_without_rules_also_inside_programs(mesh: Mes
         batch_sharding(("batch", None), mesh)
 
 
-def test_initialise_takes_mesh_axes_without_rules_and_empty_rules_as_given(mesh: Mesh) -> None:
+def test_initialise_accepts_mesh_axes_and_keeps_empty_rules(mesh: Mesh) -> None:
     def init(key: jax.Array) -> Any:
         return {"w": sx.Param(jax.random.normal(key, (8, 4)), axes=("data", "model"))}
 
@@ -119,7 +119,7 @@ def test_initialise_takes_mesh_axes_without_rules_and_empty_rules_as_given(mesh:
         sx.initialise(init, jax.random.key(0), mesh=mesh, rules={})
 
 
-def test_an_ignored_constraint_places_an_array_on_the_mesh_that_it_is_given(mesh: Mesh) -> None:
+def test_ignored_constraint_still_places_on_given_mesh(mesh: Mesh) -> None:
     for array in (np.ones((8, 4), np.float32), jnp.ones((8, 4))):
         free = sx.constrain(array, ["embed", "mlp"], mesh, None, on_no_mesh="ignore")
         assert free.sharding == NamedSharding(mesh, P(None, None))
@@ -129,7 +129,7 @@ def test_an_ignored_constraint_places_an_array_on_the_mesh_that_it_is_given(mesh
 
 
 @pytest.mark.parametrize("option", ["names", "sharding", "sharding_names", "out_sharding"])
-def test_names_under_another_keyword_are_refused_with_the_one_that_works(option: str) -> None:
+def test_wrong_keyword_for_names_is_refused_with_fix(option: str) -> None:
     value = jnp.ones((2, 3))
     for kind in (sx.Param, sx.Variable, sx.OptState):
         with pytest.raises(MetadataError, match=r"axes=\(None, 'model'\)\)"):

@@ -29,7 +29,7 @@ def specs_of(tree: Any) -> dict[Any, Any]:
 # --- what an override can be ----------------------------------------------------------------------
 
 
-def test_a_spec_stands_in_place_of_the_rules_and_the_rest_follows_them(mesh: Mesh) -> None:
+def test_spec_override_replaces_rules_for_matches_only(mesh: Mesh) -> None:
     model = sx.shard(Layer(sx.Rngs(0)), mesh, RULES, overrides={sx.PathContains("up"): P("data")})
     assert model.up.sharding == NamedSharding(mesh, P("data"))
     assert model.down.sharding == NamedSharding(mesh, P("model", "data"))
@@ -55,13 +55,13 @@ def test_rules_come_before_those_of_the_layout(mesh: Mesh) -> None:
         assert specs_of(model) == {("up",): P("data", "model"), ("down",): P(None, "data")}
 
 
-def test_none_leaves_a_variable_to_the_rules_and_the_first_filter_decides(mesh: Mesh) -> None:
+def test_none_keeps_rules_and_first_filter_wins(mesh: Mesh) -> None:
     overrides = {is_down: None, sx.Param: P()}
     model = sx.shard(Layer(sx.Rngs(0)), mesh, RULES, overrides=overrides)
     assert specs_of(model) == {("up",): P(), ("down",): P("model", "data")}
 
 
-def test_a_state_sharding_or_a_state_of_specs_can_be_given(mesh: Mesh) -> None:
+def test_state_sharding_or_state_of_specs_is_accepted(mesh: Mesh) -> None:
     for overrides in (sx.StateSharding({is_down: P()}), sx.State({"down": P()})):
         model = sx.shard(Layer(sx.Rngs(0)), mesh, RULES, overrides=overrides)
         assert specs_of(model) == {("up",): P("data", "model"), ("down",): P()}
@@ -72,12 +72,12 @@ def test_every_path_of_a_shared_variable_is_asked(mesh: Mesh) -> None:
     assert model.embed.sharding.spec == P(None, "data")
 
 
-def test_a_value_of_several_arrays_can_be_given_one_place(mesh: Mesh) -> None:
+def test_value_of_several_arrays_accepts_one_spec(mesh: Mesh) -> None:
     model = sx.shard(Tower(), mesh, RULES, overrides={sx.BatchStat: P("data")})
     assert {leaf.sharding.spec for leaf in model.stats.value.values()} == {P("data")}
 
 
-def test_states_and_plain_arrays_are_matched_by_what_they_came_from(mesh: Mesh) -> None:
+def test_states_and_arrays_match_by_their_origin(mesh: Mesh) -> None:
     tree = {"state": sx.state(Layer(sx.Rngs(0))), "extra": jnp.ones(8)}
     overrides = {sx.Param: P(), sx.PathContains("extra"): P("model")}
     placed = sx.shard(tree, mesh, RULES, overrides=overrides)
@@ -139,9 +139,7 @@ IMPOSSIBLE: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("code", IMPOSSIBLE)
-def test_a_place_that_cannot_be_is_found_by_path_before_anything_moves(
-    mesh: Mesh, code: str
-) -> None:
+def test_invalid_override_is_found_before_anything_moves(mesh: Mesh, code: str) -> None:
     place, facts = IMPOSSIBLE[code]
     model = {"fine": sx.Param(jnp.ones((8, 8))), "odd": sx.Param(jnp.ones((4, 12)))}
     before = [v.value for v in model.values()]
@@ -159,7 +157,7 @@ def test_a_sharding_without_devices_is_refused(mesh: Mesh) -> None:
         sx.shard(Layer(sx.Rngs(0)), mesh, RULES, overrides={...: place})
 
 
-def test_two_places_for_one_variable_are_an_error_with_both_paths(mesh: Mesh) -> None:
+def test_conflicting_overrides_of_shared_variable_are_refused(mesh: Mesh) -> None:
     overrides = {sx.PathContains("head"): P("data"), sx.PathContains("embed"): P()}
     with pytest.raises(PartitionCheckError) as caught:
         sx.shard(Tower(), mesh, RULES, overrides=overrides)
@@ -211,9 +209,7 @@ def trained(mesh: Mesh, overrides: Any) -> tuple[list[float], Any, Any]:
     return losses, model, optimizer
 
 
-def test_moments_split_over_data_train_as_moments_laid_out_like_their_parameters(
-    auto_mesh: Mesh,
-) -> None:
+def test_moments_split_over_data_train_identically(auto_mesh: Mesh) -> None:
     plain, model, _ = trained(auto_mesh, None)
     zero, zero_model, optimizer = trained(auto_mesh, ZERO)
     assert zero == pytest.approx(plain, rel=1e-6)
@@ -241,7 +237,7 @@ class Curve(sx.Module):
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-def test_over_explicit_axes_and_outside_programs_the_layout_stays_without_being_declared(
+def test_explicit_layout_persists_outside_programs_undeclared(
     explicit_mesh: Mesh, compiled: bool
 ) -> None:
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
@@ -264,7 +260,7 @@ def test_over_explicit_axes_and_outside_programs_the_layout_stays_without_being_
     assert losses[0][-1] < losses[0][0]
 
 
-def test_moments_split_over_data_take_that_much_less_of_each_device(auto_mesh: Mesh) -> None:
+def test_moments_split_over_data_save_device_memory(auto_mesh: Mesh) -> None:
     model = Regression()
     optimizer = train.Optimizer(model, optax.adamw(1e-2))
     sx.shard((model, optimizer), auto_mesh, PARAMETER_RULES, overrides=ZERO)
@@ -274,7 +270,7 @@ def test_moments_split_over_data_take_that_much_less_of_each_device(auto_mesh: M
     assert share == [(8, 4), (4, 4)]
 
 
-def test_moments_can_be_kept_in_the_memory_of_the_host(auto_mesh: Mesh) -> None:
+def test_moments_can_live_in_host_memory(auto_mesh: Mesh) -> None:
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     kind = "pinned_host" if "pinned_host" in kinds else "device"
     model = Regression()

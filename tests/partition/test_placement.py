@@ -73,16 +73,14 @@ def programs_compiled() -> Iterator[list[str]]:
 # --- where values go ------------------------------------------------------------------------------
 
 
-def test_a_lazy_model_is_made_where_its_names_say_with_the_values_it_would_have_had(
-    mesh: Mesh,
-) -> None:
+def test_lazy_model_is_created_sharded_with_unsharded_values(mesh: Mesh) -> None:
     model, plain = Tower(), Tower()
     assert sx.shard(model, mesh, RULES) is model
     assert places(model) == sx.shardings(plain, mesh, RULES).flat()
     assert_same_bits(values(model), values(plain))
 
 
-def test_a_model_that_exists_is_moved_with_its_values(mesh: Mesh) -> None:
+def test_existing_model_is_moved_with_its_values(mesh: Mesh) -> None:
     model, plain = Tower(), Tower()
     values(model)
     sx.shard(model, mesh, RULES)
@@ -90,7 +88,7 @@ def test_a_model_that_exists_is_moved_with_its_values(mesh: Mesh) -> None:
     assert_same_bits(values(model), values(plain))
 
 
-def test_a_model_moves_from_one_mesh_and_kind_of_mesh_to_another() -> None:
+def test_model_moves_between_meshes_and_axis_types() -> None:
     model = sx.shard(Tower(), make_mesh((2, 4)), RULES)
     other = make_mesh((4, 2), AxisType.Explicit)
     sx.shard(model, other, {"embed": "model"})
@@ -106,7 +104,7 @@ def test_values_that_are_in_place_are_left_alone(mesh: Mesh) -> None:
     assert all(one is other for one, other in zip(before, after, strict=True))
 
 
-def test_a_sharded_model_computes_what_an_unsharded_one_does(auto_mesh: Mesh) -> None:
+def test_sharded_model_computes_the_unsharded_result(auto_mesh: Mesh) -> None:
     tokens = jnp.arange(8)
     run = sx.jit(lambda model, tokens: model(tokens))
     expected = run(Tower(), tokens)
@@ -127,7 +125,7 @@ def test_without_rules_everything_is_replicated(mesh: Mesh) -> None:
     assert all(leaf.sharding.mesh == mesh for leaf in leaves)
 
 
-def test_several_modules_are_placed_together_and_what_they_share_once(mesh: Mesh) -> None:
+def test_modules_are_placed_together_sharing_variables(mesh: Mesh) -> None:
     model = Tower()
     momentum = {"up": sx.OptState(jnp.zeros((8, 16)), axes=("embed", "mlp"))}
     tree = (model, momentum, [model.embed])
@@ -138,7 +136,7 @@ def test_several_modules_are_placed_together_and_what_they_share_once(mesh: Mesh
     assert places(model) == sx.shardings(Tower(), mesh, RULES).flat()
 
 
-def test_plain_arrays_and_states_come_back_in_a_new_pytree(mesh: Mesh) -> None:
+def test_plain_arrays_and_states_return_in_new_pytree(mesh: Mesh) -> None:
     model = Tower(depth=1)
     state = sx.state(Tower(depth=1, seed=1))
     placed = sx.shard({"model": model, "step": jnp.int32(3), "state": state, "n": 5}, mesh, RULES)
@@ -153,7 +151,7 @@ def test_plain_arrays_and_states_come_back_in_a_new_pytree(mesh: Mesh) -> None:
     assert placed["state"].origins() == state.origins()
 
 
-def test_a_model_made_inside_a_compiled_function_can_be_sharded_there(auto_mesh: Mesh) -> None:
+def test_model_created_under_jit_can_be_sharded(auto_mesh: Mesh) -> None:
     model = sx.jit(lambda: sx.shard(Tower(depth=1), auto_mesh, RULES))()
     wanted = sx.shardings(Tower(depth=1), auto_mesh, RULES).flat()
     for path, place in places(model).items():
@@ -174,7 +172,7 @@ class Doubled(LazyValue):
         return jax.device_put(2 * self.source.value, sharding)
 
 
-def test_values_that_depend_on_others_are_computed_after_these_were_placed(auto_mesh: Mesh) -> None:
+def test_dependent_lazy_values_are_computed_after_their_sources(auto_mesh: Mesh) -> None:
     source = kernel(sx.Rngs(0), (8, 16), ("embed", "mlp"))
     plain = np.asarray(source.replace(source._value).value)
     dependent = sx.OptState(Doubled(source), axes=("embed", "mlp"))
@@ -187,9 +185,20 @@ def test_values_that_depend_on_others_are_computed_after_these_were_placed(auto_
 # --- the same numbers on every mesh ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (8, 1), (1, 1)], ids=str)
-@pytest.mark.parametrize("name", INITIALIZERS)
-def test_every_initializer_gives_the_same_bits_on_every_mesh(
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, (2, 4)) for name in INITIALIZERS),
+        # One that is computed in parts, one that is not, and one without random numbers.
+        *(
+            (name, shape)
+            for name in ("normal", "orthogonal", "zeros")
+            for shape in [(8, 1), (1, 1)]
+        ),
+    ],
+    ids=str,
+)
+def test_every_initializer_is_bitwise_equal_across_meshes(
     name: str, shape: tuple[int, int]
 ) -> None:
     initializer, size = INITIALIZERS[name]
@@ -201,7 +210,7 @@ def test_every_initializer_gives_the_same_bits_on_every_mesh(
     assert_same_bits([np.asarray(made[0].value)], [np.asarray(made[1].value)])
 
 
-def test_every_parameter_of_a_decoder_has_the_same_bits_sharded_and_not(mesh: Mesh) -> None:
+def test_decoder_parameters_are_bitwise_equal_when_sharded(mesh: Mesh) -> None:
     config = DecoderConfig(num_layers=1, num_heads=4, num_kv_heads=4)
     model = sx.shard(Decoder(config, rngs=sx.Rngs(0)), mesh, DECODER_RULES)
     assert not any(v.sharding.is_fully_replicated for _, v in sx.iter_variables(model, is_matrix))
@@ -221,7 +230,7 @@ def is_matrix(path: Any, variable: Any) -> bool:
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     seed=st.integers(0, 2**31 - 1),
 )
-def test_random_shapes_have_the_same_bits_sharded_and_not(
+def test_random_shapes_are_bitwise_equal_when_sharded(
     shape: list[int], names: list[Any], initializer: str, dtype: str, seed: int
 ) -> None:
     mesh = make_mesh((2, 4))
@@ -259,7 +268,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 """
 
 
-def test_every_generator_gives_the_same_bits_sharded_and_not() -> None:
+def test_every_generator_is_bitwise_equal_when_sharded() -> None:
     # By itself, because without LLVM's optimizations, as tests compile (see the root conftest.py),
     # the last bits of normal numbers of "rbg" depend on how large the computed part is.
     environment = {**os.environ}
@@ -279,9 +288,7 @@ def rows_of_length_one(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return drawn / jnp.sqrt((drawn**2).sum(-1, keepdims=True))
 
 
-def test_an_initializer_with_sums_gives_the_same_bits_when_the_summed_dimension_is_split(
-    mesh: Mesh,
-) -> None:
+def test_reducing_initializer_is_bitwise_equal_when_sharded(mesh: Mesh) -> None:
     def make() -> sx.Param[Any]:
         init = sx.Init(rows_of_length_one, (16, 4096), rngs=sx.Rngs(0))
         return sx.Param(init, axes=("embed", "mlp"))
@@ -302,9 +309,7 @@ def bytes_per_device() -> dict[Any, int]:
     return held
 
 
-def test_no_device_ever_holds_more_than_its_shards_and_one_more(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_memory_is_shards_plus_one_array(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     rngs = sx.Rngs(0)
     model = [kernel(rngs, (256, 512), ("embed", "mlp")) for _ in range(6)]
     model += [kernel(rngs, (512, 256), ("mlp", None))]
@@ -328,11 +333,10 @@ def test_no_device_ever_holds_more_than_its_shards_and_one_more(
     assert grown[0] < 2 * pieces[0]  # the first array was written straight into its shards
 
 
-def test_moving_lets_go_of_each_array_before_the_next(auto_mesh: Mesh) -> None:
+def test_moving_frees_each_array_before_the_next(auto_mesh: Mesh) -> None:
     size = 4 * 256 * 512
-    model = [
-        sx.Param(jnp.full((256, 512), i, jnp.float32), axes=("embed", "mlp")) for i in range(6)
-    ]
+    numbers = [np.full((256, 512), i, np.float32) for i in range(6)]
+    model = [sx.Param(jnp.asarray(each), axes=("embed", "mlp")) for each in numbers]
     first = jax.devices()[0]
     before = bytes_per_device()[first]
     seen = []
@@ -350,9 +354,7 @@ def test_moving_lets_go_of_each_array_before_the_next(auto_mesh: Mesh) -> None:
     assert bytes_per_device()[first] - before == 6 * (size // 8 - size)
 
 
-def test_a_program_needs_no_room_for_the_whole_array_even_with_explicit_axes_in_scope(
-    explicit_mesh: Mesh,
-) -> None:
+def test_initializer_program_needs_less_than_whole_array(explicit_mesh: Mesh) -> None:
     shape, sharding = (256, 512), NamedSharding(explicit_mesh, P("data", "model"))
     initializer = Static(jax.nn.initializers.lecun_normal())
     with jax.set_mesh(explicit_mesh):
@@ -361,7 +363,7 @@ def test_a_program_needs_no_room_for_the_whole_array_even_with_explicit_axes_in_
     assert memory.temp_size_in_bytes < 4 * 256 * 512 // 2
 
 
-def test_the_number_of_programs_does_not_grow_with_depth(
+def test_number_of_programs_is_independent_of_depth(
     auto_mesh: Mesh, programs_compiled: list[str]
 ) -> None:
     def count(depth: int, turned: int) -> int:
@@ -377,7 +379,7 @@ def test_the_number_of_programs_does_not_grow_with_depth(
     assert count(40, turned=2) == shallow
 
 
-def test_placing_a_second_model_of_the_same_kind_compiles_nothing(
+def test_placing_equal_second_model_compiles_nothing(
     auto_mesh: Mesh, programs_compiled: list[str]
 ) -> None:
     sx.shard(Tower(seed=1), auto_mesh, RULES)
@@ -399,7 +401,7 @@ def unchanged(model: Any, attempt: Callable[[], Any], error: type[Exception]) ->
     return caught.value
 
 
-def test_every_array_that_cannot_be_laid_out_is_listed_in_one_error(mesh: Mesh) -> None:
+def test_all_unplaceable_arrays_are_listed_in_one_error(mesh: Mesh) -> None:
     rngs = sx.Rngs(0)
     model = {
         "fine": kernel(rngs, (8, 8), ("embed", "mlp")),
@@ -418,7 +420,7 @@ def test_every_array_that_cannot_be_laid_out_is_listed_in_one_error(mesh: Mesh) 
     assert "Did you mean 'model'?" in str(error)
 
 
-def test_under_the_policy_error_conflicts_and_unmapped_names_are_listed(mesh: Mesh) -> None:
+def test_error_policy_lists_conflicts_and_unmapped_names(mesh: Mesh) -> None:
     model = Tower(depth=1)
     rules = sx.Rules({"embed": "model", "mlp": "model"}, on_conflict="error", on_unmapped="error")
     error = unchanged(model, lambda: sx.shard(model, mesh, rules), PartitionCheckError)
@@ -444,9 +446,7 @@ def test_abstract_and_deleted_values_are_listed(mesh: Mesh) -> None:
     }
 
 
-def test_an_initializer_that_needs_a_key_and_has_none_fails_before_anything_is_made(
-    mesh: Mesh,
-) -> None:
+def test_initializer_missing_its_key_fails_before_placement(mesh: Mesh) -> None:
     model = [
         kernel(sx.Rngs(0), (8, 8), ("embed", "mlp")),
         sx.Param(sx.Init(jax.nn.initializers.normal(), (4,))),
@@ -455,7 +455,7 @@ def test_an_initializer_that_needs_a_key_and_has_none_fails_before_anything_is_m
     assert "rngs=rngs" in str(error)
 
 
-def test_a_mesh_is_needed_and_it_must_have_devices() -> None:
+def test_mesh_with_devices_is_required() -> None:
     model = Tower()
     error = unchanged(model, lambda: sx.shard(model, rules=RULES), NoMeshError)
     assert "shard needs a mesh" in str(error)

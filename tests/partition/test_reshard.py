@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,8 @@ def places(tree: Any) -> dict[Any, Any]:
 def weights(count: int = 6) -> list[sx.Param[Any]]:
     """Parameters of 512 KiB, of different numbers."""
     return [
-        sx.Param(jnp.full((256, 512), i, jnp.float32), axes=("embed", "mlp")) for i in range(count)
+        sx.Param(jnp.asarray(np.full((256, 512), i, np.float32)), axes=("embed", "mlp"))
+        for i in range(count)
     ]
 
 
@@ -66,10 +68,11 @@ def bytes_per_device() -> dict[Any, int]:
         max_size=3,
     )
 )
-def test_a_model_goes_through_any_meshes_and_back_to_one_device_with_the_same_bits(
+def test_law_resharding_and_unsharding_keep_all_bits(
     journey: list[tuple[tuple[int, int], AxisType]],
 ) -> None:
     model, rules = Tower(depth=1), {"mlp": "model", "embed": "data"}
+    before = values(model)  # which makes them
     for shape, kind in journey:
         mesh = make_mesh(shape, kind)
         assert sx.shard(model, mesh, rules) is model
@@ -78,7 +81,7 @@ def test_a_model_goes_through_any_meshes_and_back_to_one_device_with_the_same_bi
     assert {leaf.sharding for leaf in jax.tree.leaves(sx.state(model))} == {
         jax.sharding.SingleDeviceSharding(jax.devices()[0])
     }
-    assert_same_bits(values(model), values(Tower(depth=1)))
+    assert_same_bits(values(model), before)
 
 
 def test_a_moved_model_computes_what_it_did_before() -> None:
@@ -95,7 +98,7 @@ def test_a_moved_model_computes_what_it_did_before() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_goes_into_each_memory_that_the_devices_have_and_back(kind: str) -> None:
+def test_model_moves_to_every_memory_kind_and_back(kind: str) -> None:
     mesh = make_mesh((2, 4))
     lazy, live = Tower(depth=1), sx.shard(Tower(depth=1), mesh, RULES)
     for model in (lazy, live):
@@ -108,7 +111,7 @@ def test_a_model_goes_into_each_memory_that_the_devices_have_and_back(kind: str)
 
 
 @pytest.mark.skipif("pinned_host" not in KINDS, reason="the devices have no second memory")
-def test_memory_kinds_by_filter_leave_the_rest_on_the_devices(auto_mesh: Mesh) -> None:
+def test_memory_kind_filters_leave_other_variables_on_devices(auto_mesh: Mesh) -> None:
     model = Tower(depth=1)
     sx.shard(model, auto_mesh, RULES, memory_kind={sx.PathContains("layers"): "pinned_host"})
     kinds = {p: v.sharding.memory_kind for p, v in sx.iter_variables(model, sx.Param)}
@@ -119,7 +122,7 @@ def test_memory_kinds_by_filter_leave_the_rest_on_the_devices(auto_mesh: Mesh) -
     }
 
 
-def test_a_memory_that_the_devices_do_not_have_is_refused_with_those_they_have(mesh: Mesh) -> None:
+def test_missing_memory_kind_is_refused_listing_available_ones(mesh: Mesh) -> None:
     model = Tower()
     with pytest.raises(OverrideError, match=r"memory_kind=.*moon(.|\n)*device"):
         sx.shard(model, mesh, RULES, memory_kind="moon")
@@ -131,9 +134,7 @@ def test_a_memory_that_the_devices_do_not_have_is_refused_with_those_they_have(m
 # --- room -----------------------------------------------------------------------------------------
 
 
-def test_no_device_holds_more_than_both_shares_of_one_array_besides_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peak_memory_is_both_shares_of_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = make_mesh((2, 4)), make_mesh((4, 2))
     model = sx.shard(weights(), old, {"embed": "data", "mlp": "model"})
     share = 4 * 256 * 512 // 8
@@ -198,7 +199,7 @@ def refuse_from(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
-def test_a_device_without_room_leaves_every_parameter_valid_and_the_call_can_be_repeated(
+def test_out_of_memory_leaves_parameters_valid_and_retryable(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     old, new = make_mesh((2, 4)), make_mesh((2, 2))
@@ -219,7 +220,7 @@ def test_a_device_without_room_leaves_every_parameter_valid_and_the_call_can_be_
     assert [float(v.value[-1, -1]) for v in model] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_device_that_refuses_late_leaves_the_old_arrays_in_place(
+def test_late_out_of_memory_keeps_the_old_arrays(
     monkeypatch: pytest.MonkeyPatch, auto_mesh: Mesh
 ) -> None:
     model = weights(3)
@@ -235,7 +236,7 @@ def test_a_device_that_refuses_late_leaves_the_old_arrays_in_place(
     assert all(v.value is old for v, old in zip(model, before, strict=True))
 
 
-def test_a_state_is_placed_whole_or_not_at_all(
+def test_state_is_placed_completely_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch, auto_mesh: Mesh
 ) -> None:
     state = sx.state(dict(enumerate(weights(3))))

@@ -31,7 +31,7 @@ def test_sound_rules_have_nothing_said_of_them() -> None:
     assert sx.Rules().check() == []
 
 
-def test_every_mesh_axis_that_is_not_there_is_an_error_that_names_the_rule() -> None:
+def test_missing_mesh_axis_error_names_the_rule() -> None:
     rules = sx.Rules([("embed", "dta"), ("mlp", ("model", "pipe")), ("seq", ("data", "expert"))])
     findings = rules.check(MESH)
     assert [(f.severity, f.code) for f in findings] == [("error", "unknown-mesh-axis")] * 3
@@ -69,7 +69,7 @@ SHADOWED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", SHADOWED)
-def test_a_rule_that_can_never_be_used_is_a_warning(case: str) -> None:
+def test_unusable_rule_is_a_warning(case: str) -> None:
     pairs, on_conflict, why = SHADOWED[case]
     rules = sx.Rules(pairs, on_conflict=on_conflict)  # pyright: ignore[reportArgumentType] (a str)
     [finding] = [f for f in rules.check(MESH) if f.code != "unused-mesh-axis"]
@@ -89,7 +89,7 @@ rule_lists = st.lists(st.tuples(st.sampled_from(NAMES), targets), max_size=6)
 
 
 @given(rule_lists)
-def test_law_a_rule_said_to_be_never_used_is_chosen_for_no_array(pairs: Any) -> None:
+def test_law_unusable_rules_are_never_chosen(pairs: Any) -> None:
     rules = sx.Rules(pairs)
     shadowed = [f for f in rules.check() if f.code == "shadowed-rule"]
     arrays = [names for count in range(4) for names in itertools.combinations(NAMES, count)]
@@ -100,7 +100,7 @@ def test_law_a_rule_said_to_be_never_used_is_chosen_for_no_array(pairs: Any) -> 
         assert rule in [str(sx.Rules([pair]))[7:-2] for pair in unused]
 
 
-def test_a_mesh_axis_that_no_rule_names_is_a_note() -> None:
+def test_mesh_axis_without_rule_is_a_note() -> None:
     mesh = AbstractMesh((2, 4, 1), ("data", "model", "pipe"))
     [finding] = sx.Rules({"mlp": "model"}).check(mesh)
     assert (finding.severity, finding.code) == ("info", "unused-mesh-axis")
@@ -112,7 +112,7 @@ def test_a_mesh_axis_that_no_rule_names_is_a_note() -> None:
 # --- validate -------------------------------------------------------------------------------------
 
 
-def test_rules_that_the_mesh_can_serve_are_returned_as_they_are(mesh: Mesh) -> None:
+def test_valid_rules_are_returned_unchanged(mesh: Mesh) -> None:
     rules = sx.Rules([("embed", "data"), ("mlp", "model"), ("mlp", "data")])  # a warning only
     assert rules.validate(mesh) is rules
     with jax.set_mesh(mesh), sx.axis_rules(rules.validate()):
@@ -127,7 +127,7 @@ def test_all_errors_are_raised_at_once(mesh: Mesh) -> None:
     assert "'dta'" in str(caught.value) and "'modle'" in str(caught.value)
 
 
-def test_without_a_mesh_or_with_no_mesh_validating_is_refused() -> None:
+def test_validation_without_a_mesh_is_refused() -> None:
     with pytest.raises(NoMeshError, match=r"rules\.validate\(mesh\)"):
         sx.Rules().validate()
     with pytest.raises(MeshError, match="not a mesh"):

@@ -86,11 +86,11 @@ def test_order_of_rules_not_of_dimensions_decides() -> None:
     assert logical_to_mesh_axes(("mlp", "embed"), rules) == P("x", "y")
 
 
-def test_first_rule_of_a_name_wins_over_its_later_ones() -> None:
+def test_first_rule_of_a_name_wins() -> None:
     assert logical_to_mesh_axes(("embed",), [("embed", "x"), ("embed", "y")]) == P("x")
 
 
-def test_target_of_several_mesh_axes_falls_through_when_one_is_taken() -> None:
+def test_target_with_taken_mesh_axis_falls_through() -> None:
     rules = [("a", "x"), ("b", ("x", "y")), ("b", "z")]
     assert logical_to_mesh_axes(("b", "a"), rules) == P("z", "x")
 
@@ -99,7 +99,7 @@ def test_rule_to_none_ends_the_search() -> None:
     assert logical_to_mesh_axes(("a",), [("a", None), ("a", "x")]) == P(None)
 
 
-def test_merged_dimension_is_split_over_the_mesh_axes_of_all_its_names() -> None:
+def test_merged_dimension_splits_over_axes_of_all_names() -> None:
     rules = {"batch": "x", "length": ("y", "z"), "embed": "x", "heads": None}
     assert logical_to_mesh_axes((("batch", "length"), "embed"), rules) == P(("x", "y", "z"), None)
     assert logical_to_mesh_axes((("heads", "unknown"),), rules) == P(None)
@@ -107,9 +107,7 @@ def test_merged_dimension_is_split_over_the_mesh_axes_of_all_its_names() -> None
 
 
 @given(all_names, rule_lists)
-def test_law_one_entry_per_dimension_and_each_mesh_axis_at_most_once(
-    names: Any, pairs: Any
-) -> None:
+def test_law_spec_has_entry_per_dimension_without_repeats(names: Any, pairs: Any) -> None:
     spec = Rules(pairs).spec(names)
     used = [axis for entry in spec for axis in mesh_axes_of(entry)]
     assert len(spec) == len(names)
@@ -117,14 +115,14 @@ def test_law_one_entry_per_dimension_and_each_mesh_axis_at_most_once(
 
 
 @given(all_names, rule_lists)
-def test_law_rules_of_names_that_do_not_occur_change_nothing(names: Any, pairs: Any) -> None:
+def test_law_rules_of_absent_names_change_nothing(names: Any, pairs: Any) -> None:
     flat = {part for name in names for part in (name if isinstance(name, tuple) else (name,))}
     related = [pair for pair in pairs if pair[0] in flat]
     assert Rules(pairs).spec(names) == Rules(related).spec(names)
 
 
 @given(plain_names, st.permutations(list(zip(LOGICAL, (*MESH_AXES, None), strict=True))))
-def test_law_order_of_rules_that_share_nothing_is_irrelevant(names: Any, pairs: Any) -> None:
+def test_law_order_of_independent_rules_is_irrelevant(names: Any, pairs: Any) -> None:
     assert Rules(pairs).spec(names) == Rules(sorted(pairs)).spec(names)
 
 
@@ -147,7 +145,7 @@ def test_unmapped_name_is_replicated_by_default() -> None:
     assert Rules({"embed": "x"}).spec(("embed", "mlp")) == P("x", None)
 
 
-def test_unmapped_names_raise_under_error_and_name_the_near_ones() -> None:
+def test_error_policy_names_unmapped_and_similar_names() -> None:
     rules = Rules({"embed": "x", "mlp": "y"}, on_unmapped="error")
     with pytest.raises(UnmappedAxisError) as caught:
         rules.spec(("embd", "other"))
@@ -161,7 +159,7 @@ def test_rule_to_none_counts_as_mapped() -> None:
     assert Rules({"embed": None}, on_unmapped="error").spec(("embed", None)) == P(None, None)
 
 
-def test_name_whose_rules_all_came_too_late_counts_as_mapped() -> None:
+def test_name_with_only_late_rules_counts_as_mapped() -> None:
     rules = Rules([("a", "x"), ("b", "x")], on_unmapped="error")
     assert rules.spec(("a", "b")) == P("x", None)
 
@@ -212,7 +210,7 @@ def test_blank_entries_may_repeat() -> None:
 # --- the object -----------------------------------------------------------------------------------
 
 
-def test_pairs_mappings_lists_and_rules_make_the_same_rules() -> None:
+def test_pairs_mappings_lists_and_rules_are_equivalent() -> None:
     expected = (("a", "x"), ("b", ("x", "y")), ("c", None))
     forms: list[Any] = [
         expected,
@@ -336,6 +334,6 @@ def test_assignment_reports_what_happened() -> None:
     assert assignment.unmapped == ("d",)
 
 
-def test_two_names_of_one_merged_dimension_cannot_share_a_mesh_axis() -> None:
+def test_merged_names_cannot_share_a_mesh_axis() -> None:
     for first, second in itertools.permutations(("a", "b")):
         assert Rules([(first, "x"), (second, "x")]).spec((("a", "b"),)) == P(("x",))

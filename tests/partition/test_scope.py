@@ -27,12 +27,12 @@ A, B = Rules({"embed": "x"}), Rules({"embed": "y"})
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def test_without_a_scope_the_rules_are_empty_and_all_is_replicated() -> None:
+def test_without_scope_rules_are_empty_and_everything_replicated() -> None:
     assert current_rules() == Rules()
     assert logical_to_mesh_axes(("embed", "mlp")) == P(None, None)
 
 
-def test_inner_rules_replace_outer_ones_and_these_come_back() -> None:
+def test_inner_rules_replace_outer_until_exit() -> None:
     with axis_rules(A) as outer:
         with axis_rules({"mlp": "y"}):
             assert logical_to_mesh_axes(("embed", "mlp")) == P(None, "y")
@@ -46,7 +46,7 @@ def test_rules_come_back_after_an_exception() -> None:
     assert current_rules() == Rules()
 
 
-def test_decorated_function_runs_under_the_rules_and_may_recurse() -> None:
+def test_decorated_function_uses_rules_and_may_recurse() -> None:
     @axis_rules(A)
     def count(depth: int, *, rules: Any = None) -> list[Rules]:
         """Counts."""
@@ -57,7 +57,7 @@ def test_decorated_function_runs_under_the_rules_and_may_recurse() -> None:
     assert current_rules() == Rules()
 
 
-def test_one_scope_object_can_be_entered_again_and_inside_itself() -> None:
+def test_scope_object_can_be_reentered_and_nested() -> None:
     scope = axis_rules(A)
     with scope:
         with axis_rules(B), scope:
@@ -109,14 +109,12 @@ async def _async_generator() -> Any:
 
 
 @pytest.mark.parametrize("function", [_generator, _coroutine, _async_generator])
-def test_functions_that_run_after_their_call_cannot_be_decorated(
-    function: Callable[..., Any],
-) -> None:
+def test_generators_and_coroutines_cannot_be_decorated(function: Callable[..., Any]) -> None:
     with pytest.raises(RulesError, match="after the call"):
         axis_rules(A)(function)
 
 
-def test_rules_that_change_retrace_a_jitted_function_and_equal_ones_do_not() -> None:
+def test_only_changed_rules_retrace_a_jitted_function() -> None:
     traced: list[Rules] = []
 
     @jax.jit
@@ -139,7 +137,7 @@ def test_rules_given_come_before_rules_in_scope() -> None:
 
 
 @given(st.lists(st.sampled_from(["x", "y", "z"]), max_size=6), st.integers(0, 6))
-def test_law_nested_scopes_restore_in_reverse_also_when_unwound(axes: Any, depth: int) -> None:
+def test_law_nested_scopes_restore_in_reverse_order(axes: Any, depth: int) -> None:
     def descend(rest: list[str]) -> None:
         before = current_rules()
         if len(axes) - len(rest) == depth:
@@ -179,13 +177,13 @@ def test_something_else_given_raises() -> None:
         resolve_mesh({"data": 2})  # type: ignore[arg-type]  # the wrong type is the point
 
 
-def test_no_mesh_in_scope_gives_none_also_under_jit() -> None:
+def test_no_mesh_in_scope_gives_none_under_jit() -> None:
     seen = []
     jax.jit(lambda x: (seen.append(resolve_mesh()), x)[1])(1.0)
     assert [*seen, resolve_mesh()] == [None, None]
 
 
-def test_mesh_of_set_mesh_is_concrete_outside_of_tracing_and_abstract_inside(mesh: Mesh) -> None:
+def test_set_mesh_is_concrete_outside_abstract_inside_tracing(mesh: Mesh) -> None:
     seen = []
     with jax.set_mesh(mesh):
         assert resolve_mesh() is mesh
@@ -218,7 +216,7 @@ def test_inside_shard_map_the_mesh_has_manual_axes(mesh: Mesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
-def test_mesh_of_a_with_statement_is_found_also_while_tracing() -> None:
+def test_mesh_of_with_statement_is_found_while_tracing() -> None:
     mesh = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("p", "q"))
     seen = []
     with mesh:

@@ -40,13 +40,13 @@ def lazy_paths(tree: Any) -> list[Any]:
 # --- specs ----------------------------------------------------------------------------------------
 
 
-def test_a_module_has_one_spec_per_variable_and_a_tied_one_once() -> None:
+def test_module_has_one_spec_per_distinct_variable() -> None:
     specs = sx.partition_specs(Tower(), RULES)
     assert isinstance(specs, sx.State)
     assert specs.flat() == TOWER_SPECS
 
 
-def test_specs_of_a_module_know_what_they_belong_to() -> None:
+def test_module_specs_know_their_variables() -> None:
     specs = sx.partition_specs(Tower(depth=1), RULES)
     assert list(specs.filter(sx.Param).flat()) == [
         ("embed",),
@@ -55,7 +55,7 @@ def test_specs_of_a_module_know_what_they_belong_to() -> None:
     ]
 
 
-def test_asking_for_specs_shardings_and_findings_leaves_lazy_values_lazy(mesh: Mesh) -> None:
+def test_specs_shardings_and_findings_keep_values_lazy(mesh: Mesh) -> None:
     model = Tower()
     before = lazy_paths(model)
     sx.partition_specs(model, RULES)
@@ -66,7 +66,7 @@ def test_asking_for_specs_shardings_and_findings_leaves_lazy_values_lazy(mesh: M
     assert len(before) == 6  # five kernels and a key
 
 
-def test_a_pytree_keeps_its_structure_and_what_is_no_array_has_no_spec() -> None:
+def test_pytree_structure_is_kept_and_non_arrays_unspecified() -> None:
     Pair = namedtuple("Pair", ["left", "right"])
     weight = kernel(sx.Rngs(0), (8, 4), ("embed", "mlp"))
     tree = {"pair": Pair(weight, [1.5, "name"]), "array": jnp.ones(3), "none": None}
@@ -81,25 +81,25 @@ def test_classes_of_numbers_are_no_arrays() -> None:
     assert sx.partition_specs([jnp.float32, jnp.zeros(()), int]) == [None, P(), None]
 
 
-def test_a_module_inside_a_pytree_becomes_a_state_in_its_place() -> None:
+def test_module_inside_pytree_becomes_a_state() -> None:
     first, second = sx.partition_specs((Tower(), {"again": Tower(depth=0)}), RULES)
     assert first.flat() == TOWER_SPECS
     layers = {path: spec for path, spec in TOWER_SPECS.items() if path[0] != "layers"}
     assert second["again"].flat() == layers
 
 
-def test_a_state_has_the_specs_of_the_model_it_came_from() -> None:
+def test_state_has_the_specs_of_its_model() -> None:
     state = sx.state(Tower())
     assert sx.partition_specs(state, RULES).flat() == TOWER_SPECS
     assert sx.partition_specs([state], RULES)[0].flat() == TOWER_SPECS
 
 
-def test_a_value_that_is_a_pytree_of_one_array_takes_the_names() -> None:
+def test_pytree_value_of_one_array_takes_the_names() -> None:
     variable = sx.Variable((jnp.ones((4, 8)),), axes=("embed", "mlp"))
     assert sx.partition_specs(variable, RULES) == (P("data", "model"),)
 
 
-def test_without_rules_the_current_ones_hold_and_without_those_nothing_is_split() -> None:
+def test_current_rules_apply_by_default_else_replicated() -> None:
     weight = sx.Param(jnp.ones((4, 8)), axes=("embed", "mlp"))
     with sx.axis_rules({"mlp": "model"}):
         assert sx.partition_specs(weight) == P(None, "model")
@@ -122,12 +122,12 @@ def test_names_are_seen_inside_a_compiled_function_too() -> None:
         lambda names: len({n for n in names if n}) == sum(n is not None for n in names)
     )
 )
-def test_the_spec_of_an_array_is_what_the_rules_make_of_its_names(names: list[Any]) -> None:
+def test_array_spec_is_its_names_under_the_rules(names: list[Any]) -> None:
     variable = sx.Param(jax.ShapeDtypeStruct((8,) * len(names), jnp.float32), axes=tuple(names))
     assert sx.partition_specs(variable, RULES) == logical_to_mesh_axes(names, RULES)
 
 
-def test_names_of_a_value_with_several_arrays_are_refused_with_its_path() -> None:
+def test_names_on_several_arrays_are_refused_by_path() -> None:
     model = Tower(depth=0)
     model.stats.set_metadata(axes=("embed",))
     with pytest.raises(PartitionCheckError) as caught:
@@ -136,7 +136,7 @@ def test_names_of_a_value_with_several_arrays_are_refused_with_its_path() -> Non
     assert found == [(("stats",), "axes-of-many")]
 
 
-def test_under_the_policy_error_every_unmapped_name_is_listed_by_path() -> None:
+def test_error_policy_lists_unmapped_names_by_path() -> None:
     rules = sx.Rules({"embed": "data", "vocab": None}, on_unmapped="error")
     with pytest.raises(PartitionCheckError) as caught:
         sx.partition_specs((Tower(depth=1), 1), rules)
@@ -166,12 +166,12 @@ def test_shardings_need_no_devices() -> None:
     assert sx.shardings([weight], mesh, RULES) == [NamedSharding(mesh, P("data", "model"))]
 
 
-def test_shardings_without_a_mesh_say_how_to_give_one() -> None:
+def test_shardings_without_mesh_error_shows_the_fix() -> None:
     with pytest.raises(NoMeshError, match=r"with jax\.set_mesh\(mesh\)"):
         sx.shardings(Tower(), rules=RULES)
 
 
-def test_all_that_cannot_be_divided_or_is_unknown_is_listed_at_once(mesh: Mesh) -> None:
+def test_indivisible_and_unknown_axes_are_listed_together(mesh: Mesh) -> None:
     rngs = sx.Rngs(0)
     tree = {
         "fine": kernel(rngs, (8, 8), ("embed", "mlp")),
@@ -184,7 +184,7 @@ def test_all_that_cannot_be_divided_or_is_unknown_is_listed_at_once(mesh: Mesh) 
     assert found == [(("odd",), "indivisible"), (("stray",), "unknown-mesh-axis")]
 
 
-def test_a_state_of_shardings_is_an_entry_of_in_shardings(auto_mesh: Mesh) -> None:
+def test_state_of_shardings_works_as_in_shardings(auto_mesh: Mesh) -> None:
     model, tokens = Tower(), jnp.arange(4)
     to = (sx.shardings(model, auto_mesh, RULES), NamedSharding(auto_mesh, P()))
     run = sx.jit(lambda model, tokens: model(tokens), in_shardings=to)
@@ -193,7 +193,7 @@ def test_a_state_of_shardings_is_an_entry_of_in_shardings(auto_mesh: Mesh) -> No
     assert jnp.allclose(run(model, tokens), Tower()(tokens), atol=1e-5)
 
 
-def test_the_sharding_of_a_batch_goes_by_names_alone(mesh: Mesh) -> None:
+def test_batch_sharding_is_determined_by_names(mesh: Mesh) -> None:
     rules = {"batch": "data", "seq": None, "odd": P.UNCONSTRAINED}
     expected = NamedSharding(mesh, P("data", None, None))
     assert batch_sharding(("batch", "seq", "odd"), mesh, rules) == expected
@@ -206,9 +206,7 @@ def test_the_sharding_of_a_batch_goes_by_names_alone(mesh: Mesh) -> None:
 # --- abstract copies ------------------------------------------------------------------------------
 
 
-def test_an_abstract_copy_has_shapes_dtypes_and_shardings_and_shares_as_the_model(
-    mesh: Mesh,
-) -> None:
+def test_abstract_copy_has_shapes_shardings_and_sharing(mesh: Mesh) -> None:
     model = Tower()
     copy = sx.abstract(model, mesh, RULES)
     assert type(copy) is Tower
@@ -225,7 +223,7 @@ def test_an_abstract_copy_has_shapes_dtypes_and_shardings_and_shares_as_the_mode
     assert described == expected
 
 
-def test_an_abstract_copy_can_be_lowered_and_nothing_is_allocated(auto_mesh: Mesh) -> None:
+def test_abstract_copy_lowers_without_allocating(auto_mesh: Mesh) -> None:
     model = Tower()
     copy = sx.abstract(model, auto_mesh, RULES)
     tokens = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=NamedSharding(auto_mesh, P()))
@@ -245,7 +243,7 @@ def test_an_abstract_pytree_keeps_sharing_between_its_modules(mesh: Mesh) -> Non
     )
 
 
-def test_without_a_mesh_an_abstract_copy_keeps_the_shardings_that_are_there(mesh: Mesh) -> None:
+def test_abstract_copy_without_mesh_keeps_existing_shardings(mesh: Mesh) -> None:
     placed = NamedSharding(mesh, P("data"))
     here = sx.Param(jax.device_put(jnp.ones(8), placed))
     anywhere = kernel(sx.Rngs(0), (8, 4), ("embed", "mlp"))
@@ -258,7 +256,7 @@ def test_without_a_mesh_an_abstract_copy_keeps_the_shardings_that_are_there(mesh
 # --- findings -------------------------------------------------------------------------------------
 
 
-def test_check_finds_all_of_a_tree_and_about_the_rules(mesh: Mesh) -> None:
+def test_check_finds_problems_of_trees_and_rules(mesh: Mesh) -> None:
     big = sx.Param(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), axes=("rows", None))
     odd = sx.Param(jax.ShapeDtypeStruct((6,), jnp.float32), axes=("mlp",))
     found = sx.check({"big": big, "odd": odd}, mesh, {"mlp": "model", "expert": "data"})
@@ -270,9 +268,7 @@ def test_check_finds_all_of_a_tree_and_about_the_rules(mesh: Mesh) -> None:
     assert str(found[1]).startswith(".odd: dimension 0 ('mlp') has size 6")
 
 
-def test_check_judges_the_rules_alone_without_a_mesh_and_finds_nothing_wrong_with_a_sound_model(
-    mesh: Mesh,
-) -> None:
+def test_check_judges_rules_alone_and_accepts_sound_models(mesh: Mesh) -> None:
     assert sx.check(Tower(), mesh, RULES) == []
     assert sx.check(Tower(), None, RULES) == []
     assert [finding.code for finding in sx.check(Tower(), None, {**dict(RULES), "mpl": None})] == [

@@ -119,7 +119,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("wrap", [by_mesh_axis, by_name])
-def test_states_of_other_shapes_lie_by_the_dimensions_they_have(wrap: Any, mesh: Mesh) -> None:
+def test_states_of_other_shapes_follow_their_dimensions(wrap: Any, mesh: Mesh) -> None:
     optimizer = factored()
     state = sx.initialise(init_state, wrap, optimizer, jax.random.key(0), mesh=mesh, rules=RULES)
     assert specs_of(state["opt"]) == FACTORED
@@ -132,7 +132,7 @@ def test_states_of_other_shapes_lie_by_the_dimensions_they_have(wrap: Any, mesh:
 
 
 @pytest.mark.parametrize(("wrap", "make"), [(by_mesh_axis, factored), (by_name, adafactor)])
-def test_a_step_over_a_mesh_is_that_of_one_device(wrap: Any, make: Any, auto_mesh: Mesh) -> None:
+def test_step_over_mesh_equals_single_device_step(wrap: Any, make: Any, auto_mesh: Mesh) -> None:
     optimizer, key = make(), jax.random.key(0)
     x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     state = sx.initialise(init_state, wrap, optimizer, key, mesh=auto_mesh, rules=RULES)
@@ -147,9 +147,9 @@ def test_a_step_over_a_mesh_is_that_of_one_device(wrap: Any, make: Any, auto_mes
     with jax.set_mesh(auto_mesh), sx.axis_rules(RULES):
         after, value = step(state, x)
     assert specs_of(after) == before
-    alone, expected = jax.jit(lambda state, x: train_step(optimizer, state, x))(
-        init_state(wrap, optimizer, key), x
-    )
+    alone, expected = jax.jit(
+        lambda key, x: train_step(optimizer, init_state(wrap, optimizer, key), x)
+    )(key, x)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -185,7 +185,7 @@ def test_a_history_has_its_new_dimension_whole(auto_mesh: Mesh) -> None:
     assert sx.shard((params, [history]), auto_mesh)[1][0]["w"].names == ("data", "model")
 
 
-def test_without_the_parameters_in_the_tree_the_state_is_refused_by_path(auto_mesh: Mesh) -> None:
+def test_state_without_its_parameters_is_refused_by_path(auto_mesh: Mesh) -> None:
     state = jax.eval_shape(lambda key: init_state(by_name, factored(), key), jax.random.key(0))
     for function in (
         lambda: get_sharding(state["opt"], auto_mesh, RULES),
@@ -209,7 +209,7 @@ def test_without_the_parameters_in_the_tree_the_state_is_refused_by_path(auto_me
         {"w": (8, 16), "block": {"other": (6, 3), "w": (7, 16)}},
     ],
 )
-def test_what_is_no_state_of_a_parameter_stays_an_error(tree: Any, auto_mesh: Mesh) -> None:
+def test_array_not_derived_from_parameter_is_refused(tree: Any, auto_mesh: Mesh) -> None:
     boxes = jax.tree.map(
         lambda shape: LogicallyPartitioned(jnp.ones(shape), ("embed", "mlp")[: len(shape)]),
         tree,
@@ -221,7 +221,7 @@ def test_what_is_no_state_of_a_parameter_stays_an_error(tree: Any, auto_mesh: Me
         sx.shard(boxes, auto_mesh, RULES)
 
 
-def test_a_parameter_at_the_top_owns_what_its_sizes_occur_in() -> None:
+def test_top_level_parameter_owns_matching_sizes() -> None:
     def boxes(*shape: int) -> Any:
         box = Partitioned(jnp.ones((8, 16)), ("data", "model"))
         return box, {"v_row": box.replace_boxed(jnp.ones(shape))}
@@ -232,7 +232,7 @@ def test_a_parameter_at_the_top_owns_what_its_sizes_occur_in() -> None:
         sx.partition_specs(boxes(5))
 
 
-def test_parameters_of_one_name_and_different_shapes_are_no_owners_together() -> None:
+def test_equal_names_with_different_shapes_own_nothing() -> None:
     def box(*shape: int) -> Any:
         return Partitioned(jnp.ones(shape), ("data", "model"))
 

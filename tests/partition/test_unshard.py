@@ -19,7 +19,7 @@ def devices_of(tree: Any) -> set[Any]:
     return {leaf.sharding for leaf in jax.tree.leaves(sx.state(tree))}
 
 
-def test_every_array_is_gathered_on_the_default_device_with_its_bits(mesh: Mesh) -> None:
+def test_arrays_are_gathered_bitwise_on_default_device(mesh: Mesh) -> None:
     model = sx.shard(Tower(), mesh, RULES)
     assert sx.unshard(model) is model
     assert devices_of(model) == {SingleDeviceSharding(jax.devices()[0])}
@@ -47,7 +47,7 @@ def test_lazy_values_stay_lazy() -> None:
     assert model.stats.value["mean"].sharding == SingleDeviceSharding(jax.devices()[0])
 
 
-def test_plain_arrays_and_states_come_back_in_a_new_pytree(mesh: Mesh) -> None:
+def test_plain_arrays_and_states_return_in_new_pytree(mesh: Mesh) -> None:
     model = Tower(depth=1)
     tree = {"state": sx.state(model), "step": jnp.int32(3), "model": model, "name": "run"}
     placed = sx.shard(tree, mesh, RULES)
@@ -61,7 +61,7 @@ def test_plain_arrays_and_states_come_back_in_a_new_pytree(mesh: Mesh) -> None:
     assert_same_bits(values(gathered["state"]), values(Tower(depth=1)))
 
 
-def test_arrays_come_out_of_the_memory_of_the_host(auto_mesh: Mesh) -> None:
+def test_arrays_return_from_host_memory(auto_mesh: Mesh) -> None:
     kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
     for kind in kinds:
         model = sx.shard(Tower(depth=1), auto_mesh, RULES, memory_kind=kind)
@@ -78,7 +78,7 @@ def test_what_is_no_device_is_refused(mesh: Mesh) -> None:
     assert devices_of(model) == before
 
 
-def test_abstract_and_deleted_arrays_are_listed_and_nothing_is_moved(mesh: Mesh) -> None:
+def test_abstract_and_deleted_arrays_are_listed_unmoved(mesh: Mesh) -> None:
     gone = sx.Param(jnp.ones(8))
     model = {
         "fine": sx.shard(sx.Param(jnp.ones((8, 8)), axes=("embed", "mlp")), mesh, RULES),

@@ -9,6 +9,7 @@ that the reader of programs agrees with such counts to the byte is tested in ``t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -274,6 +275,7 @@ def dtype_of(compiler: str) -> str:
     return "float32" if compiler == "cpu" else "bfloat16"
 
 
+@functools.cache
 def planned(name: str, compiler: str) -> plan.LayoutReport:
     case = CASES[name]
     target = {"cpu": "cpu:8", "gpu": "gpu:h100:1x8"}.get(compiler, "tpu:v5e:2x4")
@@ -313,9 +315,7 @@ EACH = [(name, compiler) for name in CASES for compiler in ("cpu", "estimate", "
 
 
 @pytest.mark.parametrize(("name", "compiler"), EACH)
-def test_a_plans_operations_and_wire_bytes_are_those_counted_by_hand(
-    name: str, compiler: str
-) -> None:
+def test_flops_and_wire_bytes_equal_hand_counts(name: str, compiler: str) -> None:
     if compiler not in SHARES and not INSTALLED[compiler].installed:
         pytest.skip(f"needs {INSTALLED[compiler].install}")
     report = planned(name, compiler)
@@ -338,7 +338,7 @@ def test_a_plans_operations_and_wire_bytes_are_those_counted_by_hand(
     assert count.gradients <= over_data <= 2 * count.gradients + small_sums
 
 
-def test_the_remat_of_a_layer_costs_a_seventh_more_and_sends_nothing_more() -> None:
+def test_remat_recomputes_one_product_and_sends_nothing_more() -> None:
     kept, anew = planned("scan", "estimate"), planned("remat", "estimate")
     assert anew.flops / kept.flops == pytest.approx(14 / 12)
     assert anew.total_wire_bytes == kept.total_wire_bytes
@@ -347,7 +347,7 @@ def test_the_remat_of_a_layer_costs_a_seventh_more_and_sends_nothing_more() -> N
 # --- decoders -------------------------------------------------------------------------------------
 
 
-def test_a_decoder_split_both_ways_moves_its_weights_twice_and_its_activations_five_times() -> None:
+def test_decoder_split_both_ways_matches_hand_counts() -> None:
     layers, width, hidden, vocab, heads, head = 3, 128, 256, 512, 8, 16
     batch, length = 8, 64
     config = DecoderConfig(
@@ -399,9 +399,7 @@ def test_a_decoder_split_both_ways_moves_its_weights_twice_and_its_activations_f
 
 
 @pytest.mark.parametrize(("scan_layers", "norms"), [(False, 5), (True, 3)])
-def test_a_small_tensor_parallel_decoder_returns_the_bytes_that_its_program_shows(
-    scan_layers: bool, norms: int
-) -> None:
+def test_tensor_parallel_decoder_layout_has_known_wire_bytes(scan_layers: bool, norms: int) -> None:
     """Those of ``tests/models/test_meshes.py``, which another reader of the program counted."""
     config = dataclasses.replace(small.SMALL, num_layers=2, scan_layers=scan_layers)
     tokens = plan.NamedShape((4, 8), "int32", ("batch", None))
@@ -425,7 +423,7 @@ def test_a_small_tensor_parallel_decoder_returns_the_bytes_that_its_program_show
     assert returned == over_model + over_data == 24_132
 
 
-def test_a_step_that_does_not_run_on_one_device_has_a_plan_that_says_what_is_unknown() -> None:
+def test_unknown_axis_size_warns_of_unknown_operations() -> None:
     fixed = [(i, (i + 1) % 4) for i in range(4)]
 
     @sx.jit

@@ -50,7 +50,7 @@ class Counting(TargetCompiler):
         return PROGRAM
 
 
-def test_what_is_put_is_got_by_its_key_alone(tmp_path: Path) -> None:
+def test_entries_are_found_only_by_their_key(tmp_path: Path) -> None:
     cache = ProgramCache(tmp_path / "not" / "there")
     assert cache.get(KEY) is None
     cache.put(KEY, PROGRAM)
@@ -80,13 +80,13 @@ def test_a_file_for_another_program_is_not_taken(tmp_path: Path) -> None:
         assert cache.get(f"{KEY[:2]}{'0' * 62}") is None
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported_and_caches_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="was not kept"):
         ProgramCache(tmp_path / "file").put(KEY, PROGRAM)
 
 
-def test_beyond_its_bound_those_go_that_were_not_asked_for_longest(tmp_path: Path) -> None:
+def test_least_recently_used_entries_are_evicted(tmp_path: Path) -> None:
     keys = [f"{number:02x}" * 32 for number in range(4)]
     size = 0
     for age, key in zip((40, 30, 20), keys, strict=False):
@@ -101,7 +101,7 @@ def test_beyond_its_bound_those_go_that_were_not_asked_for_longest(tmp_path: Pat
     assert left == {keys[0], keys[2], keys[3]}
 
 
-def test_a_program_is_compiled_once_and_then_takes_no_time(tmp_path: Path) -> None:
+def test_cached_program_takes_no_compile_time(tmp_path: Path) -> None:
     counting, lowered = Counting(), cast("Any", Lowered("f"))
     ProgramCache(tmp_path).compile(counting, {}, lowered, "screen")
     made = ProgramCache(tmp_path).compile(counting, {}, lowered, "screen")
@@ -109,9 +109,7 @@ def test_a_program_is_compiled_once_and_then_takes_no_time(tmp_path: Path) -> No
     assert made == CompileResult("HloModule m", 100, 60, None, 0.0)
 
 
-def test_a_key_changes_with_everything_that_a_program_depends_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_key_changes_with_every_input_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"data": 4, "model": 2}
     keys = [
         program_key(Counting(), sizes, Lowered("f"), "screen"),
@@ -128,7 +126,7 @@ def test_a_key_changes_with_everything_that_a_program_depends_on(
     assert keys[-1] == program_key(Counting(), sizes, Lowered("f"), "screen")
 
 
-def test_a_report_from_a_kept_program_is_the_same_but_for_the_seconds(tmp_path: Path) -> None:
+def test_cached_report_equals_fresh_one_except_seconds(tmp_path: Path) -> None:
     inputs = Inputs(*perceptron())
     layout = Layout("dp", (("batch", "data"),), (("data", 8),))
     cache = ProgramCache(tmp_path)
@@ -140,7 +138,7 @@ def test_a_report_from_a_kept_program_is_the_same_but_for_the_seconds(tmp_path: 
     ]
 
 
-def test_the_folder_is_that_of_the_environment_or_of_the_user(
+def test_folder_comes_from_environment_or_user_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SHARDAX_CACHE_DIR", str(tmp_path))
@@ -153,7 +151,7 @@ def test_the_folder_is_that_of_the_environment_or_of_the_user(
         cache_folder(True)
 
 
-def test_the_text_of_a_program_has_its_lines_and_not_those_of_who_asks() -> None:
+def test_program_text_is_independent_of_the_caller() -> None:
     inputs = Inputs(*perceptron())
     layout = Layout("dp", (("batch", "data"),), (("data", 8),))
     mesh = compiler_for(Target.parse("cpu:8")).mesh(layout.sizes)
@@ -170,7 +168,7 @@ def test_the_text_of_a_program_has_its_lines_and_not_those_of_who_asks() -> None
     assert "test_cache.py" not in program_text(one)
 
 
-def test_a_line_of_the_step_that_moves_makes_another_text() -> None:
+def test_moving_a_step_line_changes_the_text() -> None:
     text = 'add loc(#loc2)\n#loc1 = loc("step.py":3:4 to :9)\n#loc2 = loc("add"(#loc1))'
     assert program_text(text) != program_text(text.replace(":3:4", ":4:4"))
     assert program_text(text) == program_text(text.replace("#loc1", "#loc7"))

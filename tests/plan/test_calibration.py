@@ -19,7 +19,7 @@ from shardax.plan.hardware.hardware import hardware_of
 GIB = 2**30
 
 
-def test_figures_of_cpu_devices_are_measured_and_say_so() -> None:
+def test_cpu_figures_are_measured_and_marked_as_such() -> None:
     cpu = plan.calibrate_cpu(8, matrix=64, megabytes=0.1, repeats=1)
     assert plan.Target(cpu, (8,)).text == "cpu:8"
     assert "measured on this machine" in cpu.sources["link_bandwidth"]
@@ -36,7 +36,7 @@ def test_figures_of_cpu_devices_are_measured_and_say_so() -> None:
 @pytest.mark.parametrize(
     "kind", ["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
 )
-def test_a_collective_is_measured_without_copies_before_or_after_it(kind: str) -> None:
+def test_measured_collective_has_no_copies_around_it(kind: str) -> None:
     mesh = jax.make_mesh((8,), ("devices",))
     sharding = NamedSharding(mesh, PartitionSpec("devices"))
     each = jax.ShapeDtypeStruct((8, 800), jnp.float32, sharding=sharding)
@@ -56,7 +56,7 @@ def test_measuring_takes_the_clock_that_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 9])
-def test_more_cpu_devices_than_there_are_cannot_be_measured(count: int) -> None:
+def test_calibrating_more_cpu_devices_than_exist_is_refused(count: int) -> None:
     with pytest.raises(PlanInputError, match=rf"has 8 CPU devices, not {count}"):
         plan.calibrate_cpu(count)
 
@@ -82,7 +82,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def test_measured_gpus_keep_what_is_not_measured_and_say_which(two_gpus: list[Any]) -> None:
+def test_gpu_calibration_keeps_and_marks_unmeasured_figures(two_gpus: list[Any]) -> None:
     gpu, known = plan.calibrate_gpu(matrix=64, repeats=3), plan.find_hardware("h100")
     assert two_gpus == [(2, ("float32", "bfloat16"), (64, 512.0, 3))]
     assert (gpu.name, gpu.peak("f32"), gpu.peak("bf16")) == ("h100", 4e14, 7e14)
@@ -97,13 +97,13 @@ def test_measured_gpus_keep_what_is_not_measured_and_say_which(two_gpus: list[An
     assert plan.Target(gpu, (1, 2)).text == "gpu:h100:1x2"
 
 
-def test_one_gpu_keeps_the_links_of_the_data_sheet(two_gpus: list[Any]) -> None:
+def test_single_gpu_keeps_data_sheet_link_bandwidth(two_gpus: list[Any]) -> None:
     gpu, known = plan.calibrate_gpu(1), plan.find_hardware("h200")
     assert "plan.calibrate_gpu" not in gpu.sources["link_bandwidth"]
     assert plan.calibrate_gpu(1, like="h200").link_bandwidth == known.link_bandwidth
 
 
-def test_gpus_that_are_not_known_are_refused_with_what_to_say(
+def test_unknown_gpus_are_refused_with_a_hint(
     two_gpus: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = SimpleNamespace(platform="gpu", device_kind="NVIDIA X1", memory_stats=lambda: None)
@@ -117,14 +117,14 @@ def test_gpus_that_are_not_known_are_refused_with_what_to_say(
 
 
 @pytest.mark.parametrize("count", [None, 0, 3])
-def test_gpus_that_a_process_has_not_cannot_be_measured(count: int | None) -> None:
+def test_calibrating_missing_gpus_is_refused(count: int | None) -> None:
     if jax.default_backend() == "gpu" and count is None:
         pytest.skip("this process has GPUs")
     with pytest.raises(PlanInputError, match=r"has \d GPUs.*shardax\[cuda\].*calibrate_cpu"):
         plan.calibrate_gpu(count)
 
 
-def test_the_gpus_of_this_machine_are_measured_near_their_data_sheet() -> None:
+def test_measured_gpu_is_near_its_data_sheet() -> None:
     if jax.default_backend() != "gpu":
         pytest.skip("this process has no GPU: run it with JAX_PLATFORMS=cuda on a machine with one")
     gpu, known = plan.calibrate_gpu(), hardware_of(jax.devices()[0])

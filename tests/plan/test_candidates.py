@@ -50,7 +50,7 @@ def named(layout: Layout) -> dict[str, Any]:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_names_of_a_decoder_are_sorted_by_the_rules() -> None:
+def test_decoder_names_are_classified_by_the_rules() -> None:
     space = space_of_decoder()
     assert space.groups == (("batch",), ("seq",), ("embed",), ("vocab", "heads", "kv_heads", "mlp"))
     assert dict(space.fixed) == {"layers": None, "head_dim": None}
@@ -61,7 +61,7 @@ def test_names_of_a_decoder_are_sorted_by_the_rules() -> None:
     ]
 
 
-def test_what_the_user_ties_and_fixes_is_tied_and_fixed() -> None:
+def test_user_ties_and_fixed_names_are_respected() -> None:
     space = space_of_decoder(tie=[("heads", "mlp")], fix={"vocab": "model", "seq": None})
     assert space.groups == (("batch",), ("embed",), ("heads", "mlp"), ("kv_heads",))
     assert dict(space.fixed) == {"vocab": "model", "seq": None, "layers": None, "head_dim": None}
@@ -77,7 +77,7 @@ def test_what_the_user_ties_and_fixes_is_tied_and_fixed() -> None:
         ({"fix": {"mlp": "modle"}}, "Did you mean 'model'"),
     ],
 )
-def test_names_that_are_not_there_or_twice_are_refused(options: Any, said: str) -> None:
+def test_unknown_or_repeated_names_are_refused(options: Any, said: str) -> None:
     with pytest.raises(sx.errors.PlanInputError, match=said):
         space_of(**options)
 
@@ -85,7 +85,7 @@ def test_names_that_are_not_there_or_twice_are_refused(options: Any, said: str) 
 # --- meshes ---------------------------------------------------------------------------------------
 
 
-def test_meshes_of_several_slices_have_an_axis_for_them() -> None:
+def test_multi_slice_meshes_get_a_slice_axis() -> None:
     assert [dict(mesh) for mesh in mesh_shapes(8, ("data", "model"), slices=2)] == [
         {"slice": 2, "data": 4, "model": 1},
         {"slice": 2, "data": 2, "model": 2},
@@ -100,7 +100,7 @@ def test_only_the_batch_is_split_over_slices() -> None:
 
 
 @given(st.integers(1, 96), st.integers(1, 3))
-def test_meshes_are_all_the_ordered_factorisations_of_the_devices(devices: int, axes: int) -> None:
+def test_meshes_are_all_ordered_factorizations_of_devices(devices: int, axes: int) -> None:
     meshes = mesh_shapes(devices, ("a", "b", "c")[:axes])
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     expected = {
@@ -113,7 +113,7 @@ def test_meshes_are_all_the_ordered_factorisations_of_the_devices(devices: int, 
 # --- candidates -----------------------------------------------------------------------------------
 
 
-def test_candidates_of_a_perceptron_are_every_different_way_to_split_its_work() -> None:
+def test_perceptron_candidates_are_all_distinct_splits() -> None:
     found = find_candidates(DIMENSIONS, space_of(4), SMALL, None)
     assert [layout.name for layout in found.layouts] == [
         "batch=data (4x1)",
@@ -130,7 +130,7 @@ def test_candidates_of_a_perceptron_are_every_different_way_to_split_its_work() 
     ]
 
 
-def test_layouts_that_repeat_work_are_rejected_with_how_much() -> None:
+def test_layouts_repeating_work_are_rejected_with_the_factor() -> None:
     found = find_candidates(DIMENSIONS, space_of(4), SMALL, None)
     reasons = Counter(report.reason for report in found.rejected)
     assert {report.outcome for report in found.rejected} == {"rejected"}
@@ -138,7 +138,7 @@ def test_layouts_that_repeat_work_are_rejected_with_how_much() -> None:
     assert found.distinct == len(found.layouts) + len(found.rejected)
 
 
-def test_layouts_whose_arguments_do_not_fit_are_rejected_with_their_bytes() -> None:
+def test_layouts_exceeding_memory_are_rejected_with_bytes() -> None:
     held = 4 * (2 * 16 * 64 // 4 + 32 * 16 // 4)  # all split four ways
     found = find_candidates(DIMENSIONS, space_of(4), SMALL, held)
     assert all("model" in str(named(each)) or "data" in str(named(each)) for each in found.layouts)
@@ -152,7 +152,7 @@ def test_layouts_whose_arguments_do_not_fit_are_rejected_with_their_bytes() -> N
         assert sum(SMALL.place(layout).argument_bytes.values()) <= held
 
 
-def test_a_tied_name_that_the_axes_do_not_divide_stays_whole() -> None:
+def test_tied_name_indivisible_by_axes_stays_replicated() -> None:
     found = find_candidates(OF_DECODER, space_of_decoder(8), DECODER, None)
     wide = next(each for each in found.layouts if named(each) == {
         "heads": "data", "mlp": "data", "vocab": "data"
@@ -160,7 +160,7 @@ def test_a_tied_name_that_the_axes_do_not_divide_stays_whole() -> None:
     assert wide.mesh == (("data", 8), ("model", 1))  # four heads of keys on eight devices
 
 
-def test_an_axis_of_a_free_name_stores_arguments_by_one_dimension_only() -> None:
+def test_free_name_axis_splits_one_argument_dimension() -> None:
     found = find_candidates(DIMENSIONS, space_of(4), SMALL, None)
     fully = [each for each in found.layouts if named(each).get("batch") == "data"]
     on_one_axis = [each for each in fully if each.sizes == {"data": 4, "model": 1}]
@@ -170,7 +170,7 @@ def test_an_axis_of_a_free_name_stores_arguments_by_one_dimension_only() -> None
     ]
 
 
-def test_the_layout_of_the_least_rough_cost_splits_the_batch() -> None:
+def test_cheapest_rough_layout_splits_the_batch() -> None:
     found = find_candidates(OF_DECODER, space_of_decoder(8), DECODER, None)
     best = min(found.layouts, key=lambda layout: rough_cost(layout, OF_DECODER, 2000.0))
     assert "batch" in named(best)
@@ -183,7 +183,7 @@ def test_the_layout_of_the_least_rough_cost_splits_the_batch() -> None:
     mlp=st.sampled_from([8, 24]),
     devices=st.sampled_from([2, 4, 6, 8]),
 )
-def test_candidates_divide_every_array_and_differ_whatever_axes_are_called(
+def test_candidates_divide_arrays_under_any_axis_names(
     batch: int, embed: int, mlp: int, devices: int
 ) -> None:
     inputs = Inputs(

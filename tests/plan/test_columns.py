@@ -33,7 +33,7 @@ def test_a_figure_has_the_digits_that_count(value: float, text: str) -> None:
     assert figure(value) == text
 
 
-def test_the_largest_value_that_is_known_chooses_the_unit() -> None:
+def test_largest_known_value_chooses_the_unit() -> None:
     assert scale([None, 12.0, -3e9], BINARY) == ("GiB", 2.0**30)
     assert scale([None], BINARY) == ("B", 1.0)
     assert (quantity(1536, BINARY), quantity(0.0021, TIMES)) == ("1.50 KiB", "2.10 ms")
@@ -48,7 +48,7 @@ def test_axes_and_time_bands_are_named() -> None:
     assert band_text(TimeBand(0.5, 0.9, 0.5, 0.2, 0.2, 0.0, "compute")) == "0.50 - 0.90"
 
 
-def test_meshes_of_the_same_axes_are_sizes_under_their_names() -> None:
+def test_meshes_with_equal_axes_show_only_sizes() -> None:
     reports = [
         LayoutReport(Layout(name, (), mesh), "fits", peak_bytes=peak * 2**20)
         for name, mesh, peak in (("dp", (("data", 8),), 3), ("tp", (("data", 4),), 1))

@@ -46,7 +46,7 @@ def compared(rules: Any = None, **options: Any) -> plan.Plan:
     return plan.compare(train_step, (Mlp(), X), rules, MESH, "cpu:8", cache=None, **options)
 
 
-def test_what_a_step_does_not_donate_it_needs_twice() -> None:
+def test_undonated_state_is_counted_twice() -> None:
     """8 GiB in and 8 GiB out, of the 15.75 GiB of a device."""
 
     def step(x: Any) -> Any:
@@ -80,7 +80,7 @@ def test_what_a_step_does_not_donate_it_needs_twice() -> None:
     assert "donates nothing" not in jitted.reason
 
 
-def test_a_comparison_has_a_report_per_rule_set_the_ones_that_cannot_be_last() -> None:
+def test_reports_cover_every_rule_set_failures_last() -> None:
     model = Mlp()
     found = plan.compare(
         train_step, (model, X), {"tp": TP, "odd": {"embed": "nowhere"}}, MESH, "cpu:8"
@@ -110,7 +110,7 @@ def test_a_comparison_has_a_report_per_rule_set_the_ones_that_cannot_be_last() -
     }
 
 
-def test_several_meshes_are_compared_under_names_that_tell_them_apart() -> None:
+def test_meshes_are_compared_under_distinct_names() -> None:
     meshes = [{"data": 8, "model": 1}, {"data": 2, "model": 4}]
     found = plan.compare(train_step, (Mlp(), X), {"tp": TP}, meshes, "cpu:8", cache=None)
     assert {each.layout.name for each in found} == {"tp data=8,model=1", "tp data=2,model=4"}
@@ -129,7 +129,7 @@ def test_plan_compares_rules_and_searches_without_them() -> None:
         plan.plan(*args, rules={"tp": TP})
 
 
-def test_a_plan_comes_back_from_json_as_it_was(tmp_path: Any) -> None:
+def test_plan_round_trips_through_json(tmp_path: Any) -> None:
     found = compared()
     found.to_json(tmp_path / "plan.json")
     again = plan.Plan.from_json(tmp_path / "plan.json")
@@ -138,7 +138,7 @@ def test_a_plan_comes_back_from_json_as_it_was(tmp_path: Any) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
-def test_the_json_of_a_plan_has_the_total_of_wire_bytes(tmp_path: Any) -> None:
+def test_plan_json_includes_total_wire_bytes(tmp_path: Any) -> None:
     found = compared()
     found.to_json(tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())["reports"]
@@ -167,7 +167,7 @@ def test_files_that_are_no_plans_are_refused(tmp_path: Any, text: str, message: 
         plan.Plan.from_json(tmp_path / "other.json")
 
 
-def test_the_best_layout_leaves_the_room_that_is_asked_for() -> None:
+def test_best_layout_leaves_the_requested_headroom() -> None:
     found = compared({"tp": TP, "fsdp": FSDP})
     limit = found.best().limit_bytes
     assert limit is not None
@@ -180,7 +180,7 @@ def test_the_best_layout_leaves_the_room_that_is_asked_for() -> None:
         found["fdsp"]
 
 
-def test_an_activation_that_loses_its_batch_to_a_parameters_name_is_said() -> None:
+def test_activation_losing_batch_axis_to_parameter_is_reported() -> None:
     wrong = [("embed", "data"), *TP]
     found = compared({"wrong": wrong, "right": [*TP, ("embed", "data")]})
     (said,) = [text for text in found["wrong"].warnings if "not split by" in text]
@@ -208,7 +208,7 @@ def test_bad_comparisons_are_refused_before_anything_is_compiled() -> None:
         plan.compare(*args, {"free": free}, MESH, "cpu:8")
 
 
-def test_a_layout_that_holds_passes_and_gives_its_report() -> None:
+def test_passing_layout_assertion_returns_its_report() -> None:
     report = plan.assert_layout(
         train_step,
         (Mlp(), X),
@@ -221,7 +221,7 @@ def test_a_layout_that_holds_passes_and_gives_its_report() -> None:
     assert report.outcome == "fits"
 
 
-def test_everything_that_is_otherwise_is_listed_with_what_moves_most() -> None:
+def test_layout_assertion_lists_differences_with_largest_collectives() -> None:
     with pytest.raises(LayoutAssertionError) as caught:
         plan.assert_layout(
             train_step,
@@ -241,7 +241,7 @@ def test_everything_that_is_otherwise_is_listed_with_what_moves_most() -> None:
     assert "replicated are ['model.down', 'model.up'], not ['model.up']" in text
 
 
-def test_a_layout_that_cannot_be_is_a_failed_assertion() -> None:
+def test_impossible_layout_fails_the_assertion() -> None:
     with pytest.raises(LayoutAssertionError, match=r"it was rejected.*'embed'"):
         plan.assert_layout(train_step, (Mlp(), X), {"embed": "data"}, {"data": 7}, wire_bytes=0)
 
@@ -260,7 +260,7 @@ def test_a_failed_assertion_is_also_an_assertion_error() -> None:
         )
 
 
-def test_times_are_those_of_the_dtype_that_most_products_have() -> None:
+def test_times_use_the_dtype_of_most_products() -> None:
     def step(up: Any, down: Any, x: Any) -> Any:
         return (x @ up.value).astype(jnp.float32) @ down.value
 

@@ -20,7 +20,7 @@ from shardax.plan.compile.compilers import (
     record_stderr,
     rematerialization_warnings,
 )
-from shardax.plan.compile.pool import PoolEvaluator
+from shardax.plan.compile.pool import Evaluation, PoolEvaluator
 from shardax.plan.inputs import Inputs
 
 SAID = (
@@ -38,21 +38,21 @@ def step(x: jax.Array) -> jax.Array:
 
 
 def exchanged(
-    tmp_path: Path, target: str = "tpu:v5e:2x4", compiler: str = "estimate"
-) -> tuple[str, ...]:
-    """Warnings of a step that splits by two dimensions, and then by the third."""
+    tmp_path: Path, target: str = "tpu:v5e:2x4", compiler: str = "estimate", times: int = 1
+) -> list[Evaluation]:
+    """A step that splits by two dimensions, and then by the third: so many evaluations of it."""
     rules = (("rows", "a"), ("columns", "b"), ("tokens", ("a", "b")))
     layout = Layout("exchange", rules, (("a", 2), ("b", 4)))
     shape = NamedShape((16, 16, 16), "float32", ("rows", None, "columns"))
     options: dict[str, Any] = {"compiler": compiler, "processes": 1, "cache": tmp_path}
     inputs = Inputs(step, (shape,))
     with PoolEvaluator(inputs, Target.parse(target), **options) as pool:
-        (answer,) = pool.evaluate([layout])
-    assert answer.report.outcome == "fits"
-    return answer.report.warnings
+        answers = [answer for _ in range(times) for answer in pool.evaluate([layout])]
+    assert [answer.report.outcome for answer in answers] == ["fits"] * times
+    return answers
 
 
-def test_what_the_partitioner_makes_whole_is_said_with_its_argument_or_operation() -> None:
+def test_full_replication_by_partitioner_names_its_source() -> None:
     assert full_rematerializations(f"something else\n{SAID}{SAID}more") == (("x", CHANGE),)
     escaped = SAID.replace('"x"', "\"batch[\\'x\\']\"")  # as XLA prints a key
     assert full_rematerializations(escaped) == (("batch['x']", CHANGE),)
@@ -79,10 +79,8 @@ def test_a_warning_names_the_argument_or_the_line(name: str, start: str) -> None
     assert warning.endswith(f"({CHANGE}).")
 
 
-def test_an_array_that_xla_makes_whole_is_a_warning_also_if_the_program_was_kept(
-    tmp_path: Path,
-) -> None:
-    first = exchanged(tmp_path)
+def test_full_replication_warns_also_for_cached_programs(tmp_path: Path) -> None:
+    first, again = exchanged(tmp_path, times=2)
     why = (
         "is made whole on every device to be split in another way: XLA knows no exchange for it. "
         "Rules that split the same dimensions before and after, or a constraint half-way, avoid "
@@ -90,22 +88,24 @@ def test_an_array_that_xla_makes_whole_is_a_warning_also_if_the_program_was_kept
     )
     line = step.__code__.co_firstlineno + 1
     where = f"{Path(__file__).name}:{line}"
-    assert [re.sub(r"f32\[.*", "", text) for text in first] == [
+    assert [re.sub(r"f32\[.*", "", text) for text in first.report.warnings] == [
         f"x {why}",
         f"The result of jit(step)/sharding_constraint at {where} {why}",
     ]
-    assert exchanged(tmp_path) == first
+    assert (first.cached, again.cached) == (False, True)
+    assert again.report.warnings == first.report.warnings
 
 
 @pytest.mark.parametrize("target", ["cpu:8", TPU, GPU])
 def test_the_compilers_of_targets_are_heard_too(tmp_path: Path, target: str) -> None:
-    starts = [text.partition(" is made whole")[0] for text in exchanged(tmp_path, target, "target")]
+    (answer,) = exchanged(tmp_path, target, "target")
+    starts = [text.partition(" is made whole")[0] for text in answer.report.warnings]
     # Where the operation's line is lost, it is called by its name.
     assert starts[0] == "x"
     assert starts[1].startswith("The result of jit(step)/sharding_constraint")
 
 
-def test_an_error_stream_that_is_no_file_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_stream_without_file_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     with capfd.disabled():
         kept = os.dup(2)
         read, write = os.pipe()

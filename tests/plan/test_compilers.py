@@ -48,7 +48,7 @@ def lowered_mlp(mesh: Mesh, rows: int = 256) -> jax.stages.Lowered:
 # --- which compilers there are --------------------------------------------------------------------
 
 
-def test_every_compiler_says_what_it_is_or_how_to_get_it() -> None:
+def test_every_compiler_has_a_label_or_install_command() -> None:
     assert list(INSTALLED) == ["cpu", "tpu", "gpu"]
     for info in INSTALLED.values():
         assert bool(info.label) == info.installed
@@ -68,7 +68,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "extra"), [("tpu:v5e:2x4", "plan-tpu"), ("gpu:h100:1x8", "plan-gpu")]
 )
-def test_a_compiler_that_is_missing_is_named_with_its_extra(
+def test_missing_compiler_error_names_its_extra(
     nothing_installed: None, text: str, extra: str
 ) -> None:
     target = plan.Target.parse(text)
@@ -77,7 +77,7 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(
     assert isinstance(plan.compiler_for(target), EstimateCompiler)
 
 
-def test_the_licence_of_libtpu_is_said_before_it_is_installed(nothing_installed: None) -> None:
+def test_libtpu_license_is_stated_before_installation(nothing_installed: None) -> None:
     with pytest.raises(CompilerMissingError, match="proprietary"):
         plan.compiler_for(plan.Target.parse("tpu:v5e:2x4"), compiler="target")
 
@@ -102,7 +102,7 @@ def test_a_choice_that_is_none_is_an_error() -> None:
         plan.compiler_for(plan.Target.parse("cpu:8"), compiler="gpu")
 
 
-def test_processes_are_told_to_stay_on_cpu_and_how_many_devices_to_make() -> None:
+def test_subprocess_environment_selects_cpu_and_device_count() -> None:
     found = plan.compiler_for(plan.Target.parse("gpu:h100:2x8"), compiler="estimate")
     assert found.environment() == {
         "JAX_PLATFORMS": "cpu",
@@ -125,26 +125,24 @@ def test_processes_are_told_to_stay_on_cpu_and_how_many_devices_to_make() -> Non
         ([AxisType.Manual, AxisType.Auto], (AxisType.Manual, AxisType.Auto)),
     ],
 )
-def test_a_mesh_has_the_axes_and_types_that_were_asked_for(
-    axis_types: Any, expected: tuple[AxisType, ...]
-) -> None:
+def test_mesh_has_requested_axes_and_types(axis_types: Any, expected: tuple[AxisType, ...]) -> None:
     mesh = plan.compiler_for(plan.Target.parse("cpu:8")).mesh(SIZES, axis_types)
     assert (dict(mesh.shape), mesh.axis_types) == (SIZES, expected)
 
 
-def test_a_mesh_that_does_not_fit_the_target_is_an_error() -> None:
+def test_mesh_not_matching_target_is_refused() -> None:
     with pytest.raises(TargetError, match="has 4 devices"):
         plan.compiler_for(plan.Target.parse("cpu:8")).mesh({"data": 2, "model": 2})
 
 
-def test_a_process_with_too_few_devices_is_told_how_to_have_more() -> None:
+def test_too_few_cpu_devices_error_suggests_configure() -> None:
     compiler = plan.compiler_for(plan.Target.parse("tpu:v5e:4x4"), compiler="estimate")
     with pytest.raises(PlanInputError, match=r"needs 16 CPU devices and has 8.*configure"):
         compiler.mesh({"data": 4, "model": 4})
 
 
 @pytest.mark.parametrize("effort", ["screen", "full"])
-def test_a_program_for_cpu_devices_and_the_memory_that_it_takes(effort: str) -> None:
+def test_cpu_program_memory_matches_hand_count(effort: str) -> None:
     """Arguments 128x256 + 2 x 256x256, result 128x256, temporaries at least the hidden 128x256."""
     compiler = plan.compiler_for(plan.Target.parse("cpu:8"))
     found = compiler.compile(lowered_mlp(compiler.mesh(SIZES)), effort)
@@ -162,7 +160,7 @@ def test_an_effort_that_is_none_is_an_error() -> None:
         compiler.compile(lowered_mlp(compiler.mesh(SIZES)), "fast")
 
 
-def test_a_compiler_that_fails_is_an_error_with_its_words() -> None:
+def test_compiler_failure_is_raised_with_its_message() -> None:
     class Broken:
         def compile(self, compiler_options: Mapping[str, Any] | None = None) -> None:
             raise RuntimeError("INTERNAL: a bug\n" + "more\n" * 30)
@@ -172,7 +170,7 @@ def test_a_compiler_that_fails_is_an_error_with_its_words() -> None:
         compiler.compile(Broken())  # pyright: ignore[reportArgumentType]
 
 
-def test_options_that_a_version_does_not_know_are_left_out() -> None:
+def test_unknown_compiler_options_are_dropped() -> None:
     compiler = plan.compiler_for(plan.Target.parse("cpu:8"))
     lowered = lowered_mlp(compiler.mesh(SIZES))
     compiled = with_options(lowered, {"xla_of_another_version": 1})
@@ -181,7 +179,7 @@ def test_options_that_a_version_does_not_know_are_left_out() -> None:
         with_options(lowered, {"xla_backend_optimization_level": "not a number"})
 
 
-def test_the_estimate_is_the_partitioned_program_still_to_be_rewritten() -> None:
+def test_estimate_is_partitioned_program_before_rewriting() -> None:
     compiler = plan.compiler_for(plan.Target.parse("tpu:v5e:2x4"), compiler="estimate")
     found = compiler.compile(lowered_mlp(compiler.mesh(SIZES)))
     assert found.estimate and found.text is not None
@@ -243,7 +241,7 @@ SLICES = [
 
 @needs("tpu")
 @pytest.mark.parametrize(("text", "sizes"), SLICES)
-def test_a_mesh_over_a_slice_is_that_of_the_arrangement(text: str, sizes: dict[str, int]) -> None:
+def test_slice_mesh_follows_the_arrangement(text: str, sizes: dict[str, int]) -> None:
     target = plan.Target.parse(text)
     mesh = plan.compiler_for(target, compiler="target").mesh(sizes)
     places = target.arrangement(sizes).places
@@ -256,7 +254,7 @@ def test_a_mesh_over_a_slice_is_that_of_the_arrangement(text: str, sizes: dict[s
 
 @needs("tpu")
 @pytest.mark.parametrize("text", ["tpu:v5e:4x4", "tpu:v5p:4x4x4", "tpu:v7x:2x2x2"])
-def test_an_arrangement_without_libtpu_is_that_which_jax_makes_with_it(text: str) -> None:
+def test_arrangement_without_libtpu_equals_that_of_jax(text: str) -> None:
     from jax.experimental import mesh_utils
 
     target = plan.Target.parse(text)
@@ -271,14 +269,14 @@ def test_an_arrangement_without_libtpu_is_that_which_jax_makes_with_it(text: str
 
 
 @needs("tpu")
-def test_a_topology_that_libtpu_does_not_have_is_an_error_before_compiling() -> None:
+def test_unknown_libtpu_topology_is_refused_before_compiling() -> None:
     chip = HARDWARE["v5e"].like(name="odd", shapes=(), pod=(16, 16))
     with pytest.raises(TargetError, match=r"no topology 'v5e:3x4'"):
         plan.compiler_for(plan.Target(chip, (3, 4)), compiler="target").mesh({"data": 12})
 
 
 @needs("tpu")
-def test_own_hardware_says_which_tpu_it_is_to_libtpu() -> None:
+def test_custom_hardware_must_name_its_libtpu_kind() -> None:
     chip = HARDWARE["v5e"].like(name="mine", compiler={})
     with pytest.raises(TargetError, match="like='v5e'"):
         plan.compiler_for(plan.Target(chip, (2, 2)), compiler="target").mesh({"data": 4})
@@ -305,13 +303,13 @@ def test_own_hardware_says_which_tpu_it_is_to_libtpu() -> None:
         ("INTERNAL: something else", None),
     ],
 )
-def test_what_a_program_asks_for_is_read_from_the_message(message: str, gib: float | None) -> None:
+def test_requested_bytes_are_parsed_from_the_message(message: str, gib: float | None) -> None:
     found = TpuCompiler(plan.Target.parse("tpu:v5e:2x2"))._requested_bytes(message)
     assert found == (None if gib is None else round(gib * 2**30))
 
 
 @needs("tpu")
-def test_a_program_that_does_not_fit_a_tpu_is_a_verdict_and_not_an_error() -> None:
+def test_tpu_program_exceeding_memory_is_a_verdict() -> None:
     """The hidden activations alone are 2^22 x 256 x 4 bytes, 4 GiB, and several of them live."""
     compiler = plan.compiler_for(plan.Target.parse("tpu:v5e:2x4"), compiler="target")
     found = compiler.compile(lowered_mlp(compiler.mesh(SIZES), rows=2**25))
@@ -321,7 +319,7 @@ def test_a_program_that_does_not_fit_a_tpu_is_a_verdict_and_not_an_error() -> No
 
 
 @needs("gpu")
-def test_a_program_that_does_not_fit_a_gpu_is_compiled_and_judged_by_its_memory() -> None:
+def test_gpu_program_exceeding_memory_is_judged_after_compiling() -> None:
     compiler = plan.compiler_for(plan.Target.parse("gpu:h100:1x8"), compiler="target")
     found = compiler.compile(lowered_mlp(compiler.mesh(SIZES), rows=2**26))
     assert found.text is not None

@@ -71,13 +71,13 @@ def test_two_dimensions_halve_the_time_of_a_gather() -> None:
     assert found.fabric == pytest.approx(255 / 256 * BYTES / (4 * LINK))
 
 
-def test_an_all_to_all_behind_a_switch_sends_its_wire_bytes() -> None:
+def test_switched_all_to_all_sends_its_wire_bytes() -> None:
     mesh = {"data": 8, "model": 8}
     found = collective_time(collective("all-to-all", ("model",), 8), H100, mesh)
     assert found.fabric == pytest.approx(7 / 8 * BYTES / NVLINK)
 
 
-def test_an_all_reduce_over_nodes_uses_the_adapters_of_all_their_gpus() -> None:
+def test_all_reduce_over_nodes_uses_all_adapters() -> None:
     """Within each node 2 (7/8) B; then every GPU an eighth of it, 2 (7/8) B/8, over the network."""
     found = collective_time(collective("all-reduce", ("data",), 64), H100, {"data": 64})
     assert found.fabric == pytest.approx(2 * 7 / 8 * BYTES / NVLINK)
@@ -85,27 +85,27 @@ def test_an_all_reduce_over_nodes_uses_the_adapters_of_all_their_gpus() -> None:
     assert max(found) == found.network
 
 
-def test_an_all_to_all_over_nodes_sends_most_of_it_over_the_network() -> None:
+def test_multi_node_exchange_is_bound_by_network() -> None:
     found = collective_time(collective("all-to-all", ("data",), 64), H100, {"data": 64})
     assert found.fabric == pytest.approx(7 / 64 * BYTES / NVLINK)
     assert found.network == pytest.approx(56 / 64 * BYTES / IB)
 
 
-def test_a_collective_between_slices_goes_over_the_network_alone() -> None:
+def test_collective_between_slices_uses_only_the_network() -> None:
     mesh = {"slice": 2, "data": 4, "model": 4}
     between = collective("all-reduce", ("slice",), 2, crosses_slices=True)
     found = collective_time(between, SLICES, mesh)
     assert (found.fabric, found.network) == (0, pytest.approx(BYTES / DCN))
 
 
-def test_a_collective_of_many_runs_takes_at_least_the_latency_of_each() -> None:
+def test_repeated_collective_takes_at_least_its_latencies() -> None:
     """1,000 runs along a line of four, three hops of a microsecond."""
     tiny = hlo.Collective("all-reduce", "r", "f32", 4, 6_000.0, 4, ("model",), runs=1000)
     found = collective_time(tiny, V5E, {"data": 4, "model": 4})
     assert found.fabric == pytest.approx(1000 * 3e-6)
 
 
-def test_groups_along_no_mesh_axis_are_taken_to_be_along_the_last_that_hold_them() -> None:
+def test_unaligned_groups_use_the_last_fitting_axis() -> None:
     mesh = {"data": 4, "model": 4}
     found = collective_time(collective("all-gather", (), 2), V5E, mesh)
     assert found.fabric == pytest.approx(1 / 2 * BYTES / LINK)
@@ -121,7 +121,7 @@ def test_groups_along_no_mesh_axis_are_taken_to_be_along_the_last_that_hold_them
         (4, True, 1 / 2 * BYTES / LINK, 1 / 2 * BYTES / 2 / DCN),
     ],
 )
-def test_groups_along_part_of_an_axis_stay_in_a_slice_unless_they_cross(
+def test_partial_axis_groups_stay_within_a_slice(
     size: int, crosses: bool, fabric: float, network: float
 ) -> None:
     """``data`` is 4 devices in each of two slices."""
@@ -130,7 +130,7 @@ def test_groups_along_part_of_an_axis_stay_in_a_slice_unless_they_cross(
     assert (found.fabric, found.network) == (pytest.approx(fabric), pytest.approx(network))
 
 
-def test_groups_along_part_of_an_axis_fill_nodes_first() -> None:
+def test_partial_axis_groups_fill_nodes_first() -> None:
     found = collective_time(collective("all-gather", ("data",), 16), H100, {"data": 64})
     assert found.fabric == pytest.approx(7 / 8 * BYTES / NVLINK)
     assert found.network == pytest.approx(1 / 2 * BYTES / 8 / IB)
@@ -144,7 +144,7 @@ def test_a_group_of_one_takes_no_time() -> None:
 # --- the band -------------------------------------------------------------------------------------
 
 
-def test_a_band_is_from_the_longest_part_to_the_sum_of_all() -> None:
+def test_band_spans_longest_part_to_sum_of_parts() -> None:
     program = facts(collective("all-gather", ("model",), 4), flops=1.97e12, hbm=8.1e9)
     gather = 0.75 * BYTES / LINK
     assert plan.time_band(program, V5E, {"data": 4, "model": 4}) == TimeBand(
@@ -158,7 +158,7 @@ def test_a_band_is_from_the_longest_part_to_the_sum_of_all() -> None:
     )
 
 
-def test_fabric_and_network_overlap_in_the_lower_end_only() -> None:
+def test_fabric_and_network_overlap_only_in_lower_bound() -> None:
     band = plan.time_band(facts(collective("all-reduce", ("data",), 64)), H100, {"data": 64})
     fabric, network = 2 * 7 / 8 * BYTES / NVLINK, 2 * 7 / 8 * BYTES / 8 / IB
     assert (band.lower, band.upper) == (pytest.approx(network), pytest.approx(fabric + network))
@@ -197,7 +197,7 @@ def test_the_dtype_of_the_products_sets_the_peak() -> None:
     assert times == {"bf16": 1e12 / 9.89e14, "f8": 1e12 / 1.979e15}
 
 
-def test_an_efficiency_scales_the_part_that_it_is_of() -> None:
+def test_efficiency_scales_its_own_part() -> None:
     program = facts(collective("all-gather", ("data",), 16), flops=1e12, hbm=1e9)
     peak = plan.time_band(program, V5E, {"data": 16})
     half = plan.time_band(program, V5E, {"data": 16}, efficiency=plan.Efficiency(compute=0.5))
@@ -227,7 +227,7 @@ KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
     axes=st.sampled_from([("data",), ("model",), ("data", "model")]),
     target=st.sampled_from([V5E, plan.Target.parse("gpu:h100:2x8"), plan.Target.parse("cpu:16")]),
 )
-def test_a_band_holds_its_parts_and_grows_with_them(
+def test_law_band_contains_parts_and_is_monotonic(
     flops: float, hbm: float, kinds: list[str], axes: tuple[str, ...], target: plan.Target
 ) -> None:
     mesh = {"data": 4, "model": 4}
@@ -254,7 +254,7 @@ def _names(groups: tuple[tuple[LayoutReport, ...], ...]) -> list[list[str]]:
     return [[each.layout.name for each in group] for group in groups]
 
 
-def test_near_equals_are_ties_and_the_fastest_of_a_group_sets_its_limit() -> None:
+def test_near_equal_layouts_tie_with_their_fastest() -> None:
     reports = [
         report("c", 1.0, 1.3), report("a", 1.0, 1.0), report("b", 1.0, 1.19),
         report("alone", 4.0, 4.0), report("none", None), report("d", 1.0, 1.4),
@@ -262,7 +262,7 @@ def test_near_equals_are_ties_and_the_fastest_of_a_group_sets_its_limit() -> Non
     assert _names(plan.ties(reports)) == [["a", "b"], ["c", "d"]]
 
 
-def test_steps_of_several_batch_sizes_tie_by_the_time_of_one_example() -> None:
+def test_batch_sizes_tie_by_time_per_example() -> None:
     small, large, slow = report("small", 1.0, 1.0), report("large", 4.0, 4.2), report("slow", 1.0)
     every = [
         dataclasses.replace(each, examples=count)
@@ -272,7 +272,7 @@ def test_steps_of_several_batch_sizes_tie_by_the_time_of_one_example() -> None:
 
 
 @given(times=st.lists(st.floats(0.1, 10), max_size=8))
-def test_no_layout_is_in_two_ties_and_those_of_a_tie_are_within_a_tenth(times: list[float]) -> None:
+def test_law_ties_are_disjoint_and_within_ten_percent(times: list[float]) -> None:
     reports = [report(f"layout {i}", time, time) for i, time in enumerate(times)]
     groups = plan.ties(reports)
     names = [name for group in _names(groups) for name in group]
@@ -287,9 +287,7 @@ def test_no_layout_is_in_two_ties_and_those_of_a_tie_are_within_a_tenth(times: l
 
 
 @pytest.mark.parametrize("size", [2, 8])
-def test_parts_of_one_processor_copy_payloads_one_after_another_and_overlap_nothing(
-    size: int,
-) -> None:
+def test_shared_processor_devices_copy_serially_without_overlap(size: int) -> None:
     cpu = plan.find_hardware("cpu").like(
         peak_flops={"f32": 1e9},
         memory_bandwidth=1e9,

@@ -44,7 +44,7 @@ def named(*shape_and_names: tuple[int, str]) -> NamedShape:
 # --- products -------------------------------------------------------------------------------------
 
 
-def test_a_perceptron_forward_and_backward_has_the_products_that_one_counts_by_hand() -> None:
+def test_perceptron_step_has_hand_counted_products() -> None:
     step, args = perceptron(batch=32, embed=16, mlp=64)
     each = 2.0 * 32 * 16 * 64
     assert described(model_of(step, *args)) == {
@@ -66,7 +66,7 @@ def test_names_of_constraints_reach_the_products() -> None:
     }
 
 
-def test_a_product_in_a_loop_counts_as_often_as_it_runs_and_the_loop_takes_layers() -> None:
+def test_loop_products_count_per_iteration_and_get_layers() -> None:
     def step(weights: Any, x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, w: (x @ w, None), x, weights.value)[0]
 
@@ -75,7 +75,7 @@ def test_a_product_in_a_loop_counts_as_often_as_it_runs_and_the_loop_takes_layer
     assert found.looped == {"layers"}
 
 
-def test_what_a_loop_does_not_change_is_sent_once_and_what_it_adds_up_once_after_it() -> None:
+def test_loop_invariants_and_sums_are_sent_once() -> None:
     def step(weight: Any, blocks: jax.Array) -> jax.Array:
         def block(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
             y = x @ weight.value.astype(jnp.float32)
@@ -96,7 +96,7 @@ def test_what_a_loop_does_not_change_is_sent_once_and_what_it_adds_up_once_after
     assert product.changes == (5, 5, 5)  # the sum is what the next layer reads
 
 
-def test_a_merged_dimension_has_the_names_of_its_parts_and_they_have_its() -> None:
+def test_merged_dimension_shares_names_with_its_parts() -> None:
     def step(weight: Any, x: jax.Array) -> jax.Array:
         return x.reshape(-1, 8) @ weight.value.reshape(8, 12)
 
@@ -105,7 +105,7 @@ def test_a_merged_dimension_has_the_names_of_its_parts_and_they_have_its() -> No
     assert list(described(found)) == [("left:batch+seq", "right:head_dim+heads", "sum:embed")]
 
 
-def test_parts_of_one_whole_are_the_same_after_merging_and_splitting() -> None:
+def test_merge_and_split_restore_the_same_dimensions() -> None:
     def step(weight: Any, x: jax.Array) -> jax.Array:
         flat = (x.reshape(-1, 8) @ weight.value).reshape(2, 6, 4)
         return jnp.einsum("bse,bte->bst", flat, flat)
@@ -114,7 +114,7 @@ def test_parts_of_one_whole_are_the_same_after_merging_and_splitting() -> None:
     assert ("batch:b", "left:s", "right:s", "sum:out") in described(found)
 
 
-def test_an_embedding_lookup_keeps_rows_of_tokens_and_the_vectors() -> None:
+def test_embedding_lookup_keeps_token_rows_and_vectors() -> None:
     def step(table: Any, weight: Any, tokens: jax.Array) -> jax.Array:
         return table.value[tokens] @ weight.value
 
@@ -174,7 +174,7 @@ def test_functions_inside_are_walked_where_they_are_called() -> None:
     }
 
 
-def test_grouped_attention_ties_key_heads_to_heads_as_parts() -> None:
+def test_grouped_attention_ties_key_heads_to_heads() -> None:
     step, args = decoder()
     found = model_of(step, *args)
     assert frozenset({"heads", "kv_heads"}) in found.together
@@ -194,7 +194,7 @@ def test_steps_are_traced_however_they_are_compiled(compile_by: Any) -> None:
     assert found.constraints == (((4, 16), ("batch", "mlp")),)
 
 
-def test_a_step_that_needs_values_is_refused_with_its_line() -> None:
+def test_step_reading_values_is_refused_with_its_line() -> None:
     def step(x: jax.Array) -> jax.Array:
         return x if x.sum() > 0 else -x
 
@@ -205,7 +205,7 @@ def test_a_step_that_needs_values_is_refused_with_its_line() -> None:
 # --- replicated compute ---------------------------------------------------------------------------
 
 
-def test_a_dimension_without_a_name_counts_as_split_as_far_as_its_size_goes() -> None:
+def test_unnamed_dimension_counts_as_split_up_to_size() -> None:
     x = NamedShape((3, 8), "float32", (None, "embed"))
     found = model_of(lambda w, x: x @ w.value, param((8, 16), "embed", "mlp"), x)
     assert found.replicated_compute({}, {"data": 2}) == 1.0
@@ -228,7 +228,7 @@ def traced() -> tuple[Inputs, DimensionModel]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_replicated_compute_is_a_lower_bound_of_what_the_compiler_counts(
+def test_law_replicated_compute_is_a_lower_bound(
     name: str, traced: tuple[Inputs, DimensionModel]
 ) -> None:
     inputs, found = traced
@@ -258,9 +258,7 @@ PERCEPTRON = model_of(_STEP, *_ARGS)
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=5), st.data())
-def test_groups_of_a_reshape_have_equal_products_and_cover_all_dimensions(
-    sizes: list[int], data: st.DataObject
-) -> None:
+def test_law_reshape_groups_have_equal_products(sizes: list[int], data: st.DataObject) -> None:
     other = data.draw(factorisation(math.prod(sizes)))
     groups = matching_groups(sizes, other)
     for taken, made in groups:

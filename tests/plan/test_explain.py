@@ -16,7 +16,7 @@ from shardax.plan.report.explanation import BY, diff, explain, groups
 FSDP, BOTH, DP, TP, *_ = sample_reports()
 
 
-def test_a_layout_is_explained_by_line_of_code_with_reasons_and_what_travels() -> None:
+def test_explanation_lists_source_lines_reasons_and_bytes() -> None:
     assert explain(FSDP) == EXPLAINED.strip("\n")
 
 
@@ -51,7 +51,7 @@ def test_groups_hold_every_collective_along_the_axis_once(by: str, axis: str | N
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_collectives_alike_are_said_once_with_the_layers_that_they_are_of() -> None:
+def test_equal_collectives_are_grouped_with_their_layers() -> None:
     layers = tuple(
         gather(1e9, asynchronous=False, parameters=(f"up[{n}].w", f"gate[{n}].w", f"up[{n + 1}].w"))
         for n in (0, 1, 7)
@@ -72,7 +72,7 @@ def test_names_of_operations_that_compilers_joined_are_cut() -> None:
     assert name.startswith("jit(step)/dot_general/") and name.endswith("…") and len(name) == 90
 
 
-def test_a_layout_without_a_program_is_explained_by_its_reason() -> None:
+def test_uncompiled_layout_is_explained_by_its_reason() -> None:
     assert explain(TP).splitlines() == [
         "tp 1x16 over data=1, model=16: does not fit",
         "HLO temporaries (43.40G) exceeds available HBM (15.75G)",
@@ -80,14 +80,14 @@ def test_a_layout_without_a_program_is_explained_by_its_reason() -> None:
     assert explain(FSDP, "model").splitlines()[1:] == ["nothing on the wire along model"]
 
 
-def test_an_axis_or_a_grouping_that_is_not_there_is_an_error() -> None:
+def test_unknown_axis_or_grouping_is_refused() -> None:
     with pytest.raises(PlanInputError, match=r"no axis 'modle'; it has 'data', 'model'\. Did you"):
         explain(FSDP, "modle")
     with pytest.raises(PlanInputError, match=r"by='lines' is no grouping; there are 'source'"):
         explain(FSDP, by="lines")
 
 
-def test_two_layouts_differ_in_rules_mesh_figures_collectives_and_splits() -> None:
+def test_comparison_lists_all_differences_of_two_layouts() -> None:
     text = diff(FSDP, BOTH)
     assert text[text.index("Rules") :] == DIFFERENCES.strip("\n")
 
@@ -124,7 +124,7 @@ model.layers.mlp.gate.kernel  embed: data  embed: data, mlp: model
 """
 
 
-def test_a_layout_that_was_not_compiled_has_no_figures_to_compare() -> None:
+def test_comparing_uncompiled_layout_shows_no_figures() -> None:
     assert diff(DP, TP).splitlines()[7:] == [
         "Figures              a          b  b - a",
         "peak                 29.8 GiB   -",
@@ -140,7 +140,7 @@ def test_a_layout_that_was_not_compiled_has_no_figures_to_compare() -> None:
     ]
 
 
-def test_a_layout_does_not_differ_from_itself_but_by_its_policies() -> None:
+def test_layout_differs_from_itself_only_by_policies() -> None:
     assert diff(FSDP, FSDP).endswith("\n\nThere is no difference.")
     strict = replace(FSDP, layout=replace(FSDP.layout, policies=("error", "replicate")))
     assert diff(FSDP, strict).splitlines()[3:] == [

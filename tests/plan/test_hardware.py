@@ -46,7 +46,7 @@ def test_every_figure_has_a_source(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)
-def test_figures_stand_in_the_order_of_the_memory_hierarchy(name: str) -> None:
+def test_bandwidths_follow_the_memory_hierarchy(name: str) -> None:
     chip = TABLE[name]
     assert chip.memory_bandwidth > chip.link_bandwidth > chip.network_bandwidth
     assert chip.usable_bytes < chip.memory_bytes
@@ -56,7 +56,7 @@ def test_figures_stand_in_the_order_of_the_memory_hierarchy(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)
-def test_a_torus_has_shapes_and_a_switch_has_a_node_size(name: str) -> None:
+def test_torus_has_shapes_and_switch_has_node_size(name: str) -> None:
     chip = TABLE[name]
     torus = chip.kind == "tpu"
     assert (chip.torus_dimensions > 0, bool(chip.shapes), chip.node_size == 0) == (torus,) * 3
@@ -115,19 +115,19 @@ def test_other_names_are_known(alias: str) -> None:
     assert plan.find_hardware(alias) in TABLE.values()
 
 
-def test_unknown_hardware_is_an_error_that_lists_what_is_known() -> None:
+def test_unknown_hardware_error_lists_known_names() -> None:
     with pytest.raises(HardwareError, match=r"'h10'.*Did you mean 'h100'.*v5e, v5p"):
         plan.find_hardware("h10")
 
 
-def test_hardware_like_another_drops_the_sources_of_what_changed() -> None:
+def test_derived_hardware_drops_sources_of_changed_figures() -> None:
     mine = TABLE["h100"].like(name="mine", network_bandwidth=1e10)
     assert mine.network_bandwidth == 1e10
     assert "network_bandwidth" not in mine.sources
     assert mine.sources["memory_bandwidth"] == TABLE["h100"].sources["memory_bandwidth"]
 
 
-def test_an_unknown_attribute_is_an_error_that_lists_those_there_are() -> None:
+def test_unknown_hardware_attribute_error_lists_attributes() -> None:
     with pytest.raises(HardwareError, match=r"no attribute 'flops'; it has .*peak_flops"):
         TABLE["h100"].like(flops=1.0)
 
@@ -161,7 +161,7 @@ def test_hardware_that_is_registered_is_a_target() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100", "trillium", "a:b", ""])
-def test_names_that_are_taken_or_cannot_stand_in_targets_are_refused(name: str) -> None:
+def test_taken_or_unparsable_names_are_refused(name: str) -> None:
     with pytest.raises(HardwareError, match="give it another"):
         plan.register_hardware(TABLE["h100"].like(name=name))
 
@@ -198,7 +198,7 @@ def _toml(value: Any) -> str:
 
 
 @given(name=st.sampled_from(NAMES))
-def test_every_hardware_of_the_table_can_be_written_as_a_file(
+def test_every_known_hardware_can_be_written_to_file(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     chip = TABLE[name]
@@ -221,7 +221,7 @@ def test_every_hardware_of_the_table_can_be_written_as_a_file(
         ('like = "h100"\nusable_bytes = 10000000000000\n', HardwareError, "more than memory"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_the_file(
+def test_invalid_hardware_file_error_names_the_file(
     tmp_path: pathlib.Path, text: str, error: type[Exception], words: str
 ) -> None:
     file = _written(tmp_path, text)
@@ -230,6 +230,6 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(
     assert words in str(caught.value) and str(file) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_an_error() -> None:
+def test_missing_hardware_file_is_refused() -> None:
     with pytest.raises(PlanFileError, match=r"no file 'none.toml'"):
         plan.Target.parse("none.toml:4x4")

@@ -51,7 +51,7 @@ def text() -> str:
     return page(Plan("tpu:v5e:4x4", sample_reports(), ("8 of 80 candidates were compiled",)))
 
 
-def test_the_page_loads_nothing_and_its_links_lead_to_its_own_parts(text: str) -> None:
+def test_page_loads_nothing_external_and_links_resolve(text: str) -> None:
     read = Reader(text)
     assert {tag for tag, _ in read.found} & {"link", "img", "iframe", "object", "base"} == set()
     assert not any("src" in attributes for _, attributes in read.found)
@@ -92,7 +92,7 @@ def test_bars_say_in_words_what_they_draw(text: str) -> None:
     assert said[6] == "fsdp 16x1: between 586 ms and 1.41 s, bound by memory"
 
 
-def test_names_and_reasons_are_text_whatever_is_in_them() -> None:
+def test_names_and_reasons_are_escaped() -> None:
     evil = '<script>alert("x")</script>&\'"'
     first = sample_reports()[0]
     layout = Layout(evil, ((evil, "data"),), (("data", 16),))
@@ -112,7 +112,7 @@ def test_names_and_reasons_are_text_whatever_is_in_them() -> None:
     assert not any(name.startswith("on") for _, attributes in read.found for name in attributes)
 
 
-def test_a_plan_without_a_layout_that_compiled_has_a_page_too() -> None:
+def test_plan_without_compiled_layout_has_a_page() -> None:
     rejected = [report for report in sample_reports() if report.outcome == "rejected"]
     said = "".join(Reader(page(Plan("cpu:8", tuple(rejected)))).texts)
     assert "None of them fits." in said and "parameters alone need 27.1 GiB" in said

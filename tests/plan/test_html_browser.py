@@ -98,7 +98,7 @@ def sort_by(browser: Any, title: str) -> tuple[list[str], str]:
     )
 
 
-def test_titles_sort_by_figures_and_by_words_both_ways(browser: Any, page: Path) -> None:
+def test_column_headers_sort_figures_and_text_both_ways(browser: Any, page: Path) -> None:
     show(browser, page)
     fsdp, both, dp = "fsdp 16x1", "fsdp+tp 4x4", "dp 16x1"
     assert sort_by(browser, "peak") == ([both, fsdp, dp], "ascending")
@@ -137,7 +137,7 @@ def test_all_is_in_sight_and_can_be_read(browser: Any, page: Path, width: int, s
     assert browser.execute_script(PALE) == []  # WCAG 2.2, level AA
 
 
-def test_the_table_can_be_scrolled_and_sorted_from_the_keyboard(browser: Any, page: Path) -> None:
+def test_table_scrolls_and_sorts_by_keyboard(browser: Any, page: Path) -> None:
     show(browser, page, 390)
     keys = webdriver.Keys
     webdriver.ActionChains(browser).send_keys(keys.TAB).perform()

@@ -61,7 +61,7 @@ def test_planning_takes_lazy_models_and_leaves_them_lazy() -> None:
     assert {leaf.sharding.mesh.shape_tuple for leaf in structs} == {MESH}
 
 
-def test_argument_bytes_are_those_that_one_device_holds_by_kind() -> None:
+def test_argument_bytes_per_device_are_summed_by_kind() -> None:
     inputs = Inputs(train_step, decoder())
     whole = inputs.place(Layout("one", (), (("data", 1),))).argument_bytes
     split = inputs.place(Layout("tp", RULES.pairs, MESH)).argument_bytes
@@ -93,7 +93,7 @@ def test_argument_bytes_are_what_the_compiled_program_takes() -> None:
     assert sum(placed.argument_bytes.values()) == taken
 
 
-def test_parameters_that_every_device_holds_are_listed_largest_first() -> None:
+def test_fully_replicated_parameters_are_listed_largest_first() -> None:
     placed = Inputs(train_step, decoder()).place(Layout("tp", RULES.pairs, MESH))
     assert placed.replicated == (
         "model.layers.stacked.attn.k.kernel",
@@ -104,7 +104,7 @@ def test_parameters_that_every_device_holds_are_listed_largest_first() -> None:
     )
 
 
-def test_arrays_of_plain_trees_are_kinds_by_where_they_stand() -> None:
+def test_plain_tree_arrays_are_classified_by_position() -> None:
     params = {"w": boxed((8, 16), "embed", "mlp")}
     state = optax.adam(1e-3).init(cast("Any", params))
     inputs = Inputs(lambda params, state, x: x, (params, state, TOKENS))
@@ -125,7 +125,7 @@ def test_arrays_of_plain_trees_are_kinds_by_where_they_stand() -> None:
     assert inputs.logical_names == ("embed", "mlp", "batch", "seq")
 
 
-def test_a_function_over_boxes_is_given_boxes_and_shapes_for_named_shapes() -> None:
+def test_function_over_boxes_receives_boxes_and_shapes() -> None:
     seen: list[Any] = []
 
     def step(params: Any, x: Any) -> Any:
@@ -151,9 +151,7 @@ def doubled(params: Any, x: Any) -> Any:
     ],
     ids=["plain", "jit", "jit that donates", "partial", "sx.jit that donates"],
 )
-def test_a_step_gives_its_state_back_in_the_layout_it_came_in_and_reuses_what_it_donates(
-    step: Any, reused: int
-) -> None:
+def test_step_returns_state_in_place_and_reuses_donated(step: Any, reused: int) -> None:
     params = {"w": boxed((8, 16), "embed", "mlp")}
     inputs = Inputs(step, (params, TOKENS))
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -164,7 +162,7 @@ def test_a_step_gives_its_state_back_in_the_layout_it_came_in_and_reuses_what_it
     assert compiled.memory_analysis().alias_size_in_bytes == reused
 
 
-def test_what_cannot_be_laid_out_is_told_by_the_arguments_name() -> None:
+def test_unplaceable_argument_is_reported_by_name() -> None:
     weight = sx.Param(jnp.ones((6, 8)), axes=("embed", "mlp"))
     x = NamedShape((4, 6), "float32", ("batch", "embed"))
     placed = Inputs(apply, (weight, x)).place(Layout("fsdp", (("embed", "model"),), MESH))
@@ -192,7 +190,7 @@ def test_a_step_that_cannot_be_called_is_refused() -> None:
         Inputs(3, ())  # pyright: ignore[reportArgumentType]  (what is tested)
 
 
-def test_a_step_that_needs_values_is_refused_with_its_line() -> None:
+def test_step_reading_values_is_refused_with_its_line() -> None:
     def step(weight: Any, x: Any) -> Any:
         return weight.value if float(x.sum()) > 0 else x
 
@@ -213,9 +211,7 @@ def test_a_named_shape_needs_a_name_per_dimension() -> None:
         st.sampled_from(["data", "model", ("data", "model"), None]),
     ),
 )
-def test_law_bytes_of_all_devices_are_the_bytes_times_how_often_each_is_held(
-    sizes: list[int], rules: dict[str, Any]
-) -> None:
+def test_law_device_bytes_equal_size_times_copies(sizes: list[int], rules: dict[str, Any]) -> None:
     weight = sx.Param(jnp.zeros((64, 64)), axes=("a", "b"))
     x = NamedShape((64, 64), "float32", ("c", "a"))
     mesh = (("data", sizes[0]), ("model", sizes[1]))

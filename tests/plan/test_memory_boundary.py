@@ -43,7 +43,7 @@ def compiled(compiler: TargetCompiler, batch: int) -> CompileResult:
 
 
 @pytest.mark.slow
-def test_the_peak_reaches_the_limit_where_the_compiler_begins_to_refuse() -> None:
+def test_peak_reaches_limit_where_compiler_starts_to_refuse() -> None:
     """The last batch that fits is within 1 % of the limit, and so is what the next one asks for.
 
     Arguments and temporaries together, which are often taken for the peak, are above the limit for

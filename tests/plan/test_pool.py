@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.host.waiting import has_ended, wait_for
 from tests.plan.steps import Perceptron, perceptron, perceptron_loss
 
 import shardax as sx
@@ -58,7 +60,36 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_what_breaks_a_process_fails_one_layout_with_its_last_lines(tmp_path: Path) -> None:
+CHANGING = "def step(model, x):\n    return (x @ model.up.value).sum()\n"
+DP = layout("dp", batch="data")
+
+
+@pytest.fixture(scope="module")
+def changing_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file of the module ``changing_step``, which can be imported."""
+    source = tmp_path_factory.mktemp("source") / "changing_step.py"
+    source.write_text(CHANGING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(source.parent)
+        importlib.import_module(source.stem)
+        yield source
+    del sys.modules[source.stem]
+
+
+@pytest.fixture(scope="module")
+def pool(changing_source: Path) -> Iterator[PoolEvaluator]:
+    """One process for all tests that are not about its start or end; each gives it a step."""
+    with PoolEvaluator(Inputs(*perceptron()), TARGET, processes=1, cache=None) as pool:
+        yield pool
+
+
+def planned_by(pool: PoolEvaluator, inputs: Inputs) -> plan.LayoutReport:
+    pool.take(inputs)
+    (answer,) = pool.evaluate([DP])
+    return answer.report
+
+
+def test_process_failure_fails_one_layout_with_last_output(tmp_path: Path) -> None:
     _, args = perceptron()
     layouts = [
         layout("before", batch="data"),
@@ -68,12 +99,12 @@ def test_what_breaks_a_process_fails_one_layout_with_its_last_lines(tmp_path: Pa
         layout("after", mlp="data"),
     ]
     with PoolEvaluator(
-        Inputs(fragile, args), TARGET, processes=1, cache=tmp_path, seconds=20.0
+        Inputs(fragile, args), TARGET, processes=1, cache=tmp_path, seconds=600.0
     ) as pool:
         answers = list(pool.evaluate(layouts[:3]))
-        pool._seconds = 0.5  # no compile is that fast on a busy machine, and this one never ends
+        pool._seconds = 0.5  # this step takes longer than that on any machine
         answers += pool.evaluate(layouts[3:4])
-        pool._seconds = 60.0
+        pool._seconds = 600.0
         answers += pool.evaluate(layouts[4:])
     reports = {each.report.layout.name: each.report for each in answers}
     assert {name: report.outcome for name, report in reports.items()} == {
@@ -102,7 +133,7 @@ def interrupted_search(pids: list[int]) -> None:
         list(pool.evaluate([layout("one", hang="data"), layout("two", batch="data")], begun=begun))
 
 
-def test_processes_end_with_the_pool_also_in_the_middle_of_a_compile() -> None:
+def test_interrupting_a_compile_ends_all_processes() -> None:
     pids: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted_search(pids)
@@ -110,7 +141,7 @@ def test_processes_end_with_the_pool_also_in_the_middle_of_a_compile() -> None:
     assert not any(map(is_running, pids))
 
 
-def test_a_step_that_cannot_be_sent_is_refused_before_any_process_starts() -> None:
+def test_unpicklable_step_is_refused_before_processes_start() -> None:
     lock = threading.Lock()
     _, args = perceptron()
     with pytest.raises(sx.errors.PlanInputError) as error:
@@ -119,9 +150,7 @@ def test_a_step_that_cannot_be_sent_is_refused_before_any_process_starts() -> No
     assert "defined at the top of a module" in str(error.value)
 
 
-def test_where_cloudpickle_would_send_it_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_cloudpickle_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     _, args = perceptron()
     with pytest.raises(sx.errors.PlanInputError) as error:
@@ -129,19 +158,16 @@ def test_where_cloudpickle_would_send_it_the_extra_is_named(
     assert "cannot be sent without cloudpickle (pip install 'shardax[plan]'): " in str(error.value)
 
 
-def test_a_step_that_processes_cannot_import_is_the_callers_fault_not_a_layouts(
-    monkeypatch: pytest.MonkeyPatch,
+def test_unimportable_step_is_an_input_error(
+    pool: PoolEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     only_here = types.ModuleType("only_here")
     exec("def step(model, x):\n    return (x @ model.up.value).sum()", only_here.__dict__)
     monkeypatch.setitem(sys.modules, "only_here", only_here)
     step, (_, args) = only_here.step, perceptron()
-    with (
-        PoolEvaluator(Inputs(step, args), TARGET, processes=1, cache=None) as pool,
-        pytest.raises(sx.errors.PlanInputError, match=r"plan\]'\): .*only_here"),
-    ):
-        list(pool.evaluate([layout("dp", batch="data")]))
+    with pytest.raises(sx.errors.PlanInputError, match=r"plan\]'\): .*only_here"):
+        planned_by(pool, Inputs(step, args))
 
 
 def test_only_shapes_are_sent() -> None:
@@ -155,15 +181,6 @@ def test_only_shapes_are_sent() -> None:
 def test_numbers_of_processes_are_positive(processes: Any) -> None:
     with pytest.raises(sx.errors.PlanInputError, match="give a positive number"):
         PoolEvaluator(Inputs(*perceptron()), TARGET, processes=processes)
-
-
-def test_another_step_can_be_taken() -> None:
-    one, other = Inputs(*perceptron()), Inputs(*perceptron(mlp=128))
-    with PoolEvaluator(one, TARGET, processes=1, cache=None) as pool:
-        (first,) = pool.evaluate([layout("dp", batch="data")])
-        pool.take(other)
-        (second,) = pool.evaluate([layout("dp", batch="data")])
-    assert second.report.flops == 2 * first.report.flops
 
 
 W = plan.NamedShape((16, 64), "float32", ("embed", "mlp"))
@@ -211,6 +228,8 @@ def closure() -> Any:
 
 
 STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "function of a module": perceptron(),
+    "wider": perceptron(mlp=128),
     "jit": (jax.jit(descent), (W, X)),
     "jit that donates": (jax.jit(descent, donate_argnums=0), (W, X)),
     "decorated": (decorated, (W, X)),
@@ -231,57 +250,53 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def test_processes_compile_steps_of_every_form_as_this_process_does() -> None:
+def test_process_reports_equal_local_ones_for_all_steps(pool: PoolEvaluator) -> None:
     def found(report: plan.LayoutReport) -> Any:
         wire = report.wire_bytes("kind")
         return report.outcome, report.reason, report.peak_bytes, report.flops, wire
 
-    dp = layout("dp", batch="data")
     here, there = {}, {}
-    with PoolEvaluator(Inputs(*perceptron()), TARGET, processes=1, cache=None) as pool:
-        for name, (step, args) in STEPS.items():
-            inputs = Inputs(step, args)
-            pool.take(inputs)
-            (answer,) = pool.evaluate([dp])
-            there[name] = found(answer.report)
-            here[name] = found(evaluate(inputs, dp, TARGET))
+    for name, (step, args) in STEPS.items():
+        inputs = Inputs(step, args)
+        there[name] = found(planned_by(pool, inputs))
+        here[name] = found(evaluate(inputs, DP, TARGET))
     assert there == here
     assert {outcome for outcome, *_ in here.values()} == {"fits"}
+    assert there["wider"][3] == 2 * there["function of a module"][3] > 0  # operations
 
 
-def test_a_jitted_step_of_a_module_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_level_jitted_step_is_sent_by_name(
+    pool: PoolEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with PoolEvaluator(Inputs(decorated, (W, X)), TARGET, processes=1, cache=None) as pool:
-        (answer,) = pool.evaluate([layout("dp", batch="data")])
-    assert (answer.report.outcome, answer.report.reason) == ("fits", "")
+    report = planned_by(pool, Inputs(decorated, (W, X)))
+    assert (report.outcome, report.reason) == ("fits", "")
 
 
-def test_numbers_beside_arrays_reach_the_step() -> None:
+def test_numbers_beside_arrays_reach_the_step(pool: PoolEvaluator) -> None:
     def step(state: dict[str, Any], x: Any, rate: float, rule: str) -> Any:
         assert rule == "descent"
         return {**state, "w": descent(state["w"], x, rate * state["scale"])}
 
     jitted = jax.jit(step, static_argnames="rule", donate_argnums=0)
     args = ({"w": W, "scale": 2.0, "steps": 3}, X, 0.1, "descent")
-    with PoolEvaluator(Inputs(jitted, args), TARGET, processes=1, cache=None) as pool:
-        (answer,) = pool.evaluate([layout("dp", batch="data")])
-    assert (answer.report.outcome, answer.report.reason) == ("fits", "")
+    report = planned_by(pool, Inputs(jitted, args))
+    assert (report.outcome, report.reason) == ("fits", "")
 
 
-def test_a_source_that_changes_meanwhile_ends_the_search_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_source_changed_during_search_is_refused_with_hint(
+    pool: PoolEvaluator, changing_source: Path
 ) -> None:
-    source = tmp_path / "changing_step.py"
-    source.write_text("def step(model, x):\n    return (x @ model.up.value).sum()\n")
-    monkeypatch.syspath_prepend(tmp_path)
     inputs = Inputs(importlib.import_module("changing_step").step, perceptron()[1])
-    with PoolEvaluator(inputs, TARGET, processes=1, cache=None) as pool:
-        source.write_text(source.read_text().replace("sum", "mean"))
+    try:
+        changing_source.write_text(CHANGING.replace("sum", "mean"))
         with pytest.raises(sx.errors.PlanInputError) as error:
-            list(pool.evaluate([layout("dp", batch="data")]))
-    del sys.modules["changing_step"]
+            planned_by(pool, inputs)
+    finally:
+        changing_source.write_text(CHANGING)
     assert "Start again" in str(error.value)
     assert str(error.value).endswith("The file is that of the module changing_step.")
+    assert planned_by(pool, inputs).outcome == "fits"
 
 
 SCRIPT = """
@@ -297,33 +312,35 @@ print(sx.plan.search(loss, (weight, x), "cpu:2", meshes=[{"data": 2}], **options
 """
 
 
-def test_a_script_needs_no_guard_around_its_search(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "batch=data (2)" in run.stdout
+HANGING = """
+import os, pathlib, time
+
+main = os.getpid()
+
+def hanging(weight, x):
+    if os.getpid() != main:
+        pathlib.Path({noted!r}).write_text(str(os.getpid()))
+        time.sleep(600)
+    return loss(weight, x)
+
+sx.plan.search(hanging, (weight, x), "cpu:2", meshes=[{{"data": 2}}], **options)
+"""
 
 
-def test_processes_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+def test_script_needs_no_guard_and_its_processes_end(tmp_path: Path) -> None:
+    """A search at the top of a script; the process of a second one ends with the script."""
     script, noted = tmp_path / "script.py", tmp_path / "pid"
-    step = "import os, pathlib, time\n" + SCRIPT.replace(
-        "    return (",
-        f"    pathlib.Path({str(noted)!r}).write_text(str(os.getpid()))\n"
-        "    if isinstance(os.environ.get('JAX_NUM_CPU_DEVICES'), str): time.sleep(60)\n"
-        "    return (",
-    )
-    script.write_text(step)
-    run = subprocess.Popen([sys.executable, script])
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if noted.exists() and noted.read_text() not in ("", str(run.pid)):
-            break
-        time.sleep(0.1)
+    script.write_text(SCRIPT + HANGING.format(noted=str(noted)))
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        run = subprocess.Popen([sys.executable, "-u", script], stdout=file, stderr=file)
+    try:
+        wait_for(lambda: run.poll() is not None or (noted.exists() and noted.read_text()), 1800)
+        assert run.poll() is None, log.read_text()
+    finally:
+        run.kill()
+        run.wait()
+    assert "batch=data (2)" in log.read_text()
     pid = int(noted.read_text())
     assert pid != run.pid
-    run.kill()
-    run.wait()
-    while time.monotonic() < deadline and is_running(pid):
-        time.sleep(0.1)
-    assert not is_running(pid)
+    wait_for(lambda: has_ended(pid), 1800)

@@ -24,9 +24,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_that_is_not_wanted_is_counted_and_not_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_disabled_progress_counts_without_printing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_for(False) as shown:
         shown.expect(2, "screening")
         shown.begin(DP)
@@ -50,15 +48,13 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     ]
 
 
-def test_a_line_says_time_or_reason_and_how_long_it_took() -> None:
+def test_line_shows_time_or_reason_and_duration() -> None:
     assert outcome_text(FITS) == "dp: fits, 500 ms to 750 ms a step (6.2 s)"
     assert outcome_text(FITS, kept=True) == "dp: fits, 500 ms to 750 ms a step (kept)"
     assert outcome_text(FAILED) == "tp: failed, it crashed (0.0 s)"
 
 
-def test_a_terminal_gets_a_bar_with_what_is_tried_and_the_best_so_far(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_terminal_bar_shows_current_and_best_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     screen = Terminal()

@@ -36,26 +36,26 @@ REPORT = LayoutReport(
         ("parameters", {("up.kernel", "down.kernel"): 1400.0, ("up.kernel",): 1200.0}),
     ],
 )
-def test_wire_bytes_are_summed_by_what_is_asked_for_largest_first(by: str, totals: object) -> None:
+def test_wire_bytes_are_summed_by_key_largest_first(by: str, totals: object) -> None:
     assert list(REPORT.wire_bytes(by).items()) == list(dict(totals).items())  # pyright: ignore[reportCallIssue, reportArgumentType, reportUnknownArgumentType]
     assert REPORT.total_wire_bytes == 2600.0
 
 
-def test_shares_of_the_wire_between_slices_and_while_other_work_goes_on() -> None:
+def test_shares_of_cross_slice_and_overlapped_wire_bytes() -> None:
     assert REPORT.cross_slice_bytes == 1400.0
     assert REPORT.asynchronous_share == 1200.0 / 2600.0
     silent = dataclasses.replace(REPORT, collectives=())
     assert (silent.cross_slice_bytes, silent.asynchronous_share) == (0.0, 0.0)
 
 
-def test_work_done_several_times_and_memory_that_is_missing() -> None:
+def test_replicated_compute_and_missing_memory_are_computed() -> None:
     assert REPORT.replicated_compute == 30.0 * 8 / 120.0
     assert REPORT.headroom_bytes == -2
     unknown = LayoutReport(LAYOUT, "rejected")
     assert (unknown.replicated_compute, unknown.headroom_bytes) == (1.0, None)
 
 
-def test_what_was_compiled_has_a_peak_or_a_time() -> None:
+def test_compiled_report_needs_peak_or_time() -> None:
     band = TimeBand(1.0, 3.0, 1.0, 1.0, 1.0, 0.0, "compute")
     timed = LayoutReport(LAYOUT, "fits", time=band, examples=4.0)
     assert (timed.compiled, timed.seconds_per_example) == (True, 0.5)
@@ -64,7 +64,7 @@ def test_what_was_compiled_has_a_peak_or_a_time() -> None:
     assert not LayoutReport(LAYOUT, "rejected").compiled
 
 
-def test_devices_that_together_do_less_than_the_program_are_a_warning() -> None:
+def test_devices_computing_less_than_program_is_a_warning() -> None:
     assert _flops_warnings(15.0, 120.0, LAYOUT) == []
     assert _flops_warnings(30.0, 120.0, LAYOUT) == []  # done twice, not too little
     (warning,) = _flops_warnings(14.0, 120.0, LAYOUT)

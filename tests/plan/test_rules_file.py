@@ -43,7 +43,7 @@ ENTRIES = st.builds(NamedRules, TEXTS, RULES, MESHES, st.lists(st.text(max_size=
 
 
 @given(st.lists(ENTRIES, min_size=1, max_size=3, unique_by=lambda entry: entry.name))
-def test_what_is_written_is_read_back_in_its_order(entries: list[NamedRules]) -> None:
+def test_written_rules_are_read_back_in_order(entries: list[NamedRules]) -> None:
     assert parse_rules(rules_text(entries, ["found by\nthe planner\x00"])) == tuple(entries)
 
 
@@ -72,7 +72,7 @@ def test_comments_stand_above_what_they_are_about(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_file_written_by_hand_may_do_without_layouts(tmp_path: Path) -> None:
+def test_handwritten_file_may_omit_layouts(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[mesh]\ndata = 2\n[rules]\nbatch = "data"\nembed = []\n')
     assert read_rules(file) == (
@@ -102,7 +102,7 @@ def test_a_file_written_by_hand_may_do_without_layouts(tmp_path: Path) -> None:
         ("rules = []\n[layouts.a]\nrules = []", "'rules' beside 'layouts'"),
     ],
 )
-def test_what_is_wrong_is_named_by_file_and_key(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_entry_error_names_file_and_key(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "f.toml").write_text(text)
     with pytest.raises(RulesError) as caught:
         read_rules(tmp_path / "f.toml")
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named_by_file_and_key(tmp_path: Path, text: str, said:
     assert said in str(caught.value)
 
 
-def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+def test_binary_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RulesError, match=r"f\.toml: not a text file"):
         read_rules(tmp_path / "f.toml")

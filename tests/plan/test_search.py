@@ -50,7 +50,7 @@ def long_sequence() -> tuple[Any, tuple[Any, ...]]:
     ],
     ids=["a large batch: FSDP", "a small batch: tensors", "one long sequence: sequences"],
 )
-def test_a_search_finds_by_itself_what_to_split_for(case: Any, best: str, worst: str) -> None:
+def test_search_finds_names_to_split_without_hints(case: Any, best: str, worst: str) -> None:
     step, args = case
     found = plan.search(step, args, "cpu:8", meshes=EIGHT, top=None, **FAST)
     compiled = [report.layout.name for report in found if report.outcome == "fits"]
@@ -58,7 +58,7 @@ def test_a_search_finds_by_itself_what_to_split_for(case: Any, best: str, worst:
     assert found.reports[-1].outcome == "rejected"
 
 
-def test_a_plan_says_how_many_there_were_and_what_became_of_them() -> None:
+def test_plan_notes_count_candidates_by_outcome() -> None:
     found = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, top=2, **FAST)
     assert len(found) == 2
     tried, compiled = found.notes
@@ -78,7 +78,7 @@ def test_only_finalists_are_compiled_with_full_effort() -> None:
     assert efforts == ["full", "screen", "screen"]
 
 
-def test_batch_sizes_are_compared_by_the_time_of_an_example() -> None:
+def test_batch_sizes_are_compared_by_time_per_example() -> None:
     def make(batch: int) -> Any:
         return perceptron(batch, 64, 256)
 
@@ -89,7 +89,7 @@ def test_batch_sizes_are_compared_by_the_time_of_an_example() -> None:
     assert {report.examples for report in found} == {64.0, 8192.0}
 
 
-def test_an_interrupted_search_has_the_plan_so_far_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_interrupted_search_returns_partial_plan_and_resumes(tmp_path: Path) -> None:
     seen: list[sx.Rules] = []
 
     def step(model: Perceptron, x: jax.Array) -> jax.Array:
@@ -131,7 +131,7 @@ def crashing(model: Perceptron, x: jax.Array) -> jax.Array:
     return perceptron_loss(model, x)
 
 
-def test_candidates_by_which_the_compiler_dies_end_no_search() -> None:
+def test_compiler_crashes_do_not_end_the_search() -> None:
     _, args = perceptron()
     options: dict[str, Any] = {**FAST, "fix": {"embed": None}, "top": None}
     found = plan.search(crashing, args, "cpu:8", meshes=EIGHT, processes=1, **options)
@@ -187,7 +187,7 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     assert said.err.startswith("screening: 1\n[1/1] dp: fits, ")
 
 
-def test_candidates_that_promise_little_are_left_out_once_enough_fit(
+def test_unpromising_candidates_are_skipped_once_enough_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(searching, "FEW", 0)

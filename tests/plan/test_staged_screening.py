@@ -31,7 +31,7 @@ def perceptron_search(monkeypatch: pytest.MonkeyPatch, **options: Any) -> plan.P
     )
 
 
-def test_of_many_candidates_those_that_promise_least_are_left_out_and_it_is_said(
+def test_least_promising_candidates_are_skipped_with_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     every = perceptron_search(monkeypatch, within=None)
@@ -45,7 +45,5 @@ def test_of_many_candidates_those_that_promise_least_are_left_out_and_it_is_said
     assert any(f"left out by a rough estimate: {len(left)}" in note for note in few.notes)
 
 
-def test_more_are_compiled_until_as_many_fit_as_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiling_continues_until_enough_layouts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(perceptron_search(monkeypatch, within=1.0, top=3, finalists=0)) == 3

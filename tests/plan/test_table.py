@@ -71,12 +71,12 @@ def plan() -> Plan:
     return Plan("tpu:v5e:4x4", sample_reports(), ("8 of 80 candidates were compiled",))
 
 
-def test_a_plan_is_read_from_what_decides_to_what_the_figures_are_worth(plan: Plan) -> None:
+def test_printed_plan_starts_with_decision_ends_with_provenance(plan: Plan) -> None:
     assert render(plan, 92) == GOLDEN.strip("\n")
 
 
 @pytest.mark.parametrize("width", [72, 100, 120, 200])
-def test_lines_fit_the_screen_and_no_column_is_lost(plan: Plan, width: int) -> None:
+def test_lines_fit_the_terminal_without_losing_columns(plan: Plan, width: int) -> None:
     text = render(plan, width)
     assert max(map(len, text.splitlines())) <= width
     assert str(plan) == render(plan, 110)
@@ -85,14 +85,14 @@ def test_lines_fit_the_screen_and_no_column_is_lost(plan: Plan, width: int) -> N
         assert column.head in tables
 
 
-def test_long_names_are_cut_so_that_figures_stay_in_sight() -> None:
+def test_long_names_are_truncated_before_figures() -> None:
     found = replace(sample_reports()[0], layout=replace(sample_reports()[0].layout, name="n" * 90))
     text = render(Plan("tpu:v5e:4x4", (found,)), 100)
     assert max(map(len, text.splitlines())) <= 100
     assert "n" * 39 + "…" in text
 
 
-def test_the_cpus_program_in_place_of_the_targets_is_called_an_estimate(plan: Plan) -> None:
+def test_cpu_substitute_program_is_labeled_as_estimate(plan: Plan) -> None:
     first = plan.reports[0]
     assert first.provenance is not None
     where = replace(first.provenance, compiler="XLA CPU", tier="cpu estimate", effort="screen")
@@ -103,7 +103,7 @@ def test_the_cpus_program_in_place_of_the_targets_is_called_an_estimate(plan: Pl
     assert "compiler (measured" not in text
 
 
-def test_a_tie_is_with_the_best_and_not_with_one_another() -> None:
+def test_tie_notes_refer_to_the_best_layout() -> None:
     reports = [
         report(name, (("data", 16),), time=TimeBand(low, 1.41, low, 0.4, 0.2, 0.0, "compute"))
         for name, low in (("a", 0.5), ("b", 0.65), ("c", 0.8))
@@ -113,7 +113,7 @@ def test_a_tie_is_with_the_best_and_not_with_one_another() -> None:
     assert tied_with_best([]) == ()
 
 
-def test_a_note_names_the_layouts_that_it_is_about_as_many_as_are_readable() -> None:
+def test_note_names_only_a_readable_number_of_layouts() -> None:
     assert Note("no", ()).source() == ""
     assert Note("no", ("a",)).source() == "(a)"
     assert Note("no", ("a", "b", "c", "d", "e")).source() == "(5: a, b, c and 2 more)"
@@ -123,7 +123,7 @@ def test_no_layout_at_all_is_told_too() -> None:
     assert outcome_line("cpu:8", []) == "cpu:8: 0 of 0 layouts fit"
 
 
-def test_steps_of_several_batch_sizes_have_a_time_per_example() -> None:
+def test_several_batch_sizes_show_time_per_example() -> None:
     small, large = (
         report(
             f"batch:{n}",
@@ -148,7 +148,7 @@ def test_only_the_best_are_shown_of_many(plan: Plan) -> None:
     assert "  2 more were compiled and are not shown" in text
 
 
-def test_a_terminal_gets_colours_and_a_file_does_not(plan: Plan) -> None:
+def test_terminal_output_is_colored_and_file_output_plain(plan: Plan) -> None:
     screen, file = io.StringIO(), io.StringIO()
     show(plan, Console(file=screen, force_terminal=True, color_system="standard", width=110))
     show(plan, Console(file=file))
@@ -159,7 +159,7 @@ def test_a_terminal_gets_colours_and_a_file_does_not(plan: Plan) -> None:
     assert all(word in coloured for line in words for word in line)
 
 
-def test_without_rich_a_plan_is_printed_as_plain_text(
+def test_without_rich_plan_prints_as_plain_text(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:

@@ -100,7 +100,7 @@ def test_cpu_devices_share_the_memory_of_this_machine() -> None:
         ("gpu:h100:8x8@much", "'much' is no share"),
     ],
 )
-def test_a_target_that_does_not_exist_says_what_does(text: str, words: str) -> None:
+def test_invalid_target_error_suggests_valid_ones(text: str, words: str) -> None:
     with pytest.raises(TargetError) as caught:
         plan.Target.parse(text)
     assert words in str(caught.value)
@@ -138,7 +138,7 @@ def test_factorizations_are_all_products(number: int, parts: int) -> None:
     assert parts != 2 or len(found) == divisors
 
 
-def test_a_mesh_of_another_number_of_devices_is_told_what_would_do() -> None:
+def test_mesh_of_wrong_size_error_suggests_one() -> None:
     target = plan.Target.parse("tpu:v5e:4x4")
     with pytest.raises(TargetError, match=r"data=3, model=4 has 12.*has 16.*data=4, model=4"):
         target.check_mesh({"data": 3, "model": 4})
@@ -162,7 +162,7 @@ def test_slices_are_split_over_the_leading_axes() -> None:
     assert [(link.outer, link.inner) for link in across.values()] == [(2, 4), (1, 4)]
 
 
-def test_a_mesh_that_slices_do_not_divide_is_an_error() -> None:
+def test_mesh_not_divisible_by_slices_is_refused() -> None:
     target = plan.Target.parse("tpu:v5e:3*4x4")
     with pytest.raises(TargetError, match=r"3 slices.*\{'slice': 3, \.\.\.\}"):
         target.check_mesh({"data": 16, "model": 3})
@@ -170,7 +170,7 @@ def test_a_mesh_that_slices_do_not_divide_is_an_error() -> None:
 
 @pytest.mark.parametrize("text", ["tpu:v5e:2*4x4", "tpu:v7x:2x2x2", "gpu:h100:4x8", "cpu:8"])
 @pytest.mark.parametrize("axes", [1, 2, 3])
-def test_an_arrangement_has_every_device_once_and_slices_in_blocks(text: str, axes: int) -> None:
+def test_law_arrangement_has_each_device_once_slices_contiguous(text: str, axes: int) -> None:
     target = plan.Target.parse(text)
     sizes = {f"axis_{i}": 2 for i in range(axes - 1)} | {"last": target.device_count >> (axes - 1)}
     places = target.arrangement(sizes).places
@@ -187,13 +187,13 @@ def _bandwidths(text: str, **sizes: int) -> dict[str, float]:
     return {name: link.bandwidth / 1e9 for name, link in links.items()}
 
 
-def test_a_line_sends_one_way_and_a_ring_both() -> None:
+def test_line_uses_one_direction_and_ring_both() -> None:
     """v5e has 45 GB/s a link and direction, and wraps round at 16 only."""
     assert _bandwidths("tpu:v5e:4x4", data=4, model=4) == {"data": 45, "model": 45}
     assert _bandwidths("tpu:v5e:16x16", data=16, model=16) == {"data": 90, "model": 90}
 
 
-def test_an_axis_along_several_dimensions_uses_the_links_of_all() -> None:
+def test_axis_over_several_dimensions_uses_all_their_links() -> None:
     assert _bandwidths("tpu:v5e:16x16", data=256) == {"data": 180}
     assert _bandwidths("tpu:v5p:8x8x8", data=64, model=8) == {"data": 360, "model": 180}
 
@@ -206,18 +206,18 @@ def test_axes_that_share_a_dimension_share_its_links() -> None:
     assert _bandwidths("tpu:v5e:16x16", data=64, model=4) == {"data": 90 / 4 + 90, "model": 45}
 
 
-def test_two_devices_of_a_chip_have_a_way_of_their_own() -> None:
+def test_two_cores_of_chip_have_own_link() -> None:
     links = plan.Target.parse("tpu:v7x:4x4x4").links({"data": 64, "core": 2})
     assert (links["core"].bandwidth, links["core"].inner) == (6e11, 2)
     assert links["data"].bandwidth == 3 * 2 * 5e10
 
 
-def test_a_group_with_all_devices_of_its_chips_has_all_their_links() -> None:
+def test_groups_of_whole_chips_have_all_links() -> None:
     whole = plan.Target.parse("tpu:v7x:4x4x4").route({"data": 64, "core": 2}, ["data", "core"])
     assert whole.bandwidth == 3 * 2 * 1e11
 
 
-def test_gpus_have_a_switch_within_a_node_and_a_network_between() -> None:
+def test_gpus_use_switch_within_node_network_between() -> None:
     links = plan.Target.parse("gpu:h100:8x8").links({"data": 16, "model": 4})
     data, model = links["data"], links["model"]
     assert (model.inner, model.outer, model.bandwidth, model.crosses) == (4, 1, 4.5e11, False)
@@ -229,7 +229,7 @@ def test_one_device_has_no_links() -> None:
     assert (alone.group_size, alone.bandwidth, alone.dimensions) == (1, 0, ())
 
 
-def test_an_axis_that_is_not_of_the_mesh_is_an_error() -> None:
+def test_unknown_mesh_axis_is_refused_with_suggestion() -> None:
     with pytest.raises(TargetError, match=r"no axis 'modle'. Did you mean 'model'"):
         plan.Target.parse("tpu:v5e:4x4").route({"data": 4, "model": 4}, ["modle"])
 
@@ -238,7 +238,7 @@ def test_an_axis_that_is_not_of_the_mesh_is_an_error() -> None:
     text=st.sampled_from(["tpu:v5e:4x4", "tpu:v5e:16x16", "tpu:v5p:4x4x8", "gpu:h100:4x8"]),
     data=st.data(),
 )
-def test_no_group_sends_faster_than_all_links_of_a_device(text: str, data: st.DataObject) -> None:
+def test_law_no_group_exceeds_a_devices_link_bandwidth(text: str, data: st.DataObject) -> None:
     target = plan.Target.parse(text)
     sizes = data.draw(st.sampled_from(factorizations(target.device_count, 3)))
     mesh = dict(zip("abc", sizes, strict=True))

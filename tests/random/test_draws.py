@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,54 +79,32 @@ def nth_key(n: int, key: Any = None) -> jax.Array:
     return jax.random.fold_in(jax.random.key(0) if key is None else key, n)
 
 
+@functools.cache
+def numbers_of_jax(name: str, n: int, impl: str = "threefry2x32") -> jax.Array:
+    """What the function of ``jax.random`` gives for the n-th key."""
+    return PAIRS[name][1](nth_key(n, jax.random.key(0, impl=impl)))
+
+
 def assert_same(drawn: jax.Array, expected: jax.Array) -> None:
     assert drawn.dtype == expected.dtype
     np.testing.assert_array_equal(drawn, expected)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_nth_draw_is_that_of_jax_random_with_the_nth_key(name: str) -> None:
-    drawn, expected = PAIRS[name]
+def test_nth_draw_equals_jax_random_with_nth_key(name: str) -> None:
     for n in range(2):
-        assert_same(drawn(), expected(nth_key(n)))
+        assert_same(PAIRS[name][0](), numbers_of_jax(name, n))
 
 
 @pytest.mark.parametrize(
     ("name", "impl"), [*((name, "threefry2x32") for name in PAIRS), ("choice", "rbg")]
 )
-def test_the_numbers_are_the_same_whatever_the_sharding(name: str, impl: str, mesh: Mesh) -> None:
-    key = jax.random.key(0, impl=impl)
-    drawn, expected = PAIRS[name]
+def test_numbers_are_the_same_for_every_sharding(name: str, impl: str, mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
-    sx.random.seed(key)
-    split = drawn(sharding=sharding)
+    sx.random.seed(jax.random.key(0, impl=impl))
+    split = PAIRS[name][0](sharding=sharding)
     assert split.sharding == sharding
-    assert_same(split, expected(nth_key(0, key)))
-
-
-NORMAL_BY_RBG = """
-import jax, shardax as sx
-from jax.sharding import NamedSharding, PartitionSpec
-
-jax.config.update("jax_num_cpu_devices", 8)
-mesh = jax.make_mesh((2, 4), ("data", "model"))
-sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
-key = jax.random.key(0, impl="rbg")
-sx.random.seed(key)
-split = sx.random.normal((8, 16), sharding=sharding)
-assert split.sharding == sharding
-print(split.tolist() == jax.random.normal(jax.random.fold_in(key, 0), (8, 16)).tolist())
-"""
-
-
-def test_normal_numbers_of_rbg_are_the_same_whatever_the_sharding() -> None:
-    # By itself, because without LLVM's optimizations, as tests compile (see the root conftest.py),
-    # their last bits depend on how large the computed part is.
-    environment = {**os.environ}
-    environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, "-c", NORMAL_BY_RBG]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "True\n", done.stderr
+    assert_same(split, numbers_of_jax(name, 0, impl))
 
 
 @settings(max_examples=20)
@@ -137,15 +113,13 @@ def test_normal_numbers_of_rbg_are_the_same_whatever_the_sharding() -> None:
     shape=st.sampled_from([(), (2, 4, 5)]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_normal_numbers_are_those_of_jax_random_for_every_seed_shape_and_dtype(
-    seed: int, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_normal_numbers_equal_jax_random(seed: int, shape: tuple[int, ...], dtype: str) -> None:
     sx.random.seed(seed)
     expected = jax.random.normal(jax.random.fold_in(jax.random.key(seed), 0), shape, dtype)
     assert_same(sx.random.normal(shape, dtype), expected)
 
 
-def test_a_partition_spec_is_over_the_mesh_in_scope(mesh: Mesh) -> None:
+def test_partition_spec_uses_the_mesh_in_scope(mesh: Mesh) -> None:
     with jax.set_mesh(mesh):
         split = sx.random.normal(SHAPE, sharding=PartitionSpec("model"))
         whole = sx.random.normal(SHAPE)
@@ -154,7 +128,7 @@ def test_a_partition_spec_is_over_the_mesh_in_scope(mesh: Mesh) -> None:
     assert_same(whole, jax.random.normal(nth_key(1), SHAPE))
 
 
-def test_a_device_is_given_as_it_is_or_by_name_or_as_a_sharding() -> None:
+def test_device_is_an_object_name_or_sharding() -> None:
     third = jax.devices()[3]
     for place in (third, "cpu:3", SingleDeviceSharding(third)):
         sx.random.seed(0)
@@ -163,7 +137,7 @@ def test_a_device_is_given_as_it_is_or_by_name_or_as_a_sharding() -> None:
         assert_same(drawn, jax.random.uniform(nth_key(0), 5))
 
 
-def test_without_a_place_numbers_mix_with_those_of_any_device() -> None:
+def test_unplaced_numbers_mix_with_any_device() -> None:
     there = sx.random.normal(3, device="cpu:3")
     here = sx.random.normal(3)
     assert not here.committed
@@ -190,13 +164,13 @@ def test_variables_and_arrays_on_devices_are_operands() -> None:
     assert_same(sx.random.randint(4, low, high), jax.random.randint(nth_key(1), 4, 3, 9))
 
 
-def test_a_drawn_key_serves_every_other_function_of_jax_random() -> None:
+def test_drawn_key_serves_functions_of_jax_random() -> None:
     key = sx.random.key()
     assert key.dtype == jax.random.key(0).dtype and key.shape == ()
     assert_same(jax.random.gumbel(key, (3,)), jax.random.gumbel(nth_key(0), (3,)))
 
 
-def test_floats_have_jax_s_default_dtype_and_64_bits_when_asked_for() -> None:
+def test_floats_have_the_default_dtype_of_jax() -> None:
     assert sx.random.normal().dtype == jnp.float32
     with jax.enable_x64(True):
         for drawn in (sx.random.normal(), sx.random.uniform(3, "float64")):
@@ -246,14 +220,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[ShardaxError], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense_is_refused_and_takes_no_draw(name: str) -> None:
+def test_invalid_draws_are_refused_and_take_nothing(name: str) -> None:
     wrong, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         wrong()
     assert sx.random.get_state().count == 0
 
 
-def test_two_places_and_shapes_that_a_mesh_does_not_divide_are_refused(mesh: Mesh) -> None:
+def test_two_places_and_undividable_shapes_are_refused(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, PartitionSpec("model"))
     with pytest.raises(DrawError, match="give one of them"):
         sx.random.normal(4, device="cpu", sharding=sharding)
@@ -272,7 +246,7 @@ def test_two_places_and_shapes_that_a_mesh_does_not_divide_are_refused(mesh: Mes
         lambda: sx.random.uniform((2,), minval=np.zeros(3)),
     ],
 )
-def test_what_jax_refuses_takes_no_draw_either(refused_by_jax: Callable[[], Any]) -> None:
+def test_draws_refused_by_jax_take_nothing(refused_by_jax: Callable[[], Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         refused_by_jax()
     assert sx.random.get_state().count == 0

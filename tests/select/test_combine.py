@@ -46,13 +46,13 @@ def test_together_the_parts_are_the_tree(model: Model) -> None:
             assert whole.first is whole.tied
 
 
-def test_what_is_in_one_part_only_is_the_same_object(model: Model) -> None:
+def test_object_in_one_part_keeps_its_identity(model: Model) -> None:
     params, rest = sx.select(model).at_instances_of(sx.Param).partition()
     whole = sx.combine(params, rest)
     assert whole.first is not model.first and whole.first.w is model.first.w
 
 
-def test_parts_go_through_jax_as_trees_of_their_own_data(model: Model) -> None:
+def test_parts_are_pytrees_of_their_own_data(model: Model) -> None:
     params, rest = sx.select(model).at_instances_of(sx.Param).partition()
     assert len(jax.tree.leaves(params)) == 4 and len(jax.tree.leaves(rest)) == 5
 
@@ -99,7 +99,7 @@ def test_cycles_and_methods_are_put_together() -> None:
     assert_same_model(whole, root)
 
 
-def test_what_a_selected_part_holds_is_in_its_part_wherever_it_stands() -> None:
+def test_selected_object_contains_all_that_it_holds() -> None:
     shared = sx.Param(1.0)
     root = sx.Module()
     root.alone, root.row, root.between = shared, [shared, sx.Param(2.0)], Layer()
@@ -112,7 +112,7 @@ def test_what_a_selected_part_holds_is_in_its_part_wherever_it_stands() -> None:
     assert_same_model(sx.combine(selected, rest), root)
 
 
-def test_a_part_that_refers_to_its_parent_is_taken_apart() -> None:
+def test_child_that_refers_to_parent_is_partitioned() -> None:
     root = sx.Module()
     root.layers = [Layer(1), Layer(2)]
     for layer in root.layers:
@@ -132,7 +132,7 @@ def test_lazy_values_stay_lazy_in_both_parts() -> None:
     assert all(variable.is_lazy for _, variable in sx.iter_variables(whole))
 
 
-def test_a_missing_part_is_an_error_that_says_where(model: Model) -> None:
+def test_missing_part_raises_with_its_path(model: Model) -> None:
     selected, rest = sx.select(model).at(lambda m: (m.first.w, m.layers)).partition()
     with pytest.raises(CombineError, match=r"\.first\.w, \.layers:"):
         sx.combine(rest)
@@ -154,6 +154,6 @@ def test_parts_that_both_have_something_are_an_error(model: Model) -> None:
         sx.combine({"a": 1}, {"a": True})
 
 
-def test_a_hole_is_a_pytree_without_leaves_and_equals_every_hole() -> None:
+def test_holes_are_equal_pytrees_without_leaves() -> None:
     assert jax.tree.leaves(HOLE) == [] and jax.tree.map(lambda x: x, HOLE) == HOLE
     assert hash(HOLE) == hash(sx.Hole()) and repr(HOLE) == "Hole()" and HOLE != 1

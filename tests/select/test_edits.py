@@ -111,7 +111,7 @@ def test_cycles_stay_cycles() -> None:
     assert new.other is root.other
 
 
-def test_a_part_that_leads_back_to_an_edit_is_copied() -> None:
+def test_cyclic_reference_to_edited_object_is_copied() -> None:
     root = sx.Module()
     root.layers = [Layer(), Layer()]
     for layer in root.layers:
@@ -185,7 +185,7 @@ def test_the_whole_tree_can_be_replaced(model: Model) -> None:
         sx.select(model).insert_after(Layer())
 
 
-def test_lists_that_are_set_are_tracked_and_what_cannot_be_stored_is_refused(model: Model) -> None:
+def test_set_lists_are_tracked_and_unstorable_values_refused(model: Model) -> None:
     new = sx.select(model).at(lambda m: m.layers).set([Layer()])
     assert isinstance(new.layers, sx.List)
     before = unchanged(model)
@@ -194,7 +194,7 @@ def test_lists_that_are_set_are_tracked_and_what_cannot_be_stored_is_refused(mod
     assert unchanged(model) == before
 
 
-def test_an_array_does_not_take_the_place_of_a_variable(model: Model) -> None:
+def test_array_cannot_replace_a_variable(model: Model) -> None:
     weights = sx.select(model).at_instances_of(sx.Param)
     for inplace in (False, True):
         before = unchanged(model)
@@ -213,7 +213,7 @@ def test_in_a_plain_container_it_may() -> None:
 # --- inside values ---
 
 
-def test_an_edit_of_a_value_makes_a_variable_of_the_same_kind(model: Model) -> None:
+def test_value_edit_keeps_the_variable_type(model: Model) -> None:
     new = sx.select(model).at(lambda m: m.first.w.value).apply(lambda value: value + 1)
     assert type(new.first.w) is sx.Param and new.first.w is new.tied.w
     assert (new.first.w.axes, dict(new.first.w.metadata)) == (("embed",), {"tag": "weight"})
@@ -270,7 +270,7 @@ def test_abstract_models_are_edited_without_numbers() -> None:
 # --- empty selections, stale selections ---
 
 
-def test_an_edit_of_nothing_is_an_error_unless_allowed(model: Model) -> None:
+def test_empty_selection_raises_unless_allowed(model: Model) -> None:
     nothing = sx.select(model).at_instances_of(bytes)
     edits: list[Any] = [
         functools.partial(nothing.set, 1),
@@ -287,7 +287,7 @@ def test_an_edit_of_nothing_is_an_error_unless_allowed(model: Model) -> None:
             assert edit(inplace=inplace, allow_empty=True) is model
 
 
-def test_an_edit_of_a_place_that_is_gone_is_an_error(model: Model) -> None:
+def test_edit_of_removed_place_raises(model: Model) -> None:
     removed = sx.select(model).at(lambda m: m.layers[1].rate)
     replaced = sx.select(model).at(lambda m: m.layers[1])
     model.layers[1] = Layer(8)
@@ -296,7 +296,7 @@ def test_an_edit_of_a_place_that_is_gone_is_an_error(model: Model) -> None:
             selection.set(1)
 
 
-def test_places_that_lie_within_each_other_by_other_paths_are_refused() -> None:
+def test_places_nested_through_aliases_are_refused() -> None:
     root, child = sx.Module(), Layer()
     root.child, root.itself = child, root
     selection = sx.select(root).at(lambda m: (m.itself.child, m.child.w))
@@ -304,7 +304,7 @@ def test_places_that_lie_within_each_other_by_other_paths_are_refused() -> None:
         selection.set("new")
 
 
-def test_an_attribute_that_leads_back_to_the_root_is_a_place_of_its_own() -> None:
+def test_attribute_that_refers_to_root_is_editable() -> None:
     root = sx.Module()
     root.itself, root.w = root, sx.Param(1.0)
     new = sx.select(root).at(lambda m: m.itself).set("gone")
@@ -321,7 +321,7 @@ def test_an_edit_sees_values_written_since(model: Model) -> None:
 # --- every kind of container ---
 
 
-def test_every_container_is_made_anew_as_what_it_was() -> None:
+def test_rebuilt_containers_keep_their_types() -> None:
     holder = Layer()
     holder.call = Layer(1).__call__
     holder.partial = functools.partial(takes, sx.Param(1.0), end=sx.Param(2.0))
@@ -390,14 +390,14 @@ def test_an_edited_model_is_differentiated(model: Model) -> None:
 # --- views of a stack ---
 
 
-def test_all_layers_of_a_stack_are_edited_as_one() -> None:
+def test_layers_of_a_stack_are_edited_together() -> None:
     stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), 3)
     new = sx.select(stack).at(lambda s: s.stacked.bias.value).set(jnp.ones((3, 2)))
     assert new(jnp.zeros(2)).shape == (2,) and stack.stacked.bias.value.sum() == 0
     assert new[1].bias.value.tolist() == [1.0, 1.0]
 
 
-def test_an_edit_of_a_view_makes_a_layer_that_shares_the_stacks_variables() -> None:
+def test_edited_layer_view_shares_the_stack_variables() -> None:
     stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), 3)
     layer = sx.select(stack[1]).at(lambda m: m.bias).set(None)
     assert layer.bias is None and stack[1].bias is not None
@@ -405,7 +405,7 @@ def test_an_edit_of_a_view_makes_a_layer_that_shares_the_stacks_variables() -> N
     assert not stack.stacked.kernel.value[1].any() and stack.stacked.kernel.value[0].any()
 
 
-def test_a_view_is_written_in_place_but_not_rebuilt() -> None:
+def test_layer_view_allows_writes_but_no_rebuild() -> None:
     stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), 3)
     sx.select(stack[1]).at(lambda m: m.bias.value).set(jnp.ones(2), inplace=True)
     assert stack.stacked.bias.value.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]

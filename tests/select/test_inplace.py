@@ -40,7 +40,7 @@ def test_with_every_path_only_one_place_changes(model: Model) -> None:
     assert model.first is first and model.tied is layer
 
 
-def test_one_object_cannot_change_at_one_of_its_paths(model: Model) -> None:
+def test_shared_object_cannot_change_at_one_path_only(model: Model) -> None:
     weight = sx.select(model, every_path=True).at(lambda m: m.tied.w)
     with pytest.raises(SelectionError, match=r"\.first and \.tied"):
         weight.set(sx.Param(0.0), inplace=True)
@@ -75,7 +75,7 @@ def test_arrays_become_attributes_of_other_kinds(model: Model) -> None:
     assert model.tied.scale.tolist() == [0.0, 0.0]
 
 
-def test_plain_lists_and_dicts_change_but_tuples_do_not() -> None:
+def test_plain_lists_and_dicts_change_tuples_do_not() -> None:
     tree: Any = {"a": [1, (2, 3)]}
     assert sx.select(tree).at_equal_to(2).remove(inplace=True) is tree
     assert tree == {"a": [1, (3,)]}
@@ -84,7 +84,7 @@ def test_plain_lists_and_dicts_change_but_tuples_do_not() -> None:
             sx.select(fixed).at_equal_to(1).set(5, inplace=True)
 
 
-def test_parts_of_a_fixed_tree_that_can_change_do(model: Model) -> None:
+def test_mutable_parts_of_an_immutable_tree_change(model: Model) -> None:
     tree = (model, {"steps": 1})
     sx.select(tree).at(lambda t: (t[0].first.rate, t[1]["steps"])).set(7, inplace=True)
     assert model.first.rate == 7 and tree[1] == {"steps": 7}
@@ -112,7 +112,7 @@ def test_a_refused_edit_changes_nothing(model: Model) -> None:
     assert repr(model) == before
 
 
-def test_a_model_from_outside_a_trace_is_not_rebuilt_in_it(model: Model) -> None:
+def test_captured_model_cannot_be_rebuilt_inside_a_trace(model: Model) -> None:
     @sx.jit
     def run(x: Any) -> Any:
         sx.select(model).at(lambda m: m.first.rate).set(1, inplace=True)
@@ -127,7 +127,7 @@ def test_a_model_from_outside_a_trace_is_not_rebuilt_in_it(model: Model) -> None
     assert model.first.rate == 0.5 and model.first.w.value.tolist() == [1.0, 1.0]
 
 
-def test_structural_edits_in_a_compiled_function_are_carried_back(model: Model) -> None:
+def test_structural_edits_inside_jit_reach_the_caller(model: Model) -> None:
     @sx.jit
     def prune(model: Model) -> None:
         sx.select(model).at(lambda m: m.layers[0]).remove(inplace=True)
@@ -140,7 +140,7 @@ def test_structural_edits_in_a_compiled_function_are_carried_back(model: Model) 
 # --- the context ---
 
 
-def test_edits_in_the_context_change_the_tree_one_after_the_other(model: Model) -> None:
+def test_edits_in_one_context_apply_in_order(model: Model) -> None:
     second = model.layers[1]
     with sx.select(model).edit() as editing:
         editing.at(lambda m: m.layers[0]).remove()

@@ -31,7 +31,7 @@ def test_layers_are_inserted_before_and_after(model: Model) -> None:
     assert after(x).tolist() == (-second(-first(x))).tolist()
 
 
-def test_what_is_inserted_is_one_object_or_made_for_each_place(model: Model) -> None:
+def test_insert_shares_one_object_or_makes_several(model: Model) -> None:
     layers = sx.select(model).at(lambda m: m.layers).at_children()
     one = layers.insert_after(Layer()).layers
     assert one[1] is one[3]
@@ -86,7 +86,7 @@ def test_items_entries_and_attributes_are_removed(model: Model) -> None:
     assert found["a"] == [2] and found["b"].flat() == {("c", "e"): 2}
 
 
-def test_what_has_a_fixed_number_of_parts_loses_none(model: Model) -> None:
+def test_fixed_size_containers_cannot_lose_items(model: Model) -> None:
     for selection in (
         sx.select(Pair(1, 2)).at_equal_to(1),
         sx.select(model).at(lambda m: m.first.w.value),

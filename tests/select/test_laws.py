@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 
@@ -42,6 +42,7 @@ NARROWINGS: list[Any] = [
     lambda s: s.at_instances_of(sx.Variable).invert(),
 ]
 NARROW = st.sampled_from(NARROWINGS)
+MANY = settings(max_examples=30)
 NARROW_TO_VARIABLES = st.sampled_from(OF_VARIABLES)
 
 
@@ -96,22 +97,25 @@ def outcome(edit: Callable[[], Any]) -> Any:
         return error
 
 
+@MANY
 @given(models(), NARROW)
-def test_setting_what_is_there_changes_nothing(model: Node, narrow: Any) -> None:
+def test_setting_current_values_changes_nothing(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
     assume(stand_apart(selection))
     assert_same_model(selection.set_all(selection.get_all(), allow_empty=True), model)
     assert_same_model(selection.apply(lambda value: value, allow_empty=True), model)
 
 
+@MANY
 @given(models(), NARROW)
-def test_paths_lead_back_to_what_is_selected(model: Node, narrow: Any) -> None:
+def test_keypaths_select_the_same_places(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
     again = [sx.select(model).at_keypaths(path) for path in selection.keypaths()]
     assert [one.keypaths() for one in again] == [(path,) for path in selection.keypaths()]
     assert list(selection.get_by_path()) == list(selection.keypaths())
 
 
+@MANY
 @given(models(), NARROW)
 def test_taking_apart_and_putting_together_gives_the_same(model: Node, narrow: Any) -> None:
     selected, rest = narrow(sx.select(model)).partition()
@@ -120,6 +124,7 @@ def test_taking_apart_and_putting_together_gives_the_same(model: Node, narrow: A
     assert not user_variables(selected) & user_variables(rest)
 
 
+@MANY
 @given(models(), NARROW_TO_VARIABLES)
 def test_every_variable_is_in_one_part(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
@@ -129,8 +134,9 @@ def test_every_variable_is_in_one_part(model: Node, narrow: Any) -> None:
     assert user_variables(sx.combine(selected, rest)) == user_variables(model)
 
 
+@MANY
 @given(models(), NARROW_TO_VARIABLES)
-def test_an_edit_and_the_opposite_edit_give_the_same(model: Node, narrow: Any) -> None:
+def test_edit_then_inverse_edit_restores_the_model(model: Node, narrow: Any) -> None:
     wrapped = narrow(sx.select(model)).apply(Around, allow_empty=True)
     around = sx.select(wrapped).at_instances_of(Around)
     back = around.apply(lambda held: held.inner, allow_empty=True)
@@ -138,8 +144,9 @@ def test_an_edit_and_the_opposite_edit_give_the_same(model: Node, narrow: Any) -
     assert user_variables(back) == user_variables(model)
 
 
+@MANY
 @given(models(), NARROW_TO_VARIABLES)
-def test_ties_are_kept_and_what_is_not_edited_is_shared(model: Node, narrow: Any) -> None:
+def test_ties_stay_and_unedited_objects_are_shared(model: Node, narrow: Any) -> None:
     sx.graphdef(model)
     copy, at = sx.clone(model), epoch.current
     selection = narrow(sx.select(model))
@@ -151,10 +158,9 @@ def test_ties_are_kept_and_what_is_not_edited_is_shared(model: Node, narrow: Any
     assert epoch.current == at
 
 
+@MANY
 @given(models(), NARROW, st.sampled_from(EDITS))
-def test_in_place_does_what_a_new_tree_shows_or_both_refuse(
-    model: Node, narrow: Any, edit: Any
-) -> None:
+def test_inplace_edit_matches_the_functional_edit(model: Node, narrow: Any, edit: Any) -> None:
     before, copy = sx.clone(model), sx.clone(model)
     selection = narrow(sx.select(model))
     assume(selection.keypaths() != ((),))  # the tree itself cannot change into another
@@ -170,6 +176,7 @@ def test_in_place_does_what_a_new_tree_shows_or_both_refuse(
     assert_same_model(model, before)
 
 
+@MANY
 @given(models(), NARROW, st.sampled_from(EDITS))
 def test_an_exception_undoes_edits_in_place(model: Node, narrow: Any, edit: Any) -> None:
     copy = sx.clone(model)
@@ -182,6 +189,7 @@ def test_an_exception_undoes_edits_in_place(model: Node, narrow: Any, edit: Any)
         assert_same_model(model, copy)
 
 
+@MANY
 @given(models(), NARROW)
 def test_every_selection_has_a_text(model: Node, narrow: Any) -> None:
     lazy = [variable.is_lazy for _, variable in sx.iter_variables(model)]

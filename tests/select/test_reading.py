@@ -31,7 +31,7 @@ def test_reading_is_by_order_or_path(model: Model) -> None:
     assert list(found.get_by_path()) == list(found.keypaths())
 
 
-def test_get_needs_one_place_and_shows_what_was_found(model: Model) -> None:
+def test_get_requires_exactly_one_match(model: Model) -> None:
     with pytest.raises(SelectionCountError, match=r"1 place, .*2 places.*\n.*\.blocks\[0\]: Block"):
         sx.select(model).at_instances_of(Block).get()
     with pytest.raises(SelectionCountError, match="nothing"):
@@ -100,7 +100,7 @@ def test_every_kind_of_container_is_walked() -> None:
     )
 
 
-def test_what_a_method_is_bound_to_is_found_again_by_its_path() -> None:
+def test_owner_of_bound_method_is_found_by_path() -> None:
     holder = sx.Module()
     holder.call = sx.nn.Sequential(jax.nn.relu).__call__
     found = sx.select(holder).at_instances_of(sx.nn.Sequential)
@@ -119,7 +119,7 @@ def test_plain_pytrees_are_trees() -> None:
 # --- values: lazy, abstract, of many arrays ---
 
 
-def test_places_in_values_are_found_without_materialising() -> None:
+def test_places_in_values_are_found_without_materializing() -> None:
     model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
     before = epoch.current
     found = sx.select(model).at_instances_of(jax.Array)
@@ -157,7 +157,7 @@ def test_matches_are_found_in_values_of_many_arrays() -> None:
     assert sx.select(model).at(lambda m: m.moments.value["v"][0]).get().shape == (3,)
 
 
-def test_a_boxed_value_is_found_as_what_it_is() -> None:
+def test_boxed_value_is_selected_by_its_type() -> None:
     model = sx.Module()
     model.w = sx.Param(sx.Partitioned(jnp.ones(2), names=("x",)))
     found = sx.select(model).at_instances_of(sx.Partitioned)
@@ -187,7 +187,7 @@ def test_in_a_stack_the_stacked_layer_is_found() -> None:
     assert sx.select(stack[1]).at_instances_of(sx.Param).keypaths() == (("kernel",), ("bias",))
 
 
-def test_a_view_of_a_layer_is_no_part_of_the_model() -> None:
+def test_layer_view_is_not_part_of_the_model() -> None:
     stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), 3)
     for accessor in (lambda s: s[1], lambda s: s[1].kernel):
         with pytest.raises(SelectionError, match="unstack_layers"):
@@ -197,7 +197,7 @@ def test_a_view_of_a_layer_is_no_part_of_the_model() -> None:
 # --- text ---
 
 
-def test_the_text_marks_what_is_selected_and_folds_the_rest(model: Model) -> None:
+def test_repr_marks_the_selection_and_folds_the_rest(model: Model) -> None:
     found = sx.select(model).at(lambda m: (m.blocks[1].mlp, m.embed, m.scale))
     assert repr(found).splitlines() == [
         "Selection of 3 places in a Model:",
@@ -233,7 +233,7 @@ def test_the_text_shows_places_inside_values(model: Model) -> None:
     ]
 
 
-def test_the_text_of_plain_trees_and_values_shows_no_numbers() -> None:
+def test_repr_of_plain_trees_shows_no_numbers() -> None:
     model = sx.Module()
     model.w = sx.Param({"m": jnp.ones(2), "v": [jnp.ones(3)]})
     model.itself = model

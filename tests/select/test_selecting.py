@@ -117,7 +117,7 @@ def test_a_cycle_is_walked_once() -> None:
         assert selection.at_instances_of(sx.Param).keypaths() == (("other", "w"),)
 
 
-def test_a_function_of_one_argument_gets_the_value_of_two_the_path_too(model: Model) -> None:
+def test_predicates_take_value_or_path_and_value(model: Model) -> None:
     by_value = sx.select(model).at_subtrees_where(lambda x: isinstance(x, str) and x == "gated")
     by_path = sx.select(model).at_subtrees_where(lambda path, x: path[-1:] == ("kind",))
     assert by_value.keypaths() == (("blocks", 1, "kind"),)
@@ -144,7 +144,7 @@ def test_a_test_may_return_a_numpy_bool(model: Model) -> None:
     assert big.keypaths() == (("embed",), ("heads", "en", "kernel"))
 
 
-def test_an_error_in_a_test_comes_as_it_is_and_says_where(model: Model) -> None:
+def test_exception_of_a_predicate_propagates_with_path(model: Model) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         sx.select(model).at_instances_of(Block).pick_nth(1).where(lambda block: 1 / 0)
     assert ".blocks[1]" in caught.value.__notes__[0]
@@ -202,12 +202,12 @@ def test_paths_are_tuples_or_text(model: Model, path: Any, found: Any) -> None:
     assert sx.select(model).at_keypaths(path).keypaths() == (found,)
 
 
-def test_a_second_path_to_a_shared_object_leads_to_it(model: Model) -> None:
+def test_second_path_selects_the_shared_object(model: Model) -> None:
     assert sx.select(model).at_keypaths("unembed").get() is model.embed
     assert sx.select(model).at_keypaths("unembed", "embed").keypaths() == (("unembed",),)
 
 
-def test_an_unknown_path_is_an_error_with_the_nearest_known(model: Model) -> None:
+def test_unknown_path_raises_with_the_nearest_known(model: Model) -> None:
     with pytest.raises(SelectionPathError, match=r"\.unebmed.*Did you mean \.unembed"):
         sx.select(model).at_keypaths(".unebmed")
     with pytest.raises(SelectionPathError, match=r"\.heads\[1\]"):
@@ -276,7 +276,7 @@ def test_accessors_know_named_tuples_and_other_pytrees() -> None:
     assert at(lambda t: t["state"].a[0]).keypaths() == (("state", "a", 0),)
 
 
-def test_an_accessor_that_points_at_nothing_in_the_tree_is_refused(model: Model) -> None:
+def test_accessor_of_value_outside_the_tree_is_refused(model: Model) -> None:
     with pytest.raises(SelectionError, match="not a part") as caught:
         sx.select(model).at_instances_of(Block).at(lambda block: 3)
     assert ".blocks[0]" in caught.value.__notes__[0]
@@ -321,7 +321,7 @@ def test_refine_selects_within_each_selected_part(model: Model) -> None:
     assert found.get_all() == tuple(block.attn.kernel for block in model.blocks)
 
 
-def test_refine_reaches_into_tuples_values_and_arrays_of_a_model() -> None:
+def test_refine_reaches_into_tuples_values_and_arrays() -> None:
     model = sx.Module()
     model.pair = (jnp.zeros(1), ("a", "b"))
     model.w = sx.Param({"m": jnp.ones(1), "v": [jnp.ones(2)]})

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import functools
 import json
+import multiprocessing
 import os
 import queue
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import threading
@@ -33,12 +36,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.house.sources import ROOT
 
 PACKAGES = ("_core", "_transforms", "partition", "_select", "nn", "models", "plan")
-BUDGET = 45.0  # CPU-seconds of tests for one mutant
-PER_FILE = 12
+BUDGET = 12.0  # CPU-seconds of tests for one mutant
+PER_FILE = 6
 SECONDS = 300  # until tests count as hanging
+# Plugins of pytest are imported before it runs.
+IGNORED = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 NOT_COPIED = (".git", ".venv*", ".compilers*", ".cache", "__pycache__", "runs", ".hypothesis")
 
 OTHER_OPERATOR: dict[type[ast.AST], type[ast.AST]] = {
@@ -62,6 +69,11 @@ OTHER_OPERATOR: dict[type[ast.AST], type[ast.AST]] = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
+
+
+# Processes that have imported what takes long, but not shardax.
+FORKS = multiprocessing.get_context("forkserver")
+PRELOADED = ["jax", "jax.numpy", "optax", "scipy.stats", "tests.suite.mutants"]
 
 
 @dataclass(frozen=True)
@@ -217,12 +229,17 @@ class Reach:
             Path(f).as_posix().rpartition("/src/")[2]: f for f in self.data.measured_files()
         }
 
+    @functools.cache  # noqa: B019 (one object for the whole run)
+    def lines_of(self, file: str) -> dict[int, list[str]]:
+        """Returns the contexts of each line of a file, which takes long to read."""
+        return self.data.contexts_by_lineno(file)
+
     def tests(self, mutant: Mutant) -> list[str]:
         """Returns the tests to run for a mutant, the cheapest first."""
         file = self.by_name.get(mutant.file)
         contexts: set[str] = set()
         if file is not None:
-            lines = self.data.contexts_by_lineno(file)
+            lines = self.lines_of(file)
             contexts = set(lines.get(mutant.line, ())) - {""}
             if not contexts and mutant.line in lines:  # run once, when the file is imported
                 contexts = {context for each in lines.values() for context in each} - {""}
@@ -238,35 +255,48 @@ class Reach:
         return chosen
 
 
+def _run_pytest(tree: Path, tests: Sequence[str], log: Path) -> None:
+    """Runs tests in this process, a fork that has imported JAX and not yet shardax."""
+    os.setsid()
+    os.chdir(tree)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    own = {str(ROOT), str(ROOT / "src"), ""}
+    sys.path[:] = [str(tree / "src"), str(tree), *(path for path in sys.path if path not in own)]
+    os.environ |= {"PYTHONPATH": str(tree / "src"), "CI": "1"}
+    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *IGNORED]
+    code = pytest.main([*options, *tests])
+    sys.stdout.flush()
+    os._exit(int(code))
+
+
 def outcome_of(mutant: Mutant, tests: Sequence[str], tree: Path) -> str:
     """Runs the tests on the mutant in a copy of the tree."""
     if not tests:
         return "lives: no test runs it"
     path = tree / "src" / mutant.file
+    log = tree / "log_of_mutant"
     original = path.read_text()
     path.write_text(mutated(original, mutant))
-    arguments = tree / "tests_of_mutant"
-    arguments.write_text("\n".join(tests))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    variables = os.environ | {"PYTHONPATH": str(tree / "src"), "CI": "1"}
+    process = FORKS.Process(target=_run_pytest, args=(tree, tests, log))
     try:
-        done = subprocess.run(
-            [*command, f"@{arguments}"],
-            cwd=tree,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "killed: a test hangs"
+        process.start()
+        process.join(SECONDS)
+        if process.is_alive():
+            return "killed: a test hangs"
     finally:
         path.write_text(original)
-    if done.returncode == 0:
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what tests have left
+        process.join()
+    if process.exitcode == 0:
         return "lives"
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return f"killed: {failed[0] if failed else done.stdout[-300:]}"
+    output = log.read_text()
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return f"killed: {failed[0] if failed else output[-300:]}"
 
 
 def run(
@@ -329,6 +359,8 @@ def main() -> None:
     parser.add_argument("--times", type=Path, default=ROOT / "times.json")
     parser.add_argument("--out", type=Path, default=ROOT / "mutants.json")
     options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported
+    FORKS.set_forkserver_preload(PRELOADED)
     mutants = choose(ROOT / "src", options.count, options.seed)
     reach = Reach(options.coverage, options.times, ROOT / "src")
     results = run(mutants, reach, options.workers, lambda line: print(line, flush=True))

@@ -2,14 +2,15 @@
 """CPU-seconds of each test, and its share of tracing, lowering and compiling.
 
 A pytest plugin: ``make test-times`` runs the suite with ``-p tests.suite.times --times=FILE`` and
-prints the CPU-seconds by folder, the dearest tests, and what JAX took of the wall time. CPU-seconds
+prints the CPU-seconds by folder, the dearest tests, what JAX took of the wall time, and the largest
+memory of a worker. CPU-seconds
 count all threads and the child processes that a test waited for.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,17 +19,14 @@ from typing import Any
 
 import pytest
 
+from tests.suite import cpu_seconds
+
 DEAREST = 30
 STAGES = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compiling",
 }
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and of the children it has waited for."""
-    return sum(os.times()[:4])
 
 
 class StageIntervals:
@@ -64,6 +62,7 @@ class Times:
         self.file = file
         self.tests: dict[str, dict[str, float]] = {}
         self.outside_tests = 0.0
+        self.peak_bytes = 0
         self.stages = StageIntervals()
         self.before: dict[str, float] = {}
         self.in_tests = 0.0
@@ -97,15 +96,19 @@ class Times:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Adds what a worker took outside of tests."""
-        self.outside_tests += getattr(node, "workeroutput", {}).get("outside_tests", 0.0)
+        output = getattr(node, "workeroutput", {})
+        self.outside_tests += output.get("outside_tests", 0.0)
+        self.peak_bytes = max(self.peak_bytes, output.get("peak_bytes", 0))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Sends a worker's seconds outside of tests: imports, collection, hooks."""
-        outside = sum(os.times()[:4]) - self.in_tests
+        outside = cpu_seconds() - self.in_tests
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["outside_tests"] = outside
+            session.config.workeroutput["peak_bytes"] = peak_bytes()
         elif not session.config.getoption("numprocesses", None):
             self.outside_tests = outside
+            self.peak_bytes = peak_bytes()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Prints the tables and writes the file."""
@@ -115,6 +118,12 @@ class Times:
             json.dumps({"outside_tests": self.outside_tests, "tests": self.tests}, indent=0)
         )
         terminalreporter.write_line(table_of(self.tests, self.outside_tests))
+        terminalreporter.write_line(f"Peak memory of a worker: {self.peak_bytes / 2**30:.1f} GiB.")
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process; Linux counts in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def folder_of(nodeid: str) -> str:

@@ -3,33 +3,55 @@
 
 from __future__ import annotations
 
+import functools
+import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import shardax as sx
 
-TOKENS = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 SIZES: dict[str, Any] = {"vocab_size": 16, "embed_dim": 12, "head_dim": 6, "mlp_dim": 10}
 
-in_every_layout = pytest.mark.parametrize(
-    ("scanned", "tied", "remat"),
-    [(False, False, None), (True, False, None), (False, True, "full"), (True, True, "full")],
-)
+LAYOUTS = [(False, False, None), (True, False, None), (False, True, "full"), (True, True, "full")]
+in_every_layout = pytest.mark.parametrize(("scanned", "tied", "remat"), LAYOUTS)
 
 
-def decoder(scanned: bool = False, tied: bool = False, remat: str | None = None) -> Any:
+def decoder(
+    scanned: bool = False, tied: bool = False, remat: str | None = None, **options: Any
+) -> Any:
     """Returns a decoder of two layers; its parameters are the same in all layouts."""
-    config = sx.models.DecoderConfig(**SIZES, scan_layers=scanned, tied_head=tied, remat=remat)
-    return sx.models.Decoder(config, rngs=sx.Rngs(0))
+    config = sx.models.DecoderConfig(
+        **SIZES, scan_layers=scanned, tied_head=tied, remat=remat, **options
+    )
+    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+    for path, variable in sx.iter_variables(model, sx.Param):
+        variable.value = _value(path, variable.shape)
+    return model
 
 
+def _value(path: tuple[Any, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Draws the value of a parameter; that of a stack is the values of its layers."""
+    if path[:2] == ("layers", "stacked"):
+        layers = range(shape[0])
+        return np.stack([_value(("layers", i, *path[2:]), shape[1:]) for i in layers])
+    noise = np.random.default_rng(zlib.crc32(repr(path).encode())).normal(size=shape)
+    return np.float32(1 + 0.1 * noise if len(shape) == 1 else 0.3 * noise)
+
+
+@sx.jit
 def run(model: Any) -> jax.Array:
-    """Returns the logits of the tokens."""
+    """Returns the logits of the tokens, by a compiled call."""
     return model(TOKENS)
+
+
+@functools.cache
+def logits(tied: bool = False) -> np.ndarray:
+    """Returns the logits of the decoder that nothing is done to, in any layout."""
+    return np.asarray(run(decoder(tied=tied)))
 
 
 def close(found: Any, expected: Any) -> None:

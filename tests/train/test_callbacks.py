@@ -30,7 +30,7 @@ def worsening() -> dict[str, Any]:
     }
 
 
-def test_events_come_in_the_order_of_the_run_with_the_numbers_of_the_log(tmp_path: Path) -> None:
+def test_events_come_in_order_with_the_logged_numbers(tmp_path: Path) -> None:
     seen: list[tuple[str, int, list[str]]] = []
 
     def note(event: Event) -> None:
@@ -62,9 +62,7 @@ def test_events_come_in_the_order_of_the_run_with_the_numbers_of_the_log(tmp_pat
     ]
 
 
-def test_a_callback_that_stops_ends_the_run_with_a_checkpoint_and_an_evaluation(
-    tmp_path: Path,
-) -> None:
+def test_stop_by_callback_saves_a_checkpoint_and_evaluates(tmp_path: Path) -> None:
     def at_three(event: Event) -> None:
         if event.step == 3:
             event.stop()
@@ -82,50 +80,57 @@ def test_a_callback_that_stops_ends_the_run_with_a_checkpoint_and_an_evaluation(
     assert state_of(resumed) == state_of(whole)
 
 
-@pytest.mark.parametrize("cut", [5, 7, 8])
-def test_early_stopping_and_the_best_checkpoint_are_the_same_in_a_resumed_run(
-    tmp_path: Path, cut: int
-) -> None:
-    def make(folder: str) -> tuple[Any, Any, Any]:
-        early, best = EarlyStopping("eval_loss", patience=3), BestCheckpoint("eval_loss")
-        trainer = make_trainer(tmp_path / folder, 40, callbacks=(early, best), **worsening())
-        return trainer, early, best
+def watched(folder: Path) -> tuple[Any, Any, Any]:
+    """A trainer of such a run, and callbacks that stop it and keep its best checkpoint."""
+    early, best = EarlyStopping("eval_loss", patience=3), BestCheckpoint("eval_loss")
+    return make_trainer(folder, 40, callbacks=(early, best), **worsening()), early, best
 
-    whole, early, best = make("whole")
-    result = whole.run(display=Quiet())
-    records = [r for r in sx.train.read_jsonl(whole.log_path) if "eval_loss" in r]
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any, Any]:
+    """The same after a run that was stopped early, with its result."""
+    trainer, early, best = watched(tmp_path_factory.mktemp("whole"))
+    return trainer, early, best, trainer.run(display=Quiet())
+
+
+def test_early_stopping_keeps_the_checkpoint_of_best_evaluation(
+    tmp_path: Path, whole: tuple[Any, Any, Any, Any]
+) -> None:
+    trainer, early, best, result = whole
+    records = [r for r in sx.train.read_jsonl(trainer.log_path) if "eval_loss" in r]
     losses = {record["step"]: record["eval_loss"] for record in records}
     assert best.step == min(losses, key=lambda step: losses[step]) < result.step
     assert (result.step, early.stopped, early.best) == (best.step + 6, True, losses[best.step])
+    folder = sx.train.Checkpoints(trainer.checkpoint_directory)
+    assert folder.steps() == [best.step, result.step]
+    restored = make_trainer(tmp_path, 1, held_out=eval_batches())
+    folder.restore((restored.model,), best.step, partial=True)
+    assert restored.evaluate() == pytest.approx(best.best, rel=1e-6)
 
+
+@pytest.mark.parametrize("cut", [5, 7, 8])
+def test_resumed_run_has_same_stop_and_best_checkpoint(
+    tmp_path: Path, whole: tuple[Any, Any, Any, Any], cut: int
+) -> None:
     def die(step: int) -> None:
         if step == cut:
             raise KeyboardInterrupt
 
+    trainer, early, best, result = whole
     with pytest.raises(KeyboardInterrupt):
-        make("cut")[0].run(display=Quiet(die))
-    resumed, again, second = make("cut")
+        watched(tmp_path)[0].run(display=Quiet(die))
+    resumed, again, second = watched(tmp_path)
     assert resumed.run(resume=True, display=Quiet()).step == result.step
-    assert state_of(resumed) == state_of(whole)
+    assert state_of(resumed) == state_of(trainer)
     assert (again.state(), second.state()) == (early.state(), best.state())
-    for trainer in (whole, resumed):
-        steps = sx.train.Checkpoints(trainer.checkpoint_directory).steps()
-        assert steps == [best.step, result.step]
-    once_more, _, third = make("cut")
+    steps = sx.train.Checkpoints(resumed.checkpoint_directory).steps()
+    assert steps == [best.step, result.step]
+    once_more, _, third = watched(tmp_path)
     assert once_more.run(resume=True, display=Quiet()).step == result.step
     assert third.step == best.step
 
 
-def test_the_best_checkpoint_holds_the_model_of_the_best_evaluation(tmp_path: Path) -> None:
-    best = BestCheckpoint("eval_loss")
-    trainer = make_trainer(tmp_path, 10, callbacks=[best], **worsening())
-    trainer.run(display=Quiet())
-    folder = sx.train.Checkpoints(trainer.checkpoint_directory)
-    folder.restore((trainer.model,), best.step, partial=True)
-    assert trainer.evaluate() == pytest.approx(best.best, rel=1e-6)
-
-
-def test_a_metric_to_be_large_and_one_of_training_can_be_watched() -> None:
+def test_training_metric_can_be_watched_for_its_maximum() -> None:
     early = EarlyStopping("accuracy", patience=1, mode="max")
     stops = []
     for step, share in enumerate([0.1, 0.3, float("nan")]):

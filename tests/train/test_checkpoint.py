@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
+from tests.train.small_runs import waves
 
 import shardax as sx
 from shardax.errors import (
@@ -24,17 +26,10 @@ from shardax.errors import (
     DataPositionError,
     PartitionCheckError,
 )
-from shardax.partition.placement import shard
-from shardax.partition.rules import Rules
-from shardax.partition.specs import abstract, shardings
-from shardax.train import checkpoint_format
-from shardax.train.checkpoint import Checkpoints, restore, save
-from shardax.train.data.batches import TrainBatches
-from shardax.train.data.text import ByteText
-from shardax.train.optimizer import Optimizer
+from shardax.train import ByteText, Checkpoints, Optimizer, TrainBatches, checkpoint_format
+from shardax.train.checkpoint import restore, save
 
-RULES = Rules({"vocab": "model", "embed": None, "mlp": "model"})
-normal = jax.nn.initializers.normal(1.0)
+RULES = sx.Rules({"vocab": "model", "embed": None, "mlp": "model"})
 
 
 class Block(sx.Module):
@@ -47,7 +42,7 @@ class Net(sx.Module):
     """Tied weights, random streams, counters, several dtypes, a pytree, an empty array."""
 
     def __init__(
-        self, seed: int = 0, *, width: int = 8, dtype: Any = jnp.bfloat16, init: Any = normal
+        self, seed: int = 0, *, width: int = 8, dtype: Any = jnp.bfloat16, init: Any = waves
     ) -> None:
         rngs = sx.Rngs(params=seed)
         self.embed = sx.Param(sx.Init(init, (16, 8), rngs=rngs), axes=("vocab", "embed"))
@@ -70,7 +65,7 @@ class Net(sx.Module):
 
 @sx.jit
 def train_step(model: Any, optimizer: Any) -> Any:
-    tokens = jnp.arange(4)
+    tokens = np.arange(4)
     grads = sx.grad(lambda model: jnp.mean((model(tokens) - 1) ** 2))(model)
     optimizer.update(grads)
 
@@ -98,12 +93,18 @@ def assert_same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(a[path], b[path], err_msg=str(path))
 
 
-def trained(steps: int = 2) -> tuple[Net, Optimizer]:
+@functools.cache
+def trained_once(steps: int) -> tuple[Net, Optimizer]:
     model = Net()
     optimizer = Optimizer(model, optax.adamw(1e-2))
     for _ in range(steps):
         train_step(model, optimizer)
     return model, optimizer
+
+
+def trained(steps: int = 2) -> tuple[Net, Optimizer]:
+    """A model and its optimizer after some steps."""
+    return sx.clone(trained_once(steps))
 
 
 def lazy(**options: Any) -> tuple[Net, Optimizer]:
@@ -114,7 +115,7 @@ def lazy(**options: Any) -> tuple[Net, Optimizer]:
 # --- round trips ----------------------------------------------------------------------------------
 
 
-def test_everything_comes_back_into_a_lazy_model_that_is_never_initialised(tmp_path: Path) -> None:
+def test_lazy_model_is_restored_without_running_initializers(tmp_path: Path) -> None:
     saved = trained()
     save(saved, tmp_path / "checkpoint")
     model, optimizer = lazy(init=refuses)
@@ -127,7 +128,7 @@ def test_everything_comes_back_into_a_lazy_model_that_is_never_initialised(tmp_p
     assert sx.graphdef((model, optimizer)) == sx.graphdef(lazy())
 
 
-def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     straight = trained(4)
     save(trained(2), tmp_path / "checkpoint")
     resumed = lazy()
@@ -137,9 +138,7 @@ def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(tmp_path: Path) 
     assert_same(resumed, straight)
 
 
-def test_a_lazy_model_that_was_never_used_is_saved_as_it_would_be_initialised(
-    tmp_path: Path,
-) -> None:
+def test_unused_lazy_model_is_saved_as_initialized(tmp_path: Path) -> None:
     save(Net(3), tmp_path / "checkpoint")
     model = Net(4)
     restore(model, tmp_path / "checkpoint")
@@ -224,14 +223,14 @@ def make_mesh(*shape: int) -> Mesh:
 
 def assert_laid_out(tree: Any, mesh: Mesh, rules: Any) -> None:
     for part in tree if isinstance(tree, tuple) else (tree,):
-        expected = jax.tree.leaves(shardings(part, mesh, rules))
+        expected = jax.tree.leaves(sx.shardings(part, mesh, rules))
         for array, sharding in zip(jax.tree.leaves(sx.state(part)), expected, strict=True):
             assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
-def test_a_checkpoint_of_one_mesh_is_restored_onto_another(tmp_path: Path, mesh: Mesh) -> None:
+def test_checkpoint_of_one_mesh_is_restored_onto_another(tmp_path: Path, mesh: Mesh) -> None:
     saved = trained()
-    shard(saved, make_mesh(4, 2), RULES)
+    sx.shard(saved, make_mesh(4, 2), RULES)
     save(saved, tmp_path / "checkpoint")
     other_rules = {"embed": "data", "vocab": "model", "mlp": None}
     for rules in (RULES, other_rules):
@@ -244,7 +243,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_onto_another(tmp_path: Path, mesh:
     assert_same(one_device, saved)
 
 
-def test_restoring_onto_a_mesh_keeps_nothing_but_the_shards(tmp_path: Path) -> None:
+def test_restoring_onto_a_mesh_keeps_only_shards(tmp_path: Path) -> None:
     save(Net(), tmp_path / "checkpoint")
     mesh, model = make_mesh(2, 4), Net(init=refuses)
     before = {id(array) for array in jax.live_arrays()}
@@ -257,32 +256,30 @@ def test_restoring_onto_a_mesh_keeps_nothing_but_the_shards(tmp_path: Path) -> N
     assert [s.data.shape for s in kernel.addressable_shards] == [(8, 2)] * 8
 
 
-def test_without_a_mesh_arrays_go_where_the_tree_already_is(tmp_path: Path) -> None:
+def test_without_mesh_arrays_follow_the_shardings_in_place(tmp_path: Path) -> None:
     saved = trained()
     save(saved, tmp_path / "checkpoint")
     mesh = make_mesh(2, 4)
     placed = lazy()
-    shard(placed[0], mesh, RULES)  # the optimizer is still lazy
+    sx.shard(placed[0], mesh, RULES)  # the optimizer is still lazy
     restore(placed, tmp_path / "checkpoint")
     assert_laid_out(placed[0], mesh, RULES)
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(sx.state(placed)))
-    planned = abstract(lazy(), mesh, RULES)
+    planned = sx.abstract(lazy(), mesh, RULES)
     restore(planned, tmp_path / "checkpoint")
     assert_laid_out(planned, mesh, RULES)
     assert_same(planned, saved)
 
 
 def test_the_mesh_and_rules_in_scope_count(tmp_path: Path) -> None:
-    from shardax.partition.context import axis_rules
-
     save(Net(), tmp_path / "checkpoint")
     mesh, model = make_mesh(2, 4), Net()
-    with jax.set_mesh(mesh), axis_rules(RULES):
+    with jax.set_mesh(mesh), sx.axis_rules(RULES):
         restore(model, tmp_path / "checkpoint")
     assert_laid_out(model, mesh, RULES)
 
 
-def test_a_layout_that_cannot_be_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_impossible_layout_is_refused_before_anything_changes(tmp_path: Path) -> None:
     save(Net(width=6), tmp_path / "checkpoint")
     model = Net(width=6, init=refuses)
     with pytest.raises(
@@ -410,7 +407,7 @@ def test_a_tree_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointValueError, match="made of Modules"):
             save(tree, tmp_path / "checkpoint")
     with pytest.raises(AbstractValueError, match=r"\.kernel"):
-        save(abstract(Net().blocks[0]), tmp_path / "checkpoint")
+        save(sx.abstract(Net().blocks[0]), tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_never_overwrites_another(tmp_path: Path) -> None:
@@ -422,7 +419,7 @@ def test_a_checkpoint_never_overwrites_another(tmp_path: Path) -> None:
     assert_same(model, Net(0))
 
 
-def test_what_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
+def test_missing_checkpoint_error_names_what_is_nearby(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="nothing at"):
         restore(Net(), tmp_path / "a" / "b")
     with Checkpoints(tmp_path) as checkpoints:

@@ -63,7 +63,7 @@ def flip_first(file: Path) -> None:
     flip(file, 0)
 
 
-def test_one_flipped_bit_in_any_file_is_noticed_and_the_file_named(tmp_path: Path) -> None:
+def test_one_flipped_bit_is_detected_in_any_file(tmp_path: Path) -> None:
     checkpoint.save((Net(), {"step": 3}), tmp_path / "saved", extra=[1e-5, "x"])
     chance = random.Random(0)
     found = files_of(tmp_path / "saved")
@@ -83,7 +83,7 @@ def test_one_flipped_bit_in_any_file_is_noticed_and_the_file_named(tmp_path: Pat
 
 
 @pytest.mark.parametrize("spoil", [delete, truncate, empty])
-def test_a_missing_or_shorter_file_is_noticed_and_named(
+def test_missing_or_truncated_file_is_detected_and_named(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     checkpoint.save(Net(), tmp_path / "saved")
@@ -120,7 +120,7 @@ def test_the_folder_of_another_step_is_noticed(tmp_path: Path, name: str, how: s
             attempt()
 
 
-def test_a_copy_elsewhere_under_a_name_of_its_own_is_the_same_checkpoint(tmp_path: Path) -> None:
+def test_copy_under_another_name_restores_the_same(tmp_path: Path) -> None:
     saved_steps(tmp_path / "run", 54)
     shutil.copytree(tmp_path / "run" / "00000054", tmp_path / "best")
     model = Net()
@@ -129,9 +129,7 @@ def test_a_copy_elsewhere_under_a_name_of_its_own_is_the_same_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("mixed", ["arrays", "description.json"])
-def test_a_description_and_arrays_of_different_checkpoints_are_noticed(
-    tmp_path: Path, mixed: str
-) -> None:
+def test_mixed_description_and_arrays_are_detected(tmp_path: Path, mixed: str) -> None:
     checkpoints = saved_steps(tmp_path, 1, 2)
     old, new = tmp_path / "00000001" / mixed, tmp_path / "00000002" / mixed
     if new.is_dir():
@@ -143,9 +141,7 @@ def test_a_description_and_arrays_of_different_checkpoints_are_noticed(
         checkpoints.restore(Net())
 
 
-def test_a_checkpoint_from_before_there_were_checksums_is_read_with_a_notice(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_without_checksums_is_read_with_a_warning(tmp_path: Path) -> None:
     import json
 
     import orbax.checkpoint as ocp
@@ -188,7 +184,7 @@ def start(folder: Path, **options: Any) -> Any:
 
 @pytest.fixture
 def copy(whole: Any, tmp_path: Path) -> Path:
-    """The same run elsewhere, to be spoilt."""
+    """The same run elsewhere, to be damaged."""
     return shutil.copytree(whole.directory, tmp_path / "run")
 
 
@@ -204,7 +200,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("spoil", [flip_first, truncate, delete])
 @pytest.mark.parametrize("item", ["description.json", "arrays/manifest.ocdbt"])
-def test_a_run_goes_back_to_the_newest_good_checkpoint_and_says_so_in_one_line(
+def test_run_falls_back_to_newest_undamaged_checkpoint(
     whole: Any, copy: Path, spoil: Callable[[Path], None], item: str
 ) -> None:
     for step in (4, 6):
@@ -221,9 +217,7 @@ def test_a_run_goes_back_to_the_newest_good_checkpoint_and_says_so_in_one_line(
     assert names == kept
 
 
-def test_without_fallback_a_damaged_checkpoint_stops_the_run_and_nothing_changes(
-    copy: Path,
-) -> None:
+def test_without_fallback_damage_stops_the_run_unchanged(copy: Path) -> None:
     flip_first(step_folder(copy, 6) / "description.json")
     before = {file: file.read_bytes() for file in files_of(copy)}
     with pytest.raises(CheckpointDamagedError, match=r"00000006 is damaged: description\.json"):
@@ -231,21 +225,21 @@ def test_without_fallback_a_damaged_checkpoint_stops_the_run_and_nothing_changes
     assert {file: file.read_bytes() for file in files_of(copy)} == before
 
 
-def test_a_copied_step_is_set_aside_and_the_right_one_used(whole: Any, copy: Path) -> None:
+def test_copied_step_is_set_aside_on_resume(whole: Any, copy: Path) -> None:
     shutil.copytree(step_folder(copy, 4), step_folder(copy, 57))
     trainer, display = resume(copy)
     assert display.span == (6, 6) and "is of step 4" in display.notes[0]
     assert state_of(trainer) == state_of(whole)
 
 
-def test_a_run_without_any_good_checkpoint_is_refused_with_all_that_is_wrong(copy: Path) -> None:
+def test_run_without_undamaged_checkpoint_is_refused_listing_damage(copy: Path) -> None:
     for step in (2, 4, 6):
         delete(step_folder(copy, step) / "description.json")
     with pytest.raises(CheckpointDamagedError, match=r"No checkpoint.*step 6: desc.*step 2: desc"):
         resume(copy)
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_again(copy: Path) -> None:
+def test_run_without_checkpoints_says_it_starts_again(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints")
     _, display = resume(copy)
     assert display.span == (0, 6)
@@ -266,7 +260,7 @@ def bigger_base(model: Any) -> Any:
         ({"model": bigger_base(Bigram())}, r"\.model\.embed\.scale: nothing.*500\.0 now"),
     ],
 )
-def test_other_settings_of_model_or_optimizer_are_refused_unless_declared(
+def test_changed_settings_are_refused_without_override(
     copy: Path, options: dict[str, Any], named: str
 ) -> None:
     trainer = make_trainer(copy, 8, **options)
@@ -279,7 +273,7 @@ def test_other_settings_of_model_or_optimizer_are_refused_unless_declared(
         assert again.run(resume=True, display=Quiet()).step == 8
 
 
-def test_functions_in_lists_and_compiled_modules_are_settings_that_other_processes_have() -> None:
+def test_settings_of_functions_are_equal_across_instances() -> None:
     def settings(function: Any, slope: float) -> dict[str, str]:
         rngs = sx.Rngs(0)
         layers = [sx.Jitted(sx.nn.Linear(2, 2, rngs=rngs)), function, lambda x: x * slope]
@@ -306,7 +300,7 @@ def test_the_same_settings_made_anew_are_the_same(copy: Path) -> None:
 # --- one trainer at a time ------------------------------------------------------------------------
 
 
-def test_a_second_trainer_in_the_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_second_trainer_in_the_folder_is_refused(tmp_path: Path) -> None:
     said: list[str] = []
 
     def second(step: int) -> None:
@@ -324,9 +318,7 @@ def test_a_second_trainer_in_the_folder_is_refused_and_the_first_goes_on(tmp_pat
 @pytest.mark.usefixtures("collecting_only_what_is_new")
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_folder_that_goes_away_ends_the_run_with_a_clear_error(
-    tmp_path: Path, how: str, every: int
-) -> None:
+def test_lost_run_folder_ends_the_run_with_error(tmp_path: Path, how: str, every: int) -> None:
     run = tmp_path / "run"
 
     def lose(step: int) -> None:
@@ -359,7 +351,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
+def test_full_disk_error_leaves_no_partial_checkpoint(
     tmp_path: Path, small_files: Callable[[int], None], capfd: Any, caplog: Any
 ) -> None:
     numbers = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
@@ -382,7 +374,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_a_full_disk_ends_a_run_with_the_checkpoints_before(
+def test_full_disk_ends_a_run_keeping_earlier_checkpoints(
     tmp_path: Path, small_files: Callable[[int], None], capfd: Any
 ) -> None:
     def fill(step: int) -> None:
@@ -398,7 +390,7 @@ def test_a_full_disk_ends_a_run_with_the_checkpoints_before(
     assert make_trainer(tmp_path, 6).run(resume=True, display=Quiet()).step == 6
 
 
-def test_a_full_disk_is_named_with_the_log_and_leaves_no_half_line(
+def test_full_disk_error_leaves_no_partial_log_line(
     tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:
     with sx.train.JsonlLog(tmp_path / "log.jsonl") as log:

@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.errors import DataPositionError, WindowError
-from shardax.train.data.batches import (
+from shardax.train import (
+    ByteText,
     DataPosition,
     EvalBatches,
+    Positioned,
     RowBatches,
+    TextPart,
     TrainBatches,
     WholeBatches,
 )
-from shardax.train.data.sources import Positioned
-from shardax.train.data.text import ByteText, TextPart
 
 
 def numbered_text(length: int) -> ByteText:
@@ -49,7 +50,7 @@ def windows_of(batch: dict[str, np.ndarray]) -> list[bytes]:
 # --- training batches ----------------------------------------------------------------------------
 
 
-def test_a_batch_is_int32_inputs_and_the_same_bytes_one_later_as_targets():
+def test_targets_are_the_inputs_one_byte_later():
     batch = next(TrainBatches(TRAIN, batch_size=4, seq_len=16))
     assert set(batch) == {"inputs", "targets"}
     for array in batch.values():
@@ -97,9 +98,7 @@ def test_restoring_at_any_step_gives_the_same_tail(
 
 
 @given(part=parts(), seq_len=st.integers(1, 20), seed=st.integers(0, 99))
-def test_an_epoch_takes_every_window_once_and_no_byte_is_a_target_twice(
-    part: TextPart, seq_len: int, seed: int
-):
+def test_epoch_takes_every_window_and_target_once(part: TextPart, seq_len: int, seed: int):
     if (part.ends - part.starts).max() <= seq_len:
         return
     # A text of positions: what a batch holds is where it was read.
@@ -128,7 +127,7 @@ def test_every_byte_becomes_a_target_over_the_epochs():
     assert seen == set(range(1, 100))
 
 
-def test_epochs_and_seeds_differ_in_order_and_in_offsets():
+def test_epochs_and_seeds_differ_in_order_and_offset():
     def epoch(seed: int, number: int) -> list[bytes]:
         batches = TrainBatches(TRAIN, batch_size=1, seq_len=16, seed=seed)
         steps = range(number * batches.windows_per_epoch, (number + 1) * batches.windows_per_epoch)
@@ -142,7 +141,7 @@ def test_epochs_and_seeds_differ_in_order_and_in_offsets():
             assert len(common) < 0.5 * len(runs[one]), "offsets differ, so most windows do"
 
 
-def test_batches_run_on_from_one_epoch_to_the_next():
+def test_batches_continue_from_one_epoch_to_the_next():
     one_by_one = TrainBatches(TRAIN, batch_size=1, seq_len=64, seed=3)
     by_seven = TrainBatches(TRAIN, batch_size=7, seq_len=64, seed=3)
     steps = 3 * one_by_one.windows_per_epoch // 7
@@ -157,9 +156,7 @@ def test_a_batch_may_be_larger_than_an_epoch():
 
 
 @given(rows=st.sets(st.integers(0, 11), min_size=1).map(sorted), step=st.integers(0, 50))
-def test_some_rows_of_a_batch_are_those_of_the_whole_one_and_the_position_is_the_same(
-    rows: list[int], step: int
-):
+def test_selected_rows_equal_those_of_the_whole_batch(rows: list[int], step: int):
     whole = TrainBatches(TRAIN, batch_size=12, seq_len=16, seed=5)
     some = TrainBatches(TRAIN, batch_size=12, seq_len=16, seed=5)
     for each in (whole, some):
@@ -200,7 +197,7 @@ def test_row_batches_read_only_the_rows_asked_for(rows: list[int]):
     assert again.state() == {**saved, "step": saved["step"] + 1}
 
 
-def test_whole_batches_give_rows_of_what_they_wrap_and_have_its_position():
+def test_whole_batches_give_rows_and_position_of_source():
     wrapped = WholeBatches(TrainBatches(TRAIN, batch_size=6, seq_len=8), batch_size=6)
     plain = TrainBatches(TRAIN, batch_size=6, seq_len=8)
     assert isinstance(wrapped, Positioned) and not isinstance(
@@ -227,7 +224,7 @@ def test_batches_of_another_number_of_rows_are_refused(source: Any, message: str
 
 
 @pytest.mark.parametrize("rows", [[4], [-1], [], [0.5], [[0]]])
-def test_rows_that_are_none_of_the_batch_are_refused(rows: Any):
+def test_rows_outside_of_the_batch_are_refused(rows: Any):
     sources = [
         TrainBatches(TRAIN, batch_size=4, seq_len=16),
         EvalBatches(HELD_OUT, batch_size=4, seq_len=16),
@@ -239,7 +236,7 @@ def test_rows_that_are_none_of_the_batch_are_refused(rows: Any):
             next(source.by_rows(np.array(rows)))
 
 
-def test_the_order_is_pinned_so_that_old_checkpoints_stay_valid():
+def test_batch_order_equals_the_recorded_order():
     places = ByteText.from_bytes(np.arange(200, dtype=np.uint8))
     train, _ = places.split(0.1, block_bytes=20)
     batches = TrainBatches(train, batch_size=6, seq_len=8, seed=1)
@@ -261,7 +258,7 @@ def test_state_and_position_say_the_same():
     assert other.position == batches.position
 
 
-def test_restoring_over_other_data_lists_every_difference_and_moves_nothing():
+def test_restoring_over_other_data_is_refused_listing_differences():
     saved = TrainBatches(TRAIN, batch_size=4, seq_len=16, seed=0)
     next(saved)
     other = TrainBatches(TEXT.split(0.2)[0], batch_size=8, seq_len=32, seed=1)
@@ -281,7 +278,7 @@ def test_restoring_over_other_data_lists_every_difference_and_moves_nothing():
     assert other.step == 2
 
 
-def test_restoring_with_another_batch_size_says_which_to_use():
+def test_restoring_another_batch_size_names_the_saved_one():
     saved = TrainBatches(TRAIN, batch_size=4, seq_len=16).state()
     with pytest.raises(DataPositionError, match="batch_size=<saved>"):
         TrainBatches(TRAIN, batch_size=8, seq_len=16).restore(saved)
@@ -368,7 +365,7 @@ def test_evaluation_predicts_every_byte_with_a_predecessor_once(
     assert len(batches) == len(list(batches))
 
 
-def test_evaluation_is_the_same_on_every_pass_and_in_the_order_of_the_text():
+def test_evaluation_repeats_in_the_order_of_the_text():
     batches = EvalBatches(ByteText.from_bytes(b"abcdefghi").whole, batch_size=2, seq_len=3)
     for _ in range(2):
         (first, second) = batches
@@ -377,7 +374,7 @@ def test_evaluation_is_the_same_on_every_pass_and_in_the_order_of_the_text():
         assert second["mask"].tolist() == [[True, True, False], [False, False, False]]
 
 
-def test_limited_evaluation_spreads_over_the_text_and_knows_what_it_covers():
+def test_limited_evaluation_spreads_evenly_over_the_text():
     places = ByteText.from_bytes(np.arange(201, dtype=np.uint8))
     batches = EvalBatches(places.whole, batch_size=2, seq_len=10, max_batches=2)
     starts = [start for batch in batches for start in batch["inputs"][:, 0].tolist()]
@@ -413,7 +410,7 @@ def test_a_limit_above_what_there_is_changes_nothing():
 
 
 @given(rows=st.sets(st.integers(0, 5), min_size=1).map(sorted))
-def test_some_rows_of_evaluation_batches_are_those_of_the_whole_ones(rows: list[int]):
+def test_selected_evaluation_rows_equal_those_of_whole_batches(rows: list[int]):
     batches = EvalBatches(HELD_OUT, batch_size=6, seq_len=13)
     for whole, part in zip(batches, batches.by_rows(np.array(rows)), strict=True):
         for name, array in whole.items():

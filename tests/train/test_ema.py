@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from tests.train.small_runs import Bigram, Quiet, eval_batches, make_trainer, state_of
+from tests.train.small_runs import Bigram, Quiet, eval_batches, make_trainer, raw, state_of
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import TrainerError
@@ -22,14 +24,13 @@ from shardax.train import EMA
 def model_of(dtype: Any) -> Any:
     rngs = sx.Rngs(0)
     linear = sx.nn.Linear(4, 4, param_dtype=dtype, rngs=rngs)
-    return sx.nn.Sequential(linear, sx.nn.BatchNorm(4, rngs=rngs), sx.nn.Dropout(0.1, rngs=rngs))
+    layers = [linear, sx.nn.BatchNorm(4, rngs=rngs), sx.nn.Dropout(0.1, rngs=rngs)]
+    return with_values(sx.nn.Sequential(*layers))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", [0.99, lambda t: jnp.minimum(0.99, (1 + t) / (10 + t))])
-def test_averages_are_those_of_the_formula_and_the_rest_is_the_models(
-    dtype: Any, decay: Any
-) -> None:
+def test_averages_follow_the_formula_other_state_is_copied(dtype: Any, decay: Any) -> None:
     model = model_of(dtype)
     ema, optimizer = EMA(model, decay), sx.train.Optimizer(model, optax.sgd(1e-2))
 
@@ -38,11 +39,12 @@ def test_averages_are_those_of_the_formula_and_the_rest_is_the_models(
         optimizer.update(sx.grad(lambda model: (model(x) ** 2).sum())(model))
         ema.update(model)
 
+    batches = np.random.default_rng(0).normal(size=(20, 2, 4)).astype(dtype)
     expected = {
         path: np.asarray(v[...], np.float64) for path, v in sx.iter_variables(model, sx.Param)
     }
     for number in range(20):
-        step(model, optimizer, ema, jax.random.normal(jax.random.key(number), (2, 4), dtype))
+        step(model, optimizer, ema, batches[number])
         share = 1 - float(decay(number) if callable(decay) else decay)
         for path, variable in sx.iter_variables(model, sx.Param):
             expected[path] += share * (np.asarray(variable[...], np.float64) - expected[path])
@@ -55,7 +57,7 @@ def test_averages_are_those_of_the_formula_and_the_rest_is_the_models(
     others = [(path, v) for path, v in sx.iter_variables(model) if not isinstance(v, sx.Param)]
     copies = dict(sx.iter_variables(ema.model))
     assert [path[-1] for path, _ in others] == ["mean", "var", "key", "count"]
-    assert all((jnp.asarray(v[...]) == copies[path][...]).all() for path, v in others)
+    assert all(raw(variable) == raw(copies[path]) for path, variable in others)
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, True, "0.9", None])
@@ -66,11 +68,11 @@ def test_a_decay_that_is_none_is_refused(decay: Any) -> None:
 
 def test_another_model_is_refused_and_changes_nothing() -> None:
     model, ema = Bigram(), EMA(Bigram())
-    before = {path: v[...] for path, v in sx.iter_variables(ema)}
+    before = {path: raw(variable) for path, variable in sx.iter_variables(ema)}
     model.head.bias = None
     with pytest.raises(sx.errors.OptimizerStateError, match=r"reshaped; nothing .*: \.head\.bias"):
         ema.update(model)
-    assert all((v[...] == before[path]).all() for path, v in sx.iter_variables(ema))
+    assert {path: raw(variable) for path, variable in sx.iter_variables(ema)} == before
     with pytest.raises(sx.errors.OptimizerStateError, match="matches wrt=BatchStat"):
         EMA(model, wrt=sx.BatchStat)
 
@@ -96,23 +98,33 @@ def run(folder: Path, kind: Any, steps: int, **options: Any) -> tuple[Any, Any]:
     return trainer, trainer.run(display=stop, **options)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs that were never stopped, by the kind of their mesh; each is made once."""
+    return functools.cache(lambda kind: run(tmp_path_factory.mktemp("whole"), kind, 6))
+
+
 @pytest.mark.parametrize("kind", MESHES, ids=str)
-def test_a_run_evaluates_its_averages_and_goes_on_with_them(tmp_path: Path, kind: Any) -> None:
-    whole, result = run(tmp_path / "whole", kind, 6)
-    assert whole.ema is not None and int(whole.ema.average.step) == 6
-    kernel, average = whole.model.head.kernel, whole.ema.model.head.kernel
-    assert average.sharding == kernel.sharding and (average[...] != kernel[...]).any()
-    live = make_trainer(tmp_path / "live", 1, model=whole.ema.model, held_out=eval_batches())
-    sx.unshard(live.model)
-    assert result.eval_loss == pytest.approx(live.evaluate(), rel=1e-5)
-    assert whole.evaluate() == pytest.approx(result.eval_loss)
-
-    run(tmp_path / "cut", kind, 3)
-    resumed, again = run(tmp_path / "cut", kind, 6, resume=True)
-    assert state_of(resumed) == state_of(whole) and again.eval_loss == result.eval_loss
+def test_run_evaluates_its_averages_not_its_model(tmp_path: Path, whole: Any, kind: Any) -> None:
+    trainer, result = whole(kind)
+    assert trainer.ema is not None and int(trainer.ema.average.step) == 6
+    kernel, average = trainer.model.head.kernel, trainer.ema.model.head.kernel
+    assert average.sharding == kernel.sharding and raw(average) != raw(kernel)
+    averages = sx.unshard(sx.clone(trainer.ema.model))
+    alone = make_trainer(tmp_path, 1, model=averages, held_out=eval_batches())
+    assert result.eval_loss == pytest.approx(alone.evaluate(), rel=1e-5)
+    assert trainer.evaluate() == pytest.approx(result.eval_loss)
 
 
-def test_a_run_with_an_ema_is_not_resumed_without_it_or_with_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", MESHES, ids=str)
+def test_a_resumed_run_goes_on_with_its_averages(tmp_path: Path, whole: Any, kind: Any) -> None:
+    run(tmp_path, kind, 3)
+    resumed, again = run(tmp_path, kind, 6, resume=True)
+    trainer, result = whole(kind)
+    assert state_of(resumed) == state_of(trainer) and again.eval_loss == result.eval_loss
+
+
+def test_resuming_with_another_ema_is_refused(tmp_path: Path) -> None:
     run(tmp_path, None, 2)
     for ema, message in (
         (None, r"\.ema\.decay: 0\.5 when saved, nothing now"),

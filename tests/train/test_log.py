@@ -18,9 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardax.train.log as log_module
 from shardax.errors import LogError
-from shardax.train.log import JsonlLog, read_jsonl
+from shardax.train import JsonlLog, read_jsonl
 
 names = st.text(min_size=1, max_size=5)
 leaves = (
@@ -37,13 +36,46 @@ values = st.recursive(
 )
 
 
-def run_and_wait(program: str, path: Path, expect: int = 0) -> None:
-    source = str(Path(log_module.__file__).parents[2])
+WRITER = textwrap.dedent(
+    """
+    import os, resource, signal, sys
+    from shardax.train import JsonlLog
+
+    # A limit on the size of files acts as a full disk does: half a line is taken, then an error.
+    log = JsonlLog(sys.argv[1])
+    log.write(step=1)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len('{"step":1}') + 5, unlimited[1]))
+    try:
+        log.write(step=2)
+    except OSError as error:
+        assert "too large" in str(error)
+    else:
+        raise AssertionError("the limit did not act")
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    log.write(step=2, again=True)
+    log.close()
+
+    log = JsonlLog(sys.argv[2])
+    log.write(step=1, loss=2.0)
+    log.write(step=2, loss=1.5)
+    log._file.write(b'{"step":3,"lo')
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def logs_of_a_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The logs of a process: one that a write failed of, and one during which it was killed."""
+    folder = tmp_path_factory.mktemp("logs")
+    paths = folder / "short.jsonl", folder / "killed.jsonl"
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), path],
-        env={**os.environ, "PYTHONPATH": source, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-c", WRITER, *paths],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
     )
-    assert done.returncode == expect
+    assert done.returncode == -signal.SIGKILL
+    return paths
 
 
 @pytest.fixture
@@ -54,7 +86,8 @@ def path(tmp_path: Path) -> Path:
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(names.filter(lambda name: name != "step"), values), max_size=4))
 def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, records: list):
-    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    path = tmp_path_factory.getbasetemp() / "written.jsonl"
+    path.unlink(missing_ok=True)
     with JsonlLog(path) as log:
         for record in records:
             log.write(**record)
@@ -107,9 +140,7 @@ def test_arrays_and_scalars_become_plain_numbers(path: Path):
         (jax.random.key(0), "value"),
     ],
 )
-def test_a_value_without_a_json_form_is_named_and_nothing_is_written(
-    path: Path, value: object, where: str
-):
+def test_value_without_json_form_is_refused_by_name(path: Path, value: object, where: str):
     with JsonlLog(path) as log:
         with pytest.raises(LogError, match=where):
             log.write(step=1, value=value)
@@ -117,7 +148,7 @@ def test_a_value_without_a_json_form_is_named_and_nothing_is_written(
     assert read_jsonl(path) == [{"step": 0}]
 
 
-def test_each_record_is_in_the_file_before_write_returns(path: Path):
+def test_record_is_in_the_file_when_write_returns(path: Path):
     log = JsonlLog(path)
     log.write(step=1)
     assert path.read_text() == '{"step":1}\n'
@@ -125,20 +156,8 @@ def test_each_record_is_in_the_file_before_write_returns(path: Path):
     log.close()
 
 
-def test_records_survive_kill_9_and_a_torn_line_is_cut_off(path: Path):
-    run_and_wait(
-        """
-        import os, signal, sys
-        from shardax.train.log import JsonlLog
-        log = JsonlLog(sys.argv[1])
-        log.write(step=1, loss=2.0)
-        log.write(step=2, loss=1.5)
-        log._file.write(b'{"step":3,"lo')
-        os.kill(os.getpid(), signal.SIGKILL)
-        """,
-        path,
-        expect=-signal.SIGKILL,
-    )
+def test_records_survive_sigkill_and_torn_line_is_removed(logs_of_a_process: tuple[Path, Path]):
+    path = logs_of_a_process[1]
     survived = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
     assert read_jsonl(path) == survived
     with JsonlLog(path) as log:
@@ -152,14 +171,15 @@ def test_records_survive_kill_9_and_a_torn_line_is_cut_off(path: Path):
     resume_step=st.integers(-1, 10),
     torn=st.sampled_from([b"", b"{", b'{"step":']),
 )
-def test_resuming_keeps_what_was_logged_before_the_first_later_step(
+def test_resuming_drops_records_from_the_first_later_step(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int | None], resume_step: int, torn: bytes
 ):
     numbers = iter(sorted(step for step in steps if step is not None))
     records: list[dict[str, Any]] = [
         {"event": "x"} if step is None else {"step": next(numbers)} for step in steps
     ]
-    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    path = tmp_path_factory.getbasetemp() / "resumed.jsonl"
+    path.unlink(missing_ok=True)
     with JsonlLog(path) as log:
         for record in records:
             log.write(**record)
@@ -173,7 +193,7 @@ def test_resuming_keeps_what_was_logged_before_the_first_later_step(
     assert read_jsonl(path) == [*kept, {"step": resume_step + 1}]
 
 
-def test_a_resumed_run_logs_what_an_uninterrupted_run_does(tmp_path: Path):
+def test_resumed_log_equals_the_uninterrupted_one(tmp_path: Path):
     def run(path: Path, first: int, last: int, resume_step: int | None = None) -> None:
         with JsonlLog(path, resume_step=resume_step) as log:
             for step in range(first, last):
@@ -185,7 +205,7 @@ def test_a_resumed_run_logs_what_an_uninterrupted_run_does(tmp_path: Path):
     assert (tmp_path / "broken").read_bytes() == (tmp_path / "straight").read_bytes()
 
 
-def test_steps_may_repeat_but_not_go_back_also_after_reopening(path: Path):
+def test_steps_may_repeat_but_not_go_back(path: Path):
     with JsonlLog(path) as log:
         log.write(step=5, loss=1.0)
         log.write(step=5, held_out=1.1)
@@ -211,9 +231,7 @@ def test_a_step_that_is_no_count_is_refused(path: Path, step: object):
         (b"a poem without an end of line", "not the beginning of a record"),
     ],
 )
-def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(
-    tmp_path: Path, content: bytes, message: str
-):
+def test_file_that_is_no_log_is_refused_unchanged(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(LogError, match=message):
@@ -223,28 +241,8 @@ def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(
     assert path.read_bytes() == content
 
 
-def test_a_write_that_the_system_cuts_short_leaves_no_half_line(path: Path):
-    # A limit on the size of files acts as a full disk does: half a line is taken, then an error.
-    run_and_wait(
-        """
-        import resource, sys
-        from shardax.train.log import JsonlLog
-        log = JsonlLog(sys.argv[1])
-        log.write(step=1)
-        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len('{"step":1}') + 5, unlimited[1]))
-        try:
-            log.write(step=2)
-        except OSError as error:
-            assert "too large" in str(error)
-        else:
-            raise AssertionError("the limit did not act")
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        log.write(step=2, again=True)
-        log.close()
-        """,
-        path,
-    )
+def test_failed_write_leaves_no_partial_line(logs_of_a_process: tuple[Path, Path]):
+    path = logs_of_a_process[0]
     assert read_jsonl(path) == [{"step": 1}, {"step": 2, "again": True}]
 
 
@@ -255,6 +253,6 @@ def test_a_closed_log_refuses_to_write(path: Path):
         log.write(step=1)
 
 
-def test_reading_a_missing_log_is_a_file_not_found_error(path: Path):
+def test_reading_a_missing_log_raises_file_not_found(path: Path):
     with pytest.raises(FileNotFoundError):
         read_jsonl(path)

@@ -23,7 +23,7 @@ WEIGHTS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([0.0, 1.0, 2.5])
 
 
 @given(values=VALUES, weights=WEIGHTS, cut=st.sampled_from([0, 5, ROWS]))
-def test_batches_and_merged_halves_give_the_weighted_mean_and_deviation(
+def test_batches_and_merges_give_weighted_mean_and_deviation(
     values: Any, weights: Any, cut: int
 ) -> None:
     in_batches, first, second = Welford(), Welford(), Welford()
@@ -43,7 +43,7 @@ def test_batches_and_merged_halves_give_the_weighted_mean_and_deviation(
         np.testing.assert_allclose(found["std"], deviation, rtol=1e-3, atol=1e-2)
 
 
-def test_a_mean_stays_exact_past_where_a_sum_in_float32_would_stop() -> None:
+def test_mean_stays_exact_beyond_float32_counts() -> None:
     average = Average()
     average.weight.value = jnp.float32(2.0**25)
     average.mean.value = jnp.float32(1.0)
@@ -71,7 +71,7 @@ def test_metrics_are_updated_inside_compiled_functions_without_retracing() -> No
     assert len(traces) == 1
 
 
-def test_masked_values_do_not_count_even_if_they_are_not_numbers() -> None:
+def test_masked_values_do_not_count_even_if_nan() -> None:
     average = Average()
     average.update(values=jnp.array([1.0, jnp.nan, 3.0]), weights=jnp.array([True, False, True]))
     assert float(average.compute()) == 2.0
@@ -90,7 +90,7 @@ def test_accuracy_takes_weights() -> None:
     assert float(accuracy.compute()) == 1.0
 
 
-def test_reset_forgets_everything_and_nothing_taken_in_is_nan() -> None:
+def test_reset_metric_is_nan_until_updated() -> None:
     metrics = MultiMetric(loss=Average("loss"), spread=Welford("loss"))
     metrics.update(loss=jnp.ones(3))
     metrics.reset()
@@ -102,7 +102,7 @@ def test_reset_forgets_everything_and_nothing_taken_in_is_nan() -> None:
     }
 
 
-def test_state_is_metric_state_so_that_it_is_never_trained() -> None:
+def test_metrics_hold_only_metric_state() -> None:
     kinds = {
         type(variable) for _, variable in sx.iter_variables(MultiMetric(a=Average(), b=Welford()))
     }
@@ -153,7 +153,7 @@ def test_a_keyword_that_no_metric_takes_is_refused(
         metric.update(**given)
 
 
-def test_a_metric_of_the_users_takes_what_it_likes() -> None:
+def test_subclass_may_take_any_keyword() -> None:
     class Rows(Average):
         def update(self, **kwargs: Any) -> None:
             super().update(values=jnp.asarray(kwargs["rows"]), weights=kwargs.get("weights"))

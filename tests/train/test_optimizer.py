@@ -12,12 +12,17 @@ import numpy as np
 import optax
 import pytest
 from tests.train.towers import PATHS, TRANSFORMATIONS, Tower, X, loss, params_of, train_step
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import ArgumentError, GradientMismatchError, OptimizerStateError
-from shardax.train.optimizer import Optimizer
+from shardax.train import Optimizer
 
 GRAPHDEF, _, REST = sx.split(Tower(), sx.Param, ...)
+
+
+def tower(**options: Any) -> Tower:
+    return with_values(Tower(**options))
 
 
 @jax.jit
@@ -29,11 +34,15 @@ def plain_value_and_grad(plain: Any) -> Any:
     return jax.value_and_grad(plain_loss)(plain)
 
 
+gradient = sx.jit(sx.grad(loss))
+
+
 def by_hand(tx: Any, steps: int) -> dict[Any, Any]:
     """Trains the same parameters in a plain list, with optax alone."""
-    plain = list(sx.state(Tower(), sx.Param).flat().values())
+    plain = list(sx.state(tower(), sx.Param).flat().values())
     tx = optax.with_extra_args_support(tx)
     state = tx.init(plain)
+    # Operations one by one: those of one transformation are those of others.
     for _ in range(steps):
         value, grads = plain_value_and_grad(plain)
         updates, state = tx.update(grads, state, plain, value=value)
@@ -42,8 +51,8 @@ def by_hand(tx: Any, steps: int) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_updates_are_those_of_the_transformation_on_plain_parameters(name: str) -> None:
-    model = Tower()
+def test_updates_equal_those_of_the_plain_transformation(name: str) -> None:
+    model = tower()
     optimizer = Optimizer(model, TRANSFORMATIONS[name]())
     for _ in range(4):
         train_step(model, optimizer, X)
@@ -59,7 +68,7 @@ def test_updates_are_those_of_the_transformation_on_plain_parameters(name: str) 
 
 
 def test_model_and_optimizer_pass_each_variable_once() -> None:
-    model = Tower()
+    model = tower()
     optimizer = Optimizer(model, optax.sgd(0.1))
     paths = [path for path, _ in sx.iter_variables((model, optimizer))]
     assert paths == [(0, *path) for path, _ in sx.iter_variables(model)] + [(1, "step")]
@@ -67,7 +76,7 @@ def test_model_and_optimizer_pass_each_variable_once() -> None:
 
 def test_optimizer_alone_or_closed_over_trains_the_same() -> None:
     def make() -> Optimizer:
-        return Optimizer(Tower(), optax.adam(1e-2))
+        return Optimizer(tower(), optax.adam(1e-2))
 
     passed, alone, closed = make(), make(), make()
     train_step(passed.model, passed, X)
@@ -84,7 +93,7 @@ def test_optimizer_alone_or_closed_over_trains_the_same() -> None:
 
     step_closed(X)
     eager = make()
-    eager.update(sx.grad(loss)(eager.model, X))
+    eager.update(gradient(eager.model, X))
     expected = params_of(passed.model)
     for other in (alone, closed, eager):
         assert int(other.step) == 1
@@ -103,7 +112,7 @@ def test_an_equal_transformation_made_anew_does_not_retrace(make: Callable[[], A
         traces.append(1)
         optimizer.update(sx.grad(loss)(model, x))
 
-    model = Tower()
+    model = tower()
     for _ in range(3):
         optimizer = Optimizer(model, make())
         for _ in range(2):
@@ -118,13 +127,13 @@ def test_model_and_optimizer_can_both_be_donated(name: str) -> None:
     def step(model: Any, optimizer: Any, x: Any) -> None:
         optimizer.update(sx.grad(loss)(model, x))
 
-    model, kept = Tower(), Tower()
+    model, kept = tower(), tower()
     optimizer = Optimizer(model, TRANSFORMATIONS[name]())
     reference = Optimizer(kept, TRANSFORMATIONS[name]())
-    donating = sx.jit(step, donate_argnames=("model", "optimizer"))
+    keeping, donating = sx.jit(step), sx.jit(step, donate_argnames=("model", "optimizer"))
     for _ in range(2):
         donating(model, optimizer, X)
-        sx.jit(step)(kept, reference, X)
+        keeping(kept, reference, X)
     for path, value in params_of(model).items():
         np.testing.assert_allclose(value, params_of(kept)[path], rtol=1e-6)
 
@@ -134,9 +143,9 @@ def test_one_can_be_made_inside_a_compiled_function() -> None:
     def make(model: Any) -> Any:
         return Optimizer(model, optax.contrib.schedule_free_adamw(0.1))
 
-    model = Tower()
+    model = tower()
     optimizer = make(model)
-    outside = Optimizer(Tower(), optax.contrib.schedule_free_adamw(0.1))
+    outside = Optimizer(tower(), optax.contrib.schedule_free_adamw(0.1))
     assert optimizer.model is model
     for a, b in zip(
         jax.tree.leaves(sx.state(optimizer)), jax.tree.leaves(sx.state(outside)), strict=True
@@ -145,7 +154,7 @@ def test_one_can_be_made_inside_a_compiled_function() -> None:
 
 
 def test_a_clone_trains_its_own_model() -> None:
-    optimizer = Optimizer(Tower(), optax.adam(1e-2))
+    optimizer = Optimizer(tower(), optax.adam(1e-2))
     copy = sx.clone(optimizer)
     before = params_of(optimizer.model)
     train_step(copy.model, copy, X)
@@ -158,7 +167,7 @@ def test_a_clone_trains_its_own_model() -> None:
 
 
 def test_only_what_the_filter_matches_is_trained() -> None:
-    model = Tower()
+    model = tower()
     before = params_of(model)
     optimizer = Optimizer(model, optax.sgd(0.1), wrt=sx.PathContains("head"))
     optimizer.update(sx.grad(loss, wrt=optimizer.wrt)(model, X))
@@ -167,16 +176,16 @@ def test_only_what_the_filter_matches_is_trained() -> None:
 
 
 def test_parameters_keep_their_dtype_whatever_the_updates_have() -> None:
-    model = Tower(dtype=jnp.bfloat16)
+    model = tower(dtype=jnp.bfloat16)
     optimizer = Optimizer(model, optax.adam(1e-2))
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), sx.grad(loss)(model, X))
+    grads = jax.tree.map(lambda g: np.asarray(g, np.float32), gradient(model, X))
     kinds = {path: v.dtype for path, v in sx.iter_variables(optimizer)}
     optimizer.update(grads)
     assert {path: v.dtype for path, v in sx.iter_variables(optimizer)} == kinds
     assert model.head.dtype == jnp.bfloat16
 
 
-def test_a_shared_parameter_has_one_slot_and_the_sum_of_its_gradients() -> None:
+def test_shared_parameter_has_one_slot_and_summed_gradients() -> None:
     class Tied(sx.Module):
         def __init__(self) -> None:
             self.embed = sx.Param(jnp.ones(2))
@@ -189,7 +198,7 @@ def test_a_shared_parameter_has_one_slot_and_the_sum_of_its_gradients() -> None:
     np.testing.assert_allclose(model.embed.value, 1 - 0.3)
 
 
-def test_a_bare_variable_and_a_variable_holding_a_pytree_can_be_trained() -> None:
+def test_bare_variables_and_pytree_variables_are_trained() -> None:
     weight = sx.Param(jnp.float32(2))
     optimizer = Optimizer(weight, optax.adam(0.1))
     optimizer.update(sx.grad(lambda w: w**2)(weight))
@@ -213,7 +222,7 @@ def test_a_bare_variable_and_a_variable_holding_a_pytree_can_be_trained() -> Non
 
 
 def test_injected_hyperparameters_can_be_set_between_steps() -> None:
-    model = Tower()
+    model = tower()
     optimizer = Optimizer(model, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
     before = params_of(model)
     optimizer.opt_state["hyperparams"]["learning_rate"][...] = 0.0
@@ -224,8 +233,8 @@ def test_injected_hyperparameters_can_be_set_between_steps() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_gradients_that_do_not_fit_are_listed_and_change_nothing() -> None:
-    model = Tower()
+def test_mismatched_gradients_are_listed_and_change_nothing() -> None:
+    model = tower()
     optimizer = Optimizer(model, optax.adam(0.1))
     before = params_of(model)
     grads = {"layers": {0: {"kernel": jnp.ones((4, 7))}}, "heat": jnp.ones((8, 4))}
@@ -241,10 +250,10 @@ def test_gradients_that_do_not_fit_are_listed_and_change_nothing() -> None:
     assert all((params_of(model)[path] == before[path]).all() for path in PATHS)
 
 
-def test_a_model_among_the_gradients_is_refused_with_the_call_that_works() -> None:
-    model = Tower()
+def test_model_among_the_gradients_is_refused() -> None:
+    model = tower()
     optimizer = Optimizer(model, optax.adam(0.1))
-    grads = sx.grad(loss)(model, X)
+    grads = gradient(model, X)
     for given in ((model, grads), (grads, model), (model,), (grads, grads)):
         with pytest.raises(ArgumentError, match=r"optimizer\.update\(grads\)"):
             optimizer.update(*given)
@@ -252,19 +261,19 @@ def test_a_model_among_the_gradients_is_refused_with_the_call_that_works() -> No
 
 
 @pytest.mark.parametrize("swapped", [True, False])
-def test_what_is_no_transformation_is_refused_with_the_call_that_works(swapped: bool) -> None:
-    given = (optax.adam(0.1), Tower()) if swapped else (Tower(), optax.adam)
+def test_what_is_no_transformation_is_refused(swapped: bool) -> None:
+    given = (optax.adam(0.1), tower()) if swapped else (tower(), optax.adam)
     with pytest.raises(ArgumentError, match=r"tx is a .*Optimizer\(model, optax\.adam\(1e-3\)\)"):
         Optimizer(*given)
 
 
 def test_nothing_to_train_is_an_error() -> None:
     with pytest.raises(OptimizerStateError, match="matches wrt=Cache"):
-        Optimizer(Tower(), optax.adam(0.1), wrt=sx.Cache)
+        Optimizer(tower(), optax.adam(0.1), wrt=sx.Cache)
 
 
 def test_a_model_that_grew_needs_a_new_optimizer() -> None:
-    model = Tower()
+    model = tower()
     optimizer = Optimizer(model, optax.adam(0.1))
     model.extra = sx.Param(jnp.ones(2))
     grads = sx.grad(lambda m, x: loss(m, x) + m.extra.value.sum())(model, X)
@@ -272,7 +281,7 @@ def test_a_model_that_grew_needs_a_new_optimizer() -> None:
         optimizer.update(grads)
 
 
-def test_a_transformation_that_changes_the_form_of_its_state_is_refused() -> None:
+def test_transformation_that_changes_its_state_form_is_refused() -> None:
     grows = optax.GradientTransformation(
         lambda params: {"n": jnp.zeros(1)},
         lambda updates, state, params: (updates, {"n": jnp.zeros(state["n"].size + 1)}),
@@ -281,8 +290,8 @@ def test_a_transformation_that_changes_the_form_of_its_state_is_refused() -> Non
         lambda params: {"n": jnp.zeros(1)},
         lambda updates, state, params: (updates, {"m": state["n"]}),
     )
-    model = Tower()
-    grads = sx.grad(loss)(model, X)
+    model = tower()
+    grads = gradient(model, X)
     with pytest.raises(OptimizerStateError, match=r"\.n from \(1,\) to \(2,\)"):
         Optimizer(model, grows).update(grads)
     with pytest.raises(OptimizerStateError, match="another structure"):

@@ -15,8 +15,7 @@ from tests.train.towers import RULES, TRANSFORMATIONS, Tower, X, loss, params_of
 
 import shardax as sx
 from shardax.partition.checker import spec_for
-from shardax.partition.placement import shard
-from shardax.train.optimizer import Optimizer
+from shardax.train import Optimizer
 
 # --- laziness -------------------------------------------------------------------------------------
 
@@ -47,7 +46,7 @@ def test_lazy_state_becomes_what_init_computes(name: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_state_made_from_parameters_uses_their_values_at_first_use() -> None:
+def test_state_uses_parameter_values_at_first_use() -> None:
     model = Tower()
     optimizer = Optimizer(model, optax.contrib.schedule_free_adamw(0.1))
     model.head.value = jnp.full((8, 4), 7.0)  # as when a checkpoint is restored into a lazy model
@@ -57,7 +56,7 @@ def test_state_made_from_parameters_uses_their_values_at_first_use() -> None:
     assert [bool((copy == 7).all()) for copy in copies] == [True]
 
 
-def test_state_has_the_names_axes_and_shapes_of_the_parameters() -> None:
+def test_state_has_names_axes_and_shapes_of_parameters() -> None:
     optimizer = Optimizer(Tower(), optax.adam(1e-2, mu_dtype=jnp.bfloat16))
     found = {
         path: (variable.axes, variable.shape, str(variable.dtype))
@@ -74,7 +73,7 @@ def test_state_has_the_names_axes_and_shapes_of_the_parameters() -> None:
     }
 
 
-def test_state_with_a_dimension_less_or_more_keeps_the_axes_that_remain() -> None:
+def test_state_of_another_rank_keeps_remaining_axes() -> None:
     factored = Optimizer(Tower(), optax.adafactor(0.1, min_dim_size_to_factor=2)).opt_state[0]
     assert factored["v_row"]["layers"][0]["kernel"].axes == ("embed",)
     assert factored["v_col"]["layers"][0]["kernel"].axes == ("mlp",)
@@ -103,7 +102,7 @@ def shardings_of(tree: Any) -> dict[Any, PartitionSpec]:
 def test_state_goes_straight_into_shards_beside_its_parameters(name: str, mesh: Mesh) -> None:
     model, plain = Tower(), Tower()
     optimizer = Optimizer(model, TRANSFORMATIONS[name]())
-    shard((model, optimizer), mesh, RULES)
+    sx.shard((model, optimizer), mesh, RULES)
     unsharded = Optimizer(plain, TRANSFORMATIONS[name]())
     for (path, a), (_, b) in zip(
         sx.iter_variables(optimizer, sx.OptState),
@@ -117,23 +116,21 @@ def test_state_goes_straight_into_shards_beside_its_parameters(name: str, mesh: 
 
 @pytest.mark.parametrize("name", ["adamw", "copies of the parameters", "history", "random key"])
 @pytest.mark.parametrize("order", ["model sharded first", "optimizer made first"])
-def test_state_follows_the_shardings_of_the_parameters_by_itself(
-    name: str, order: str, mesh: Mesh
-) -> None:
+def test_state_follows_the_shardings_of_the_parameters(name: str, order: str, mesh: Mesh) -> None:
     model = Tower()
     if order == "model sharded first":
-        shard(model, mesh, RULES)
+        sx.shard(model, mesh, RULES)
         optimizer = Optimizer(model, TRANSFORMATIONS[name]())
     else:
         optimizer = Optimizer(model, TRANSFORMATIONS[name]())
-        shard(model, mesh, RULES)
+        sx.shard(model, mesh, RULES)
     for path, variable in sx.iter_variables(optimizer, sx.OptState):
         spec, _ = spec_for(variable.axes, variable.shape, mesh, RULES, path)
         sharding = variable.value.sharding
         assert sharding.is_equivalent_to(NamedSharding(mesh, spec), variable.ndim), path
 
 
-def test_a_sharded_train_step_is_that_of_one_device_and_keeps_shardings(mesh: Mesh) -> None:
+def test_sharded_step_equals_one_device_and_keeps_shardings(mesh: Mesh) -> None:
     traces = []
 
     @sx.jit
@@ -145,7 +142,7 @@ def test_a_sharded_train_step_is_that_of_one_device_and_keeps_shardings(mesh: Me
 
     model, plain = Tower(), Tower()
     optimizer, unsharded = Optimizer(model, optax.adamw(1e-2)), Optimizer(plain, optax.adamw(1e-2))
-    shard((model, optimizer), mesh, RULES)
+    sx.shard((model, optimizer), mesh, RULES)
     before = shardings_of((model, optimizer))
     x = jax.device_put(X, NamedSharding(mesh, PartitionSpec()))
     with jax.set_mesh(mesh):

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.train.small_runs import Bigram, Quiet, make_trainer
+from tests.values import with_values
 
 import shardax as sx
 from shardax.models import DecoderConfig, next_token_loss
@@ -46,7 +46,7 @@ def pieces_of(batches: Any) -> list[tuple[int, ...]]:
     seq_len=st.integers(1, 12),
     seed=st.none() | st.integers(0, 3),
 )
-def test_one_pass_has_every_token_but_the_first_of_each_document_as_a_target_once(
+def test_each_token_after_the_first_is_target_once(
     sizes: list[int], batch_size: int, seq_len: int, seed: int | None
 ):
     documents = [np.arange(size) + 100 * i for i, size in enumerate(sizes)]
@@ -63,21 +63,20 @@ def test_one_pass_has_every_token_but_the_first_of_each_document_as_a_target_onc
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_the_loss_of_packed_rows_is_the_mean_over_the_targets_of_documents_run_one_by_one(
-    scan_layers: bool,
-):
-    model = sx.models.Decoder(DecoderConfig(num_layers=2, scan_layers=scan_layers), rngs=sx.Rngs(0))
+def test_packed_loss_equals_the_loss_of_separate_documents(scan_layers: bool):
+    config = DecoderConfig(num_layers=2 if scan_layers else 1, scan_layers=scan_layers)
+    model = with_values(sx.models.Decoder(config, rngs=sx.Rngs(0)))
     documents = [RNG.integers(1, 256, size) for size in (5, 9, 9, 5, 9, 5, 9, 5, 9)]
     loss_of = sx.jit(next_token_loss)
     (batch,) = PackedBatches(documents, batch_size=4, seq_len=24, passes=1)
     assert batch["segment_ids"].max() > 2
-    total = sum(
-        float(loss_of(model, {"inputs": each[None, :-1], "targets": each[None, 1:]}))
-        * (each.size - 1)
-        for each in documents
-    )
+    # A row each, of one length: no token sees what follows, and no target is there that is masked.
+    rows = np.stack([np.pad(each, (0, 9 - each.size)) for each in documents])
+    mask = np.stack([np.arange(8) < each.size - 1 for each in documents])
+    alone = loss_of(model, {"inputs": rows[:, :-1], "targets": rows[:, 1:], "mask": mask})
+    assert mask.sum() == batch["mask"].sum()
     packed = loss_of(model, batch)
-    np.testing.assert_allclose(packed, total / batch["mask"].sum(), rtol=2e-6)
+    np.testing.assert_allclose(packed, alone, rtol=2e-6)
     # Positions that are not given count from the beginning of each segment.
     del batch["positions"]
     np.testing.assert_allclose(loss_of(model, batch), packed, rtol=2e-6)
@@ -86,19 +85,19 @@ def test_the_loss_of_packed_rows_is_the_mean_over_the_targets_of_documents_run_o
 
 
 def test_no_gradient_comes_from_another_document():
-    model = sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
-    segments = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0]])
-    model(jnp.zeros((1, 8), int), segment_ids=segments)
-    rows = jax.random.normal(jax.random.key(0), (1, 8, 64))
+    model = with_values(sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0)))
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0, 0]])
+    rows = np.random.default_rng(0).normal(size=(1, 8, 64)).astype(np.float32)
 
     def read(x: Any) -> Any:
         return model.layers[0](x, positions=None, segment_ids=segments)[0, 5].sum()
 
-    read_from = np.abs(np.asarray(jax.grad(read)(rows))).sum(-1)[0] > 0
+    gradient = jax.jit(jax.grad(read))(rows)
+    read_from = np.abs(np.asarray(gradient)).sum(-1)[0] > 0
     assert read_from.tolist() == [False] * 3 + [True] * 3 + [False] * 2
 
 
-def test_a_model_that_takes_no_segments_is_refused_packed_rows():
+def test_model_without_segments_is_refused_packed_rows():
     batch = next(PackedBatches(DOCUMENTS, batch_size=2, seq_len=16))
     with pytest.raises(sx.errors.LayerInputError, match=r"segment_ids and positions.*Bigram takes"):
         next_token_loss(Bigram(), batch)
@@ -130,7 +129,7 @@ def text_of(batch: Any) -> str:
 
 
 @pytest.mark.parametrize("name", sources())
-def test_packing_goes_on_with_the_very_batches_that_followed(name: str):
+def test_restored_packing_gives_the_batches_that_followed(name: str):
     make, options = sources()[name]
 
     def packed() -> PackedBatches:
@@ -148,14 +147,14 @@ def test_packing_goes_on_with_the_very_batches_that_followed(name: str):
             assert [text_of(next(again)) for _ in range(2)] == texts[taken : taken + 2]
 
 
-def test_rows_of_some_processes_are_those_of_the_whole_batch():
+def test_selected_rows_equal_those_of_the_whole_batch():
     whole = next(PackedBatches(DOCUMENTS, batch_size=4, seq_len=8))
     some = next(PackedBatches(DOCUMENTS, batch_size=4, seq_len=8).by_rows(np.array([1, 3])))
     assert all((some[name] == whole[name][[1, 3]]).all() for name in whole)
 
 
 def test_packed_rows_train_a_model_and_judge_it(tmp_path: Path):
-    model = sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
+    model = with_values(sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0)))
     sizes: dict[str, Any] = {"batch_size": 2, "seq_len": 16}
     trainer = make_trainer(
         tmp_path,
@@ -190,7 +189,7 @@ def test_what_cannot_be_packed_is_refused(documents: Any, options: Any, message:
         PackedBatches(documents, **{"batch_size": 1, "seq_len": 4} | options)
 
 
-def test_a_position_of_other_documents_or_sizes_is_refused():
+def test_position_of_other_documents_or_sizes_is_refused():
     batches = PackedBatches(DOCUMENTS, batch_size=2, seq_len=8, seed=1)
     others = {
         "documents": PackedBatches(DOCUMENTS[1:], batch_size=2, seq_len=8, seed=1),

@@ -17,7 +17,7 @@ STAGES, TIMES = st.integers(1, 6), st.sampled_from([1.0, 2.0, 3.5])
 
 
 @given(STAGES, st.integers(1, 12), TIMES, TIMES)
-def test_one_f_one_b_is_as_idle_as_gpipe_and_holds_no_more_than_stages(
+def test_one_f1b_idles_as_gpipe_with_less_memory(
     stages: int, microbatches: int, forward: float, backward: float
 ) -> None:
     times = {"forward": forward, "backward": backward}
@@ -33,7 +33,7 @@ def test_one_f_one_b_is_as_idle_as_gpipe_and_holds_no_more_than_stages(
 
 
 @given(st.integers(2, 5), st.integers(1, 3), st.integers(2, 4))
-def test_an_interleaved_schedule_is_idle_for_a_share_of_its_rounds(
+def test_interleaved_schedule_idles_for_a_share_of_rounds(
     stages: int, groups: int, rounds: int
 ) -> None:
     microbatches = stages * groups
@@ -43,9 +43,7 @@ def test_an_interleaved_schedule_is_idle_for_a_share_of_its_rounds(
 
 
 @given(st.integers(2, 6), st.integers(1, 12))
-def test_a_zero_bubble_schedule_is_idle_for_less_at_the_memory_of_the_first_stage(
-    stages: int, microbatches: int
-) -> None:
+def test_zero_bubble_idles_less_with_equal_memory(stages: int, microbatches: int) -> None:
     schedule = Schedule.zero_bubble(stages, microbatches)
     assert schedule.bubble_share() < Schedule.one_f_one_b(stages, microbatches).bubble_share()
     assert max(schedule.peak_microbatches()) == min(stages, microbatches)
@@ -57,9 +55,7 @@ def test_a_zero_bubble_schedule_is_idle_for_less_at_the_memory_of_the_first_stag
 
 
 @given(STAGES, st.integers(1, 6), st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
-def test_every_stage_does_one_operation_at_a_time_after_what_it_needs(
-    stages: int, groups: int, name: str
-) -> None:
+def test_stages_run_one_operation_after_its_inputs(stages: int, groups: int, name: str) -> None:
     chunks = 2 * stages if name == "interleaved" else stages
     schedule = Schedule.named(name, stages, stages * groups, chunks)
     timed = schedule.simulate()
@@ -109,6 +105,6 @@ FORWARD, BACKWARD = ("forward", 0, 0), ("backward", 0, 0)
         (((FORWARD, BACKWARD), (("forward", 0, 2), ("backward", 0, 2))), "belongs to stage 0 of 2"),
     ],
 )
-def test_a_table_that_cannot_run_is_refused_with_the_operation(table: Any, message: str) -> None:
+def test_impossible_table_is_refused_with_the_operation(table: Any, message: str) -> None:
     with pytest.raises(PipelineError, match=message):
         Schedule("own", table)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import PipelineError
@@ -58,7 +59,8 @@ class Head(sx.Module):
 
 
 def make(rate: float = 0.0) -> list[Any]:
-    return [Embed(0), Block(1, 16, rate), Block(2, 32, rate), Head(3)]
+    stages = [Embed(0), Block(1, 16, rate), Block(2, 32, rate), Head(3)]
+    return [with_values(stage, seed) for seed, stage in enumerate(stages)]
 
 
 def cross_entropy(logits: Any, targets: Any) -> Any:
@@ -78,23 +80,27 @@ def make_mesh(kind: AxisType = AxisType.Auto, **sizes: int) -> Any:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
-def whole(stages: list[Any], microbatches: int, loss: Any = cross_entropy) -> Any:
+class Whole(sx.Module):
+    """The model that the stages are of."""
+
+    def __init__(self, stages: list[Any]) -> None:
+        self.stages = stages
+
+    def __call__(self, x: Any) -> Any:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+def whole(stages: list[Any], microbatches: int) -> Any:
     """The loss and gradients of the stages on one device."""
 
     def total(model: Any, batch: Any) -> Any:
-        x, targets = batch
-        for stage in model.stages:
-            x = stage(x)
-        return loss(x, targets)
+        inputs, targets = batch
+        return cross_entropy(model(inputs), targets)
 
-    class Whole(sx.Module):
-        def __init__(self) -> None:
-            self.stages = list(stages)
-
-    inputs, targets = make_batch()
-    inputs = jax.tree.map(jnp.asarray, inputs)
     step = sx.jit(accumulated_value_and_grad(total, microbatches))
-    value, gradients = step(Whole(), (inputs, jnp.asarray(targets)))
+    value, gradients = step(Whole(stages), make_batch())
     return value, [gradients.stages[i] for i in range(len(stages))]
 
 
@@ -116,10 +122,10 @@ def whole_of_four() -> Any:
 # Each schedule under both kinds of axes and with both splits of a stage.
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_loss_and_gradients_are_those_of_the_whole_model(schedule: str, kind: AxisType) -> None:
-    value, wanted = whole_of_four()
+def test_loss_and_gradients_equal_the_whole_model(schedule: str, kind: AxisType) -> None:
     split = ({"stage": 4, "data": 1, "model": 2}, {"data": 2, "stage": 4, "model": 1})
     sizes = split[(SCHEDULES.index(schedule) + (kind == AxisType.Explicit)) % 2]
+    value, wanted = whole_of_four()
     mesh = make_mesh(kind, **sizes)
     step = PipelineStep(
         make(), cross_entropy, mesh=mesh, rules=RULES, microbatches=4, schedule=schedule
@@ -157,12 +163,13 @@ def states(stages: Any) -> list[Any]:
     return [sx.state(stage) for stage in stages]
 
 
-def test_streams_state_and_what_is_sown_do_not_depend_on_the_mesh() -> None:
-    x, target = jax.random.normal(jax.random.key(0), (2, ROWS, WIDTH))
+def test_streams_state_and_sown_values_ignore_the_mesh() -> None:
+    x, target = np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
 
     def run(schedule: str, **sizes: int) -> Any:
         shared = sx.Rngs(7)  # all stages draw from one stream
-        stages = [Normalized(i, shared) for i in range(2)] + [Normalized(i) for i in range(2, 4)]
+        stages = [Normalized(i, shared if i < 2 else None) for i in range(4)]
+        stages = [with_values(stage, seed) for seed, stage in enumerate(stages)]
         rules = {"batch": "data"} if "data" in sizes else {}
         options: dict[str, Any] = {"rules": rules, "schedule": schedule}
         step = PipelineStep(stages, squares, mesh=make_mesh(**sizes), microbatches=4, **options)
@@ -192,37 +199,48 @@ def test_streams_state_and_what_is_sown_do_not_depend_on_the_mesh() -> None:
                         np.testing.assert_allclose(np.asarray(each), np.asarray(wanted), rtol=1e-4)
 
 
-def test_training_with_a_clipped_global_norm_is_that_of_one_device() -> None:
-    def train(**sizes: int) -> Any:
-        stages = make()
-        step = PipelineStep(
-            stages, cross_entropy, mesh=make_mesh(**sizes), rules=RULES, microbatches=4,
-            schedule="gpipe" if sizes["stage"] == 1 else "1f1b",
-        )  # fmt: skip
-        optimizers = step.optimizers(optax.adamw(1e-2))
-        losses = []
-        for _ in range(5):
-            loss, gradients = step(*make_batch())
-            norm = step.global_norm(gradients)
-            step.update(optimizers, gradients, clip_norm=0.1)
-            losses.append(float(loss))
-        assert float(norm) > 0.1
-        for optimizer, where in zip(optimizers, step.meshes, strict=True):
-            assert optimizer is not None and int(optimizer.step) == 5
-            for each in sx.state(optimizer.model, sx.Param).flat().values():
-                assert each.sharding.device_set == set(where.devices.flat)
-        logits = step.predict(make_batch()[0])
-        return losses, states(stages), np.asarray(logits)
+def test_clipped_training_equals_that_of_one_device() -> None:
+    inputs, targets = make_batch()
+    model = Whole(make())
+    tx = optax.sgd(1.0, momentum=0.9)
+    alone = sx.train.Optimizer(model, optax.chain(optax.clip_by_global_norm(0.1), tx))
 
-    alone, wanted, logits = train(stage=1, data=1, model=1)
-    losses, found, others = train(stage=4, data=2, model=1)
-    assert losses == pytest.approx(alone, rel=1e-4) and losses[-1] < losses[0]
-    np.testing.assert_allclose(others, logits, atol=1e-3)
-    for one, other in zip(found, wanted, strict=True):
-        assert_close(one, other, 1e-3)
+    @sx.jit
+    def train(model: Any, optimizer: Any) -> Any:
+        def loss(model: Any) -> Any:
+            logits = model(inputs)
+            return cross_entropy(logits, targets), logits
+
+        (value, logits), gradients = sx.value_and_grad(loss, has_aux=True)(model)
+        optimizer.update(gradients)
+        return value, optax.tree.norm(jax.tree.leaves(gradients)), logits
+
+    step = PipelineStep(
+        make(), cross_entropy, mesh=make_mesh(stage=4, data=2, model=1), rules=RULES,
+        microbatches=4, schedule="1f1b",
+    )  # fmt: skip
+    optimizers = step.optimizers(tx)
+    values, losses = [], []
+    for _ in range(5):
+        value, wanted_norm, _ = train(model, alone)
+        values.append(float(value))
+        loss, gradients = step(inputs, targets)
+        norm = step.global_norm(gradients)
+        step.update(optimizers, gradients, clip_norm=0.1)
+        losses.append(float(loss))
+        assert float(norm) == pytest.approx(float(wanted_norm), rel=1e-3) and float(norm) > 0.1
+    assert losses == pytest.approx(values, rel=1e-4) and losses[-1] < losses[0]
+    for optimizer, where in zip(optimizers, step.meshes, strict=True):
+        assert optimizer is not None and int(optimizer.step) == 5
+        for each in sx.state(optimizer.model, sx.Param).flat().values():
+            assert each.sharding.device_set == set(where.devices.flat)
+    for stage, wanted in zip(step.stages, model.stages, strict=True):
+        assert_close(sx.state(stage), sx.state(wanted), 1e-3)
+    _, _, logits = train(model, alone)
+    np.testing.assert_allclose(step.predict(inputs), logits, atol=1e-3)
 
 
-def test_a_loss_of_each_stage_is_added_and_differentiated() -> None:
+def test_stage_losses_are_added_and_differentiated() -> None:
     def penalty(stage: Any) -> Any:
         return 0.1 * sum((jnp.sum(v.value**2) for _, v in sx.iter_variables(stage, sx.Param)), 0.0)
 
@@ -235,17 +253,28 @@ def test_a_loss_of_each_stage_is_added_and_differentiated() -> None:
         stages, cross_entropy, mesh=make_mesh(stage=4), microbatches=4, stage_loss=penalty
     )
     loss, gradients = step(*make_batch())
-    assert float(loss) == pytest.approx(float(value) + float(sum(map(penalty, make()))), rel=1e-5)
+    parameters = [
+        {path: np.asarray(each) for path, each in sx.state(stage, sx.Param).flat().items()}
+        for stage in make()
+    ]
+    penalties = sum(0.1 * (x**2).sum() for group in parameters for x in group.values())
+    assert float(loss) == pytest.approx(float(value) + penalties, rel=1e-5)
     for number, grads in enumerate(gradients):
-        added = jax.tree.map(lambda x: 0.2 * x, sx.state(make()[number], sx.Param))
         for path, each in grads.flat().items():
-            wanted = np.asarray(plain[number].flat()[path]) + np.asarray(added.flat()[path])
+            wanted = np.asarray(plain[number].flat()[path]) + 0.2 * parameters[number][path]
             np.testing.assert_allclose(np.asarray(each), wanted, atol=1e-5)
 
 
-def test_activations_and_their_gradients_are_all_that_stages_send() -> None:
-    step = PipelineStep(make(), cross_entropy, mesh=make_mesh(stage=4), microbatches=4)
-    assert step.sent_bytes is None
+@pytest.fixture(scope="module")
+def step_with_dropout() -> PipelineStep:
+    """A step that some tests share, so that its programs are compiled once."""
+    step = PipelineStep(make(0.1), cross_entropy, mesh=make_mesh(stage=4), microbatches=4)
+    assert step.sent_bytes is None, "nothing is known before the first step"
+    return step
+
+
+def test_stages_send_only_activations_and_their_gradients(step_with_dropout: PipelineStep) -> None:
+    step = step_with_dropout
     step(*make_batch())
     vectors, mask = (
         ROWS * 4 * WIDTH * 4,
@@ -255,9 +284,7 @@ def test_activations_and_their_gradients_are_all_that_stages_send() -> None:
     assert step.sent_bytes == forward + backward
 
 
-def test_programs_are_compiled_once_and_weights_are_no_results_of_theirs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_programs_compile_once_and_return_no_weights(caplog: pytest.LogCaptureFixture) -> None:
     class Wide(sx.Module):
         def __init__(self, seed: int) -> None:
             self.layer = sx.nn.Linear(256, 256, dtype="bfloat16", rngs=sx.Rngs(seed))
@@ -277,8 +304,8 @@ def test_programs_are_compiled_once_and_weights_are_no_results_of_theirs(
     assert len([n for n in live.values() if n == 256 * 256 * 2]) == 0  # no bfloat16 copies are left
 
 
-def test_a_backward_pass_is_cut_into_inputs_and_weights_without_repeating_products() -> None:
-    weights = {name: jnp.ones((4, 4), jnp.bfloat16) for name in "ab"}
+def test_cut_backward_pass_repeats_no_products() -> None:
+    weights = {name: np.ones((4, 4), jnp.bfloat16) for name in "ab"}
 
     def layers(weights: Any, x: Any) -> Any:
         for name in "ab":
@@ -290,7 +317,7 @@ def test_a_backward_pass_is_cut_into_inputs_and_weights_without_repeating_produc
         dw, dx = pull(dy)
         return {"y": y}, {"dx": dx}, {"dw": dw}
 
-    x = dy = jnp.ones((2, 4))
+    x = dy = np.ones((2, 4), np.float32)
     programs, arguments, results = cut(whole, (weights, x, dy), kept=2)
     values = dict(zip(arguments, jax.tree.leaves((weights, x, dy)), strict=True))
     counts = []
@@ -312,9 +339,7 @@ def _merged(groups: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rows", [6, 10])
-def test_another_batch_size_compiles_again_and_rows_that_cannot_be_cut_are_refused(
-    rows: int,
-) -> None:
+def test_batch_size_may_change_if_microbatches_divide_it(rows: int) -> None:
     step = PipelineStep(
         [sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), jnp.tanh],
         squares,
@@ -332,7 +357,7 @@ def test_another_batch_size_compiles_again_and_rows_that_cannot_be_cut_are_refus
         step({"x": np.ones((3, 2))}, np.ones((4, 2)))
 
 
-def test_what_cannot_be_a_pipeline_is_refused_before_anything_is_moved() -> None:
+def test_invalid_pipelines_are_refused_before_anything_moves() -> None:
     mesh = make_mesh(stage=2, data=2)
     layers = [sx.nn.Linear(2, 2, rngs=sx.Rngs(i)) for i in range(2)]
     before = [layer.kernel for layer in layers]
@@ -384,7 +409,7 @@ def test_what_cannot_be_a_pipeline_is_refused_before_anything_is_moved() -> None
         step(x, x)
 
 
-def test_stages_are_scanned_rematerialised_narrow_or_have_experts_over_the_mesh() -> None:
+def test_stages_may_scan_rematerialize_or_have_experts() -> None:
     class Layer(sx.Module):
         def __init__(self, seed: int) -> None:
             types = {"param_dtype": "bfloat16", "dtype": "float32"}
@@ -403,29 +428,32 @@ def test_stages_are_scanned_rematerialised_narrow_or_have_experts_over_the_mesh(
 
     def stages() -> list[Any]:
         scanned = sx.nn.Stack(lambda: Layer(1), 2, remat="full")
-        return [Vectors(), scanned, Layer(2), sx.nn.Linear(WIDTH, VOCAB, rngs=sx.Rngs(3))]
+        made = [Vectors(), scanned, Layer(2), sx.nn.Linear(WIDTH, VOCAB, rngs=sx.Rngs(3))]
+        return [with_values(stage, seed) for seed, stage in enumerate(made)]
 
     value, wanted = whole(stages(), 4)
     rules = {"batch": "data", "expert": "data"}
-    for schedule in ("1f1b", "zero-bubble"):
-        mesh = make_mesh(stage=4, data=2)
-        step = PipelineStep(
-            stages(), cross_entropy, mesh=mesh, rules=rules, microbatches=4, schedule=schedule
-        )
-        loss, gradients = step(*make_batch())
-        assert float(loss) == pytest.approx(float(value), abs=1e-6)
-        for number, grads in enumerate(gradients):
-            assert_close(
-                jax.tree.map(lambda x: x.astype(jnp.float32), grads),
-                jax.tree.map(lambda x: x.astype(jnp.float32), wanted[number]),
-            )
-            parameters = sx.state(step.stages[number], sx.Param).flat()
-            for path, each in grads.flat().items():
-                assert each.dtype == parameters[path].dtype
+    # The schedule that cuts each backward program in two.
+    step = PipelineStep(
+        stages(), cross_entropy, mesh=make_mesh(stage=4, data=2), rules=rules, microbatches=4,
+        schedule="zero-bubble",
+    )  # fmt: skip
+    loss, gradients = step(*make_batch())
+    assert float(loss) == pytest.approx(float(value), abs=1e-6)
+    for number, grads in enumerate(gradients):
+        parameters = sx.state(step.stages[number], sx.Param).flat()
+        others = wanted[number].flat()
+        assert grads.flat().keys() == others.keys()
+        for path, each in grads.flat().items():
+            assert each.dtype == parameters[path].dtype
+            found, expected = (np.asarray(x, np.float32) for x in (each, others[path]))
+            np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=str(path))
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
-    step = PipelineStep(make(0.1), cross_entropy, mesh=make_mesh(stage=4), microbatches=4)
+def test_run_resumes_from_a_checkpoint_bit_for_bit(
+    step_with_dropout: PipelineStep, tmp_path: Path
+) -> None:
+    step = step_with_dropout
     optimizers = step.optimizers(optax.adam(1e-2))
 
     def train(steps: int) -> list[float]:

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.errors import DataPositionError, PrefetchError
-from shardax.train.data.batches import TrainBatches
-from shardax.train.data.prefetch import Prefetch, put_batch
-from shardax.train.data.text import ByteText
+from shardax.train import ByteText, Prefetch, TrainBatches, put_batch
 
 PART = ByteText.from_bytes(np.random.default_rng(0).integers(0, 256, 2000, np.uint8)).whole
 
@@ -33,7 +31,7 @@ def workers() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("shardax-prefetch")}
 
 
-def test_put_batch_shards_every_array_and_keeps_its_values():
+def test_put_batch_shards_arrays_and_keeps_values():
     sharding = rows_over_all_devices()
     host = next(source())
     placed = put_batch(host, sharding)
@@ -50,7 +48,7 @@ def test_put_batch_takes_a_sharding_per_array():
     assert placed["targets"].sharding == whole
 
 
-def test_prefetched_batches_are_the_sources_batches_in_order_on_the_mesh():
+def test_prefetched_batches_keep_order_on_the_mesh():
     sharding = rows_over_all_devices()
     plain = source()
     with Prefetch(source(), sharding) as batches:
@@ -63,7 +61,7 @@ def test_prefetched_batches_are_the_sources_batches_in_order_on_the_mesh():
 
 @settings(deadline=None, max_examples=20)
 @given(depth=st.integers(1, 4), taken=st.integers(0, 6))
-def test_the_state_is_of_what_was_taken_not_of_what_was_fetched(depth: int, taken: int):
+def test_state_counts_taken_batches_not_fetched_ones(depth: int, taken: int):
     ahead = source()
     with Prefetch(ahead, depth=depth) as batches:
         for _ in range(taken):
@@ -98,7 +96,7 @@ def test_it_works_one_batch_ahead_and_no_further():
         assert settle(2) == [0, 1]
 
 
-def test_a_finite_source_ends_and_the_thread_with_it():
+def test_finite_source_ends_with_its_thread():
     before = workers()
     batches = Prefetch([np.array(0), np.array(1)])
     assert [int(batch) for batch in batches] == [0, 1]
@@ -106,7 +104,7 @@ def test_a_finite_source_ends_and_the_thread_with_it():
     assert list(batches) == []
 
 
-def test_an_exception_in_the_source_comes_out_where_its_batch_would():
+def test_source_exception_is_raised_in_place_of_batch():
     def failing() -> Iterator[np.ndarray]:
         yield np.array(0)
         raise OSError("the disk is gone")
@@ -128,7 +126,7 @@ def test_an_exception_in_the_transfer_comes_out_too():
         next(batches)
 
 
-def test_leaving_the_with_statement_on_an_error_ends_the_thread():
+def test_error_in_the_with_block_ends_the_thread():
     before = workers()
     batches = Prefetch(source())
 
@@ -143,7 +141,7 @@ def test_leaving_the_with_statement_on_an_error_ends_the_thread():
     batches.close()
 
 
-def test_a_dropped_prefetch_does_not_leave_its_thread_behind():
+def test_unreferenced_prefetch_ends_its_thread():
     before = workers()
     batches = Prefetch(source())
     next(batches)

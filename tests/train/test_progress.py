@@ -66,7 +66,7 @@ def test_lines_tell_step_loss_speed_and_time_left(clock: list[float]) -> None:
     ]
 
 
-def test_a_bar_shows_steps_loss_speed_and_time_left(wide_terminal: Terminal) -> None:
+def test_bar_shows_steps_loss_speed_and_time_left(wide_terminal: Terminal) -> None:
     with TrainingProgress(0, 40, wide_terminal) as display:
         display.step(10, 3.25, None)
         display.step(20, 2.5, "12,346 tokens/s")
@@ -75,7 +75,7 @@ def test_a_bar_shows_steps_loss_speed_and_time_left(wide_terminal: Terminal) -> 
     assert re.fullmatch(r"train [━╸╺ ]+ 21/40 loss 2\.5000  12,346 tokens/s ETA (\d|-):.*", last)
 
 
-def test_a_bar_says_that_it_is_starting_until_there_is_a_loss(wide_terminal: Terminal) -> None:
+def test_bar_shows_starting_before_the_first_loss(wide_terminal: Terminal) -> None:
     with TrainingProgress(5, 40, wide_terminal):
         pass
     last = shown(wide_terminal.getvalue())[-1]

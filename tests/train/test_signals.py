@@ -13,11 +13,13 @@ import pytest
 
 from shardax.train.trainer import StopRequest
 
+pytestmark = pytest.mark.usefixtures("interrupts")
+
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_a_signal_is_noted_instead_of_ending_the_process(number: signal.Signals) -> None:
+def test_signal_is_noted_instead_of_ending_the_process(number: signal.Signals) -> None:
     with StopRequest() as stop:
         assert not stop and stop.signal is None
         os.kill(os.getpid(), number)

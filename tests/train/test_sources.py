@@ -13,15 +13,8 @@ import pytest
 from tests.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
-from shardax.train.data.sources import (
-    Positioned,
-    adapted,
-    decoded,
-    encoded,
-    go_to,
-    host_batch,
-    saved_position,
-)
+from shardax.train import Positioned
+from shardax.train.data.sources import adapted, decoded, encoded, go_to, host_batch, saved_position
 
 # Of torchdata 0.11 over newer versions of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -116,7 +109,7 @@ def content(batch: Any) -> str:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_source_goes_on_with_the_very_batches_that_followed(name: str):
+def test_restored_source_gives_the_batches_that_followed(name: str):
     source: Any = adapted(SOURCES[name](), resumable=True)
     assert isinstance(adapted(source, resumable=True), Positioned)
     texts, states = [], [json.dumps(saved_position(source, source.state()))]
@@ -137,7 +130,7 @@ def test_a_source_goes_on_with_the_very_batches_that_followed(name: str):
 
 
 @pytest.mark.parametrize("name", ["grain.IterDataset", "datasets", "torchdata, its generator"])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(name: str, tmp_path: Path):
+def test_resumed_run_equals_the_uninterrupted_run(name: str, tmp_path: Path):
     def run(folder: str, steps: int, resume: bool = False) -> sx.train.Trainer:
         batches = sx.train.WholeBatches(SOURCES[name](), batch_size=4)
         if name != "grain.IterDataset":  # whose last batch is short; it ends after three epochs
@@ -151,7 +144,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(name: str, tmp_path: Pa
     assert state_of(run("halves", 9, resume=True)) == state_of(whole)
 
 
-def test_held_out_data_of_a_data_loader_is_read_anew_by_each_evaluation(tmp_path: Path):
+def test_held_out_loader_is_read_by_each_evaluation(tmp_path: Path):
     held_out = torch_loader()
     numbers = [
         make_trainer(tmp_path / str(i), 1, held_out=data).run(display=Quiet()).eval_loss
@@ -168,7 +161,7 @@ class Batches:
             yield {name: np.full((4, 3), i % 7 + j) for j, name in enumerate(("inputs", "targets"))}
 
 
-def test_what_has_no_position_is_refused_or_starts_anew_and_says_so(tmp_path: Path):
+def test_source_without_position_is_refused_or_restarts(tmp_path: Path):
     datasets = pytest.importorskip("datasets", reason="install shardax[data]")
     with pytest.raises(sx.errors.TrainerError, match="resumable=False") as refused:
         make_trainer(tmp_path, 1, batches=Batches()).check()
@@ -218,7 +211,7 @@ def test_what_has_no_position_is_refused_or_starts_anew_and_says_so(tmp_path: Pa
         np.array(3),
     ],
 )
-def test_a_position_comes_back_from_json_as_what_it_was(state: Any):
+def test_position_round_trips_through_json(state: Any):
     back = decoded(json.loads(json.dumps(encoded(state, "a source"))))
     assert type(back) is type(state)
     assert str(back) == str(state)
@@ -228,7 +221,7 @@ def test_a_position_comes_back_from_json_as_what_it_was(state: Any):
     assert back == state if not isinstance(state, np.ndarray) else (back == state).all()
 
 
-def test_a_position_that_does_not_fit_is_refused_and_changes_nothing():
+def test_mismatched_position_is_refused_and_changes_nothing():
     source = adapted(SOURCES["datasets"](), resumable=True)
     other = adapted(SOURCES["torchdata"](), resumable=True)
     shuffled = adapted(SOURCES["datasets, shuffled"](), resumable=True)
@@ -249,7 +242,7 @@ def test_a_position_that_does_not_fit_is_refused_and_changes_nothing():
         encoded({"x": object()}, "a source")
 
 
-def test_local_batches_are_resumed_by_as_many_processes_only(tmp_path: Path):
+def test_local_batches_resume_only_with_equal_process_count(tmp_path: Path):
     local = sx.train.LocalBatches(SOURCES["grain.MapDataset"](), batch_size=4)
     saved = saved_position(local, local.state())
     assert saved == {"__kind__": "processes", "states": [local.state()]}

@@ -115,7 +115,7 @@ def test_without_a_known_peak_there_is_no_utilization(tmp_path: Path) -> None:
             sx.train.TrainerSettings(steps=1, peak_flops=peak)  # type: ignore[arg-type]
 
 
-def test_recomputation_is_no_use_of_the_model_and_shard_map_counts_for_each_device() -> None:
+def test_utilization_excludes_recomputation_and_counts_shard_map() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     spec = jax.P("data")
 
@@ -160,7 +160,7 @@ class _Device:
         ("cpu", "cpu", None),
     ],
 )
-def test_the_peak_of_known_devices_is_that_of_the_dtype(
+def test_peak_of_known_devices_depends_on_dtype(
     kind: str, platform: str, peak: float | None
 ) -> None:
     x = jnp.ones((4, 4), jnp.bfloat16)
@@ -172,7 +172,7 @@ def test_the_peak_of_known_devices_is_that_of_the_dtype(
 
 # Of jaxlib 0.12 on Python 3.13, where an error would end the process.
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
-def test_a_trace_has_the_chosen_steps_and_operations_by_module(tmp_path: Path) -> None:
+def test_trace_has_chosen_steps_and_operations_by_module(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 6, model=Bigram(dropout=0.1), layout={"profile": (3, 4)})
     display = Quiet()
     trainer.run(display=display)
@@ -195,7 +195,7 @@ def test_a_trace_has_the_chosen_steps_and_operations_by_module(tmp_path: Path) -
     assert any("/optimizer/" in name for name in names)
 
 
-def test_a_trace_ends_with_the_run_and_other_runs_are_the_same(tmp_path: Path) -> None:
+def test_traced_run_trains_as_an_untraced_one(tmp_path: Path) -> None:
     plain = make_trainer(tmp_path / "plain", 3)
     traced = make_trainer(tmp_path / "traced", 3, layout={"profile": (1, 3)})
     results = [trainer.run(display=Quiet()) for trainer in (plain, traced)]
@@ -208,7 +208,7 @@ def test_a_trace_ends_with_the_run_and_other_runs_are_the_same(tmp_path: Path) -
             make_trainer(tmp_path / "wrong", 3, layout={"profile": wrong})
 
 
-def test_a_step_that_is_compiled_again_says_why_once(tmp_path: Path) -> None:
+def test_recompiled_step_says_why_once(tmp_path: Path) -> None:
     def batch(rows: int) -> Any:
         tokens = np.zeros((rows, SEQ), np.int32)
         return {"inputs": tokens, "targets": tokens}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.errors import TextNotFoundError, TextSourceError
-from shardax.train.data.text import ByteText, TextPart, open_text
+from shardax.train import ByteText, TextPart, open_text
 
 
 @given(
@@ -44,7 +44,7 @@ def test_split_holds_out_one_block_of_every_group():
     assert len(set((held_out_bytes % 100 // 10).tolist())) > 3
 
 
-def test_split_is_the_same_every_time_and_takes_64_kib_blocks_of_large_texts():
+def test_split_is_deterministic_in_64_kib_blocks():
     text = ByteText.from_bytes(np.zeros(10 << 20, np.uint8))
     first, second = text.split(0.05), text.split(0.05)
     for one, other in zip(first, second, strict=True):
@@ -70,7 +70,7 @@ def test_split_refuses_a_share_out_of_range(held_out: float):
 
 
 @pytest.mark.parametrize("block_bytes", [0, -1, 12])
-def test_split_refuses_blocks_that_do_not_make_a_group(block_bytes: int):
+def test_split_refuses_too_few_blocks(block_bytes: int):
     with pytest.raises(TextSourceError, match="block_bytes from 1 to 10"):
         ByteText.from_bytes(bytes(100)).split(0.1, block_bytes=block_bytes)
 
@@ -109,7 +109,7 @@ def test_fingerprint_of_a_part_depends_on_its_segments():
     assert text.split(0.1)[0].fingerprint == prints[0]
 
 
-def test_open_text_takes_a_file_a_folder_or_the_standard_library(tmp_path: Path):
+def test_open_text_takes_files_folders_or_standard_library(tmp_path: Path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_bytes(b"abc")
     (tmp_path / "texts/b.py").write_bytes(b"def")
@@ -130,7 +130,7 @@ def test_a_file_is_memory_mapped_and_read_only(tmp_path: Path):
         text.data[0] = 1
 
 
-def test_bytes_in_memory_are_read_only_without_touching_the_callers_array():
+def test_bytes_are_read_only_without_changing_the_array():
     mine = np.zeros(3, np.uint8)
     text = ByteText.from_bytes(mine)
     with pytest.raises(ValueError, match="read-only"):
@@ -155,9 +155,7 @@ def test_missing_empty_and_mistyped_texts_are_refused(tmp_path: Path):
     ("starts", "ends"),
     [([], []), ([0], [0]), ([0, 2], [3, 4]), ([5, 0], [6, 1]), ([-1], [1]), ([0], [11])],
 )
-def test_a_part_refuses_segments_that_are_empty_overlapping_or_outside(
-    starts: list[int], ends: list[int]
-):
+def test_empty_overlapping_or_outside_segments_are_refused(starts: list[int], ends: list[int]):
     with pytest.raises(TextSourceError, match="non-empty, ascending, disjoint"):
         TextPart(ByteText.from_bytes(bytes(10)), np.array(starts, int), np.array(ends, int))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardax.errors import TextNotFoundError, TextSourceError
-from shardax.train.data.text import ByteText
+from shardax.train import ByteText
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def files_of(text: ByteText) -> list[bytes]:
     return contents
 
 
-def test_files_are_joined_in_byte_order_without_hidden_and_empty_ones(folder: Path):
+def test_visible_files_are_joined_in_byte_order(folder: Path):
     text = ByteText.from_folder(folder)
     assert files_of(text) == [b"upper", b"alpha", b"print()", b"zeta", b"beta"]
     assert text.name == str(folder)
@@ -49,7 +49,7 @@ def test_only_the_given_endings_are_kept(folder: Path):
     assert files_of(text) == [b"print()", b"beta"]
 
 
-def test_links_to_files_are_followed_and_links_to_folders_are_not(folder: Path, tmp_path: Path):
+def test_only_links_to_files_are_followed(folder: Path, tmp_path: Path):
     (tmp_path / "linked.txt").write_text("linked")
     (folder / "c.txt").symlink_to(tmp_path / "linked.txt")
     (folder / "again").symlink_to(folder / "a", target_is_directory=True)
@@ -57,9 +57,7 @@ def test_links_to_files_are_followed_and_links_to_folders_are_not(folder: Path, 
     assert contents == [b"upper", b"alpha", b"zeta", b"beta", b"linked"]
 
 
-def test_the_same_files_elsewhere_have_the_same_fingerprint_and_a_change_another(
-    folder: Path, tmp_path: Path
-):
+def test_fingerprint_depends_on_content_not_location(folder: Path, tmp_path: Path):
     first = ByteText.from_folder(folder).fingerprint
     folder.rename(tmp_path / "moved")
     assert ByteText.from_folder(tmp_path / "moved").fingerprint == first
@@ -67,7 +65,7 @@ def test_the_same_files_elsewhere_have_the_same_fingerprint_and_a_change_another
     assert ByteText.from_folder(tmp_path / "moved").fingerprint != first
 
 
-def test_no_matching_file_names_the_folder_and_the_endings_there(folder: Path):
+def test_missing_suffix_error_names_the_suffixes_present(folder: Path):
     with pytest.raises(TextSourceError) as caught:
         ByteText.from_folder(folder, suffixes=(".md", ".rst"))
     assert str(folder) in str(caught.value)
@@ -80,7 +78,7 @@ def test_a_folder_without_files_says_so(tmp_path: Path):
         ByteText.from_folder(tmp_path)
 
 
-def test_a_missing_folder_is_also_a_file_not_found_error(tmp_path: Path):
+def test_missing_folder_raises_file_not_found(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="nowhere") as caught:
         ByteText.from_folder(tmp_path / "nowhere")
     assert isinstance(caught.value, TextNotFoundError)
@@ -99,7 +97,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.M
         ByteText.from_folder(folder)
 
 
-def test_a_joined_folder_is_memory_mapped_and_outlives_its_files(folder: Path):
+def test_joined_folder_is_memory_mapped_and_outlives_files(folder: Path):
     text = ByteText.from_folder(folder, suffixes=("a.txt",))
     assert isinstance(text.data.base, np.ndarray) and isinstance(text.data.base.base, np.memmap)
     for path in folder.glob("**/*.txt"):
@@ -109,7 +107,7 @@ def test_a_joined_folder_is_memory_mapped_and_outlives_its_files(folder: Path):
         text.data[0] = 1
 
 
-def test_no_room_for_the_joined_text_names_the_folder_for_temporary_files(
+def test_full_disk_error_names_the_temporary_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
@@ -117,7 +115,7 @@ def test_no_room_for_the_joined_text_names_the_folder_for_temporary_files(
         ByteText.from_folder(folder)
 
 
-def test_the_standard_library_is_joined_without_packages_tests_and_build_files():
+def test_standard_library_text_excludes_packages_and_tests():
     root = Path(sysconfig.get_path("stdlib"))
     contents = set(files_of(ByteText.standard_library()))
     for path in ("os.py", "json/decoder.py", "asyncio/events.py"):

@@ -26,9 +26,7 @@ def content(batches: Any, count: int) -> str:
 
 @pytest.mark.parametrize("name", ["ids.bin", "ids.npy"])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_windows_of_a_token_file_are_those_of_the_same_ids_as_text(
-    name: str, dtype: str, tmp_path: Path
-):
+def test_token_file_has_the_windows_of_text(name: str, dtype: str, tmp_path: Path):
     tokens = TokenFile.write(tmp_path / name, IDS, dtype=dtype)
     assert tokens.data.dtype == dtype
     assert (tokens.data == IDS).all()
@@ -42,7 +40,7 @@ def test_windows_of_a_token_file_are_those_of_the_same_ids_as_text(
         assert content(EvalBatches(ours, **sizes), 99) == content(EvalBatches(theirs, **sizes), 99)
 
 
-def test_files_of_other_programs_are_opened_with_their_dtype(tmp_path: Path):
+def test_raw_token_files_are_opened_with_given_dtype(tmp_path: Path):
     path = tmp_path / "train.bin"
     (IDS + 60_000 - 255).astype("<u2").tofile(path)
     with pytest.raises(TextSourceError, match=r"does not say of which dtype.*dtype='uint16'"):
@@ -54,7 +52,7 @@ def test_files_of_other_programs_are_opened_with_their_dtype(tmp_path: Path):
     next(TrainBatches(tokens.whole, batch_size=4, seq_len=8))
 
 
-def test_documents_are_written_one_by_one_each_with_its_end(tmp_path: Path):
+def test_each_document_is_written_with_its_end_token(tmp_path: Path):
     documents = ([i, i + 1] for i in (3, 5))
     tokens = TokenFile.write(tmp_path / "a.bin", documents, end=9, vocab_size=10)
     assert tokens.data.tolist() == [3, 4, 9, 5, 6, 9]
@@ -130,7 +128,7 @@ def cut(path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_whole_file_of_tokens_is_refused_by_name(
+def test_malformed_token_files_are_refused_by_name(
     attempt: Callable[[Path], Any], message: str, tmp_path: Path
 ):
     with pytest.raises(TextSourceError, match=message):
@@ -153,7 +151,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("vocab_size", "limit"), [(250, 249), (None, 2**31 - 1)])
-def test_ids_beyond_the_vocabulary_are_refused_where_a_batch_reads_them(
+def test_batch_with_ids_beyond_the_vocabulary_is_refused(
     vocab_size: int | None, limit: int, tmp_path: Path
 ):
     ids = IDS % 250
@@ -175,7 +173,7 @@ def test_a_position_belongs_to_the_tokens(tmp_path: Path):
     TrainBatches(same.whole, **sizes).restore(state)
 
 
-def test_a_run_over_a_token_file_is_resumed_bit_for_bit(tmp_path: Path):
+def test_token_file_run_resumes_bit_for_bit(tmp_path: Path):
     TokenFile.write(tmp_path / "ids.bin", IDS)
 
     def run(folder: str, steps: int, resume: bool = False) -> Any:

@@ -96,7 +96,7 @@ def test_a_resumed_run_shows_every_step_once(tmp_path: Path) -> None:
     assert scalars(tmp_path / "board")["loss"] == losses
 
 
-def test_event_files_have_numbers_of_any_kind_and_leave_out_the_rest(tmp_path: Path) -> None:
+def test_event_files_hold_numbers_of_any_kind_only(tmp_path: Path) -> None:
     with TensorBoardLog(tmp_path) as log:
         log.write(step=0, a=1, b=jnp.float32(2), c=np.float64(math.inf), d="text", e=True, f=None)
         log.write(step=3, a=jnp.ones(()), eval_b=0.5, g=[1.0], h=jnp.ones(2))
@@ -132,7 +132,7 @@ def test_what_is_no_tracker_is_refused(tmp_path: Path, given: Any) -> None:
         make_trainer(tmp_path, 1, layout={"trackers": given})
 
 
-def test_a_tracker_that_fails_stops_the_run_and_the_others_are_closed(tmp_path: Path) -> None:
+def test_failing_tracker_stops_the_run_closing_others(tmp_path: Path) -> None:
     class Failing(Recorder):
         def write(self, /, **record: Any) -> None:
             raise ConnectionError("the server is away")
@@ -146,7 +146,7 @@ def test_a_tracker_that_fails_stops_the_run_and_the_others_are_closed(tmp_path: 
     assert sx.train.read_jsonl(trainer.log_path)[0]["step"] == 1
 
 
-def test_the_pages_tracker_for_weights_and_biases_works_with_the_real_package(
+def test_documented_wandb_tracker_works_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb", reason="needs Weights & Biases: install shardax[test]")

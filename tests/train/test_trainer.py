@@ -104,8 +104,8 @@ def like_whole(directory: Path, **changes: Any) -> sx.train.Trainer:
 # --- what a run leaves ----------------------------------------------------------------------------
 
 
-def test_the_loss_falls_on_a_text_that_repeats_itself(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, 60, tx=optax.adam(3e-2))
+def test_loss_falls_on_a_repetitive_text(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 60, tx=optax.adam(1e-2))
     result = trainer.run(display=Quiet())
     losses = [loss for _, loss in log_of(trainer, "loss")]
     assert losses[0] > 3 and losses[-1] < 1
@@ -113,7 +113,7 @@ def test_the_loss_falls_on_a_text_that_repeats_itself(tmp_path: Path) -> None:
     assert result.loss == losses[-1]
 
 
-def test_the_log_has_losses_speeds_and_evaluations_at_their_steps(whole: Run) -> None:
+def test_log_has_losses_speeds_and_evaluations_at_steps(whole: Run) -> None:
     losses, speeds = log_of(whole.trainer, "loss"), log_of(whole.trainer, "tokens_per_second")
     evaluations = log_of(whole.trainer, "eval_loss")
     assert [step for step, _ in losses] == [5, 10, 12]
@@ -133,7 +133,7 @@ def test_the_log_has_losses_speeds_and_evaluations_at_their_steps(whole: Run) ->
     )
 
 
-def test_the_display_is_told_every_step_and_every_evaluation(whole: Run) -> None:
+def test_display_shows_every_step_and_evaluation(whole: Run) -> None:
     assert whole.display.span == (0, STEPS)
     assert whole.display.steps == list(range(1, STEPS + 1))
     assert whole.display.notes == [
@@ -142,9 +142,7 @@ def test_the_display_is_told_every_step_and_every_evaluation(whole: Run) -> None
     ]
 
 
-def test_checkpoints_are_kept_of_the_last_steps_that_were_due_and_of_the_end(
-    whole: Run, tmp_path: Path
-) -> None:
+def test_last_due_checkpoints_and_final_one_are_kept(whole: Run, tmp_path: Path) -> None:
     assert sx.train.Checkpoints(whole.trainer.checkpoint_directory).steps() == [9, 12]
     trainer = make_trainer(tmp_path, 5, checkpoint_every=2, keep_checkpoints=9)
     trainer.run(display=Quiet())
@@ -157,7 +155,7 @@ def test_each_step_is_compiled_once_whatever_comes_between(whole: Run) -> None:
     assert sorted(whole.traces) == [False, True]
 
 
-def test_held_out_loss_is_the_mean_over_every_byte_that_has_a_predecessor(whole: Run) -> None:
+def test_held_out_loss_averages_over_every_target_byte(whole: Run) -> None:
     model = whole.trainer.model
     logits = np.asarray(model.embed.embedding.value, np.float64) @ np.asarray(
         model.head.kernel.value, np.float64
@@ -173,9 +171,7 @@ def test_held_out_loss_is_the_mean_over_every_byte_that_has_a_predecessor(whole:
     assert eval_batches().targets % (BATCH * SEQ) != 0  # so that padding would be seen
 
 
-def test_evaluation_leaves_modes_and_random_streams_as_they_were(
-    whole: Run, tmp_path: Path
-) -> None:
+def test_evaluation_leaves_modes_and_random_streams_unchanged(whole: Run, tmp_path: Path) -> None:
     model = whole.trainer.model
     assert model.dropout.deterministic is False
     unevaluated = like_whole(tmp_path, held_out=None)
@@ -183,7 +179,7 @@ def test_evaluation_leaves_modes_and_random_streams_as_they_were(
     assert state_of(unevaluated) == whole.state
 
 
-def test_a_module_that_was_frozen_by_hand_stays_frozen(tmp_path: Path) -> None:
+def test_evaluation_keeps_a_frozen_module_frozen(tmp_path: Path) -> None:
     model = Bigram(dropout=0.5)
     model.eval()
     trainer = make_trainer(tmp_path, 1, model=model, held_out=eval_batches(max_batches=1))
@@ -191,7 +187,7 @@ def test_a_module_that_was_frozen_by_hand_stays_frozen(tmp_path: Path) -> None:
     assert model.dropout.deterministic is True
 
 
-def test_evaluation_puts_each_module_back_into_its_own_mode(tmp_path: Path) -> None:
+def test_evaluation_restores_the_mode_of_each_module(tmp_path: Path) -> None:
     model = Bigram(dropout=0.1)
     model.frozen = sx.nn.Dropout(0.5, deterministic=True)
     modes = []
@@ -237,10 +233,9 @@ def test_accumulated_gradients_train_as_the_whole_batch_does(tmp_path: Path) -> 
 # --- stopping and going on ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_the_step_and_saves_it(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signal_ends_the_run_after_the_step_saved(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     display = kill_at(2, number)
     result = make_trainer(tmp_path, 5, held_out=eval_batches()).run(display=display)
@@ -251,9 +246,7 @@ def test_a_signal_ends_the_run_after_the_step_and_saves_it(
     assert signal.getsignal(number) is before
 
 
-def test_a_run_stopped_by_a_signal_and_resumed_ends_bit_for_bit_as_if_never_stopped(
-    whole: Run, tmp_path: Path
-) -> None:
+def test_run_resumes_bit_for_bit_after_a_signal(whole: Run, tmp_path: Path) -> None:
     assert like_whole(tmp_path).run(display=kill_at(7, signal.SIGTERM)).step == 7
     resumed = like_whole(tmp_path)
     assert all(variable.is_lazy for _, variable in sx.iter_variables(resumed.model, sx.Param))
@@ -266,9 +259,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_ends_bit_for_bit_as_if_never_stop
         assert log_of(resumed, name) == log_of(whole.trainer, name)
 
 
-def test_a_run_that_died_between_checkpoints_does_those_steps_again(
-    whole: Run, tmp_path: Path
-) -> None:
+def test_crashed_run_repeats_steps_since_the_last_checkpoint(whole: Run, tmp_path: Path) -> None:
     class PowerCutError(Exception):
         pass
 
@@ -288,9 +279,7 @@ def test_a_run_that_died_between_checkpoints_does_those_steps_again(
     assert state_of(resumed) == whole.state
 
 
-def test_resuming_a_finished_run_measures_and_writes_nothing_again(
-    whole: Run, tmp_path: Path
-) -> None:
+def test_resuming_a_finished_run_changes_nothing(whole: Run, tmp_path: Path) -> None:
     trainer = like_whole(whole.trainer.directory)
     before = files_of(trainer.directory)
     result = trainer.run(resume=True, display=(display := Quiet()))
@@ -325,7 +314,7 @@ def test_resuming_where_nothing_is_starts_from_the_beginning(tmp_path: Path) -> 
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_a_used_directory_is_refused_and_left_as_it_is(whole: Run, tmp_path: Path) -> None:
+def test_used_directory_is_refused_unchanged(whole: Run, tmp_path: Path) -> None:
     before = files_of(whole.trainer.directory)
     again = like_whole(whole.trainer.directory)
     with pytest.raises(TrainerError, match=r"already holds a run, saved at step 12.*resume=True"):
@@ -348,7 +337,7 @@ def test_a_used_directory_is_refused_and_left_as_it_is(whole: Run, tmp_path: Pat
         (6, 4, None, r"grad_accumulation=4.*multiple of 4, such as 8"),
     ],
 )
-def test_batches_that_cannot_be_divided_are_refused_before_anything_is_made(
+def test_indivisible_batches_are_refused_before_anything_is_made(
     tmp_path: Path, batch_size: int, parts: int, shape: Any, message: str
 ) -> None:
     trainer = make_trainer(
@@ -364,7 +353,7 @@ def test_batches_that_cannot_be_divided_are_refused_before_anything_is_made(
     assert trainer.batches.step == 0
 
 
-def test_held_out_batches_that_cannot_be_divided_are_refused_at_the_start(tmp_path: Path) -> None:
+def test_indivisible_held_out_batches_are_refused_at_start(tmp_path: Path) -> None:
     held_out = sx.train.EvalBatches(HELD_OUT, batch_size=7, seq_len=SEQ)
     trainer = make_trainer(tmp_path / "run", 3, held_out=held_out, mesh=auto())
     with pytest.raises(TrainerError, match="held-out batch cannot be laid out"):
@@ -372,7 +361,7 @@ def test_held_out_batches_that_cannot_be_divided_are_refused_at_the_start(tmp_pa
     assert not trainer.directory.exists()
 
 
-def test_a_model_that_cannot_be_laid_out_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_model_without_valid_layout_is_refused_at_start(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", 3, mesh=jax.make_mesh((8,), ("data",)))
     with pytest.raises(PartitionCheckError, match="'model'"):
         trainer.run(display=Quiet())
@@ -403,7 +392,7 @@ class Few(sx.train.TrainBatches):
         ({"held_out": []}, "held_out has no batches"),
     ],
 )
-def test_batches_that_could_not_be_resumed_or_read_again_are_refused(
+def test_batches_without_state_or_second_pass_are_refused(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     trainer = make_trainer(tmp_path / "run", 3, **change)
@@ -412,7 +401,7 @@ def test_batches_that_could_not_be_resumed_or_read_again_are_refused(
     assert not trainer.directory.exists()
 
 
-def test_batches_that_end_early_are_an_error_that_names_the_step(tmp_path: Path) -> None:
+def test_batches_ending_early_raise_naming_the_step(tmp_path: Path) -> None:
     batches = Few(TRAIN, batch_size=BATCH, seq_len=SEQ)
     trainer = make_trainer(tmp_path, 5, batches=batches, checkpoint_every=2)
     with pytest.raises(TrainerError, match=r"ended after step 3 of 5.*checkpoints of steps \[2\]"):
@@ -420,9 +409,7 @@ def test_batches_that_end_early_are_an_error_that_names_the_step(tmp_path: Path)
 
 
 @pytest.mark.parametrize("options", [{"log_every": 1}, {"log_every": 9, "checkpoint_every": 3}])
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
-    tmp_path: Path, options: dict[str, int]
-) -> None:
+def test_loss_not_finite_stops_the_run_unsaved(tmp_path: Path, options: dict[str, int]) -> None:
     def spoiled(model: Any, batch: Any) -> Any:
         return next_token_loss(model, batch) * jnp.where(model.calls.value < 3, 1.0, jnp.nan)
 

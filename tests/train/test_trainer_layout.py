@@ -81,7 +81,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return run(tmp_path_factory.mktemp("plain"), mesh, None, moments=PARAMETERS)[1]
 
 
-def test_moments_stay_split_further_than_parameters_and_losses_are_the_same(
+def test_further_split_moments_stay_and_train_the_same(
     tmp_path: Path, mesh: Mesh, plain: list[float]
 ) -> None:
     trainer, losses = run(tmp_path, mesh, ZERO)
@@ -95,9 +95,7 @@ def test_moments_stay_split_further_than_parameters_and_losses_are_the_same(
     assert shares[("embed", "embedding")] == (64, 8)  # of (256, 16)
 
 
-def test_a_run_that_died_and_was_resumed_has_the_same_layout_and_bits(
-    tmp_path: Path, auto_mesh: Mesh
-) -> None:
+def test_resumed_run_has_the_same_layout_and_bits(tmp_path: Path, auto_mesh: Mesh) -> None:
     whole, losses = run(tmp_path / "whole", auto_mesh, ZERO)
     with pytest.raises(PowerCutError):
         run(tmp_path / "cut", auto_mesh, ZERO, stop_at=3)
@@ -106,7 +104,7 @@ def test_a_run_that_died_and_was_resumed_has_the_same_layout_and_bits(
     assert state_of(resumed) == state_of(whole)
 
 
-def test_moments_kept_by_the_host_are_on_the_devices_only_during_a_step(
+def test_host_moments_train_the_same_and_stay_there(
     tmp_path: Path, auto_mesh: Mesh, plain: list[float]
 ) -> None:
     with pytest.raises(PowerCutError):
@@ -130,7 +128,9 @@ def test_evaluation_alone_places_the_model_as_training_does(
     )
 
 
-def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, auto_mesh: Mesh) -> None:
+def test_invalid_layouts_are_refused_before_anything_is_made(
+    tmp_path: Path, auto_mesh: Mesh
+) -> None:
     for layout in (ZERO, {"memory_kind": "pinned_host"}):
         with pytest.raises(TrainerError, match=f"{next(iter(layout))}, but no mesh"):
             make_trainer(tmp_path, 1, layout=layout)
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, auto_
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_restored_as_shard_would_place_it(tmp_path: Path, mesh: Mesh) -> None:
+def test_restore_places_a_checkpoint_as_shard_does(tmp_path: Path, mesh: Mesh) -> None:
     saved = Bigram(seed=1)
     sx.train.checkpoint.save(saved, tmp_path / "one")
     smaller = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])

@@ -31,9 +31,7 @@ def log_of(trainer: sx.train.Trainer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_metrics_of_the_loss_are_logged_and_averaged_over_held_out_data(
-    tmp_path: Path, parts: int
-) -> None:
+def test_loss_metrics_are_logged_and_averaged_in_evaluation(tmp_path: Path, parts: int) -> None:
     options: dict[str, Any] = {"held_out": eval_batches(), "log_every": 1}
     plain = make_trainer(tmp_path / "plain", 3, grad_accumulation=parts, **options)
     both = make_trainer(
@@ -50,7 +48,7 @@ def test_metrics_of_the_loss_are_logged_and_averaged_over_held_out_data(
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_held_out_metrics_are_those_of_all_targets_at_once(tmp_path: Path, kind: Any) -> None:
+def test_held_out_metrics_equal_those_of_all_targets(tmp_path: Path, kind: Any) -> None:
     held_out, model = eval_batches(), Bigram()
     measured = {
         "accuracy": metrics.Accuracy(),
@@ -86,7 +84,7 @@ def test_held_out_metrics_are_those_of_all_targets_at_once(tmp_path: Path, kind:
     )
 
 
-def test_the_gradient_norm_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+def test_gradient_norm_is_that_of_the_batch(tmp_path: Path) -> None:
     batches = sx.train.TrainBatches(TRAIN, batch_size=8, seq_len=16)
     start = batches.state()
     batch = next(iter(batches))
@@ -114,7 +112,7 @@ DECAY = optax.linear_schedule(0.1, 0.0, 10)
     ],
     ids=["number", "schedule", "injected", "none", "two"],
 )
-def test_the_learning_rate_is_logged_where_the_optimizer_has_one(
+def test_learning_rate_of_the_optimizer_is_logged(
     tmp_path: Path, tx: Any, rates: list[float | None]
 ) -> None:
     trainer = make_trainer(tmp_path, 2, tx=tx, log_every=1)
@@ -132,14 +130,12 @@ def test_the_learning_rate_is_logged_where_the_optimizer_has_one(
         (lambda m, b: (next_token_loss(m, b), {"hits": jnp.ones(3)}), r"'hits' as float32\[3\]"),
     ],
 )
-def test_a_loss_that_returns_what_cannot_be_logged_is_refused(
-    tmp_path: Path, loss: Any, message: str
-) -> None:
+def test_loss_with_unloggable_metrics_is_refused(tmp_path: Path, loss: Any, message: str) -> None:
     with pytest.raises(TrainerError, match=message):
         make_trainer(tmp_path, 1, loss=loss).run(display=Quiet())
 
 
-def test_held_out_metrics_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
+def test_invalid_held_out_metrics_are_refused(tmp_path: Path) -> None:
     for number, (given, error, message) in enumerate(
         [
             ({"loss": metrics.Accuracy()}, TrainerError, "named 'loss'"),
@@ -155,7 +151,7 @@ def test_held_out_metrics_that_cannot_be_measured_are_refused(tmp_path: Path) ->
             ).run(display=Quiet())
 
 
-def test_device_memory_is_logged_where_the_device_tells_it(tmp_path: Path) -> None:
+def test_device_memory_is_logged_where_known(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 1)
     trainer.run(display=Quiet())
     stats = jax.devices()[0].memory_stats()

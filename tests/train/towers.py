@@ -13,9 +13,8 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 import shardax as sx
-from shardax.partition.rules import Rules
 
-RULES = Rules({"embed": None, "mlp": "model"})
+RULES = sx.Rules({"embed": None, "mlp": "model"})
 
 
 class Layer(sx.Module):

@@ -56,6 +56,21 @@ class Box(sx.Module):
     """A Module without attributes of its own."""
 
 
+class Mask(sx.Module):
+    """Sets elements to zero by the bits of a random key: a dropout whose program is small."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.stream = rngs.dropout
+        self.deterministic = False
+
+    def __call__(self, x: Any) -> Any:
+        if self.deterministic:
+            return x
+        bits = jax.random.key_data(self.stream())[-1]
+        columns = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
+        return x * ((bits >> columns) & 1)
+
+
 class Many(sx.Module):
     """Many Variables in a list, all of which ``step`` writes."""
 

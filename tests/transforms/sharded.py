@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
+from tests.values import with_values
 
 import shardax as sx
+
+# Without compilation shard_map runs each operation as a program of its own. Where that is not what
+# a test is about, shard_map is in a compiled function, or its function is a compiled one.
 
 P = PartitionSpec
 RULES = {"rows": "data", "mlp": "model"}
@@ -33,11 +37,13 @@ class Table(sx.Module):
 class Block(sx.Module):
     """A feed-forward block whose hidden units are split, with a running mean of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, lazy: bool = False) -> None:
         rngs = sx.Rngs(0)
         self.up = sx.nn.Linear(4, 8, kernel_axes=("embed", "mlp"), rngs=rngs)
         self.down = sx.nn.Linear(8, 4, kernel_axes=("mlp", "embed"), use_bias=False, rngs=rngs)
         self.mean = sx.BatchStat(jnp.zeros(8), axes=("mlp",))
+        if not lazy:
+            with_values(self)
 
     def __call__(self, x: Any) -> Any:
         hidden = jax.nn.relu(self.up(x))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.strategies import assert_same_model
 from tests.transforms.examples import Box
 
@@ -28,7 +28,8 @@ AXES = (0, 1, 2, -1, -2, -3)
 
 
 def _layer(rngs: Any) -> Any:
-    return sx.nn.Linear(8, 8, rngs=rngs)
+    # Names and shardings are tested, not numbers: programs without random numbers are small.
+    return sx.nn.Linear(8, 8, kernel_init=jax.nn.initializers.ones, rngs=rngs)
 
 
 def _stack(**options: Any) -> Any:
@@ -52,10 +53,15 @@ each_transform = pytest.mark.parametrize("transform", ["vmap", "scan"])
 # --- names ---
 
 
-@each_transform
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("metadata", [NAMED, None], ids=["named", "unnamed"])
-def test_a_name_is_taken_off_inside_and_put_back_outside(
+@pytest.mark.parametrize(
+    ("transform", "axis", "metadata"),
+    [  # each axis with each transform, and with and without a name
+        (transform, axis, [NAMED, None][(place + (transform == "scan")) % 2])
+        for place, axis in enumerate(AXES)
+        for transform in ("vmap", "scan")
+    ],
+)
+def test_mapped_name_is_absent_inside_and_restored(
     transform: str, axis: int, metadata: Any
 ) -> None:
     names = ["in", "out"]
@@ -74,7 +80,7 @@ def test_a_name_is_taken_off_inside_and_put_back_outside(
 
 
 @each_transform
-def test_the_last_axis_gets_the_last_name_flax_4(transform: str) -> None:
+def test_last_axis_gets_the_last_name_flax_4(transform: str) -> None:
     """Flax puts the value's axis last but its name before the last (notes: ('i', 'L', 'o'))."""
 
     def make(w: Any, _: Any) -> Any:
@@ -86,7 +92,7 @@ def test_the_last_axis_gets_the_last_name_flax_4(transform: str) -> None:
 
 
 @each_transform
-def test_a_new_dimension_without_a_name_is_unnamed_flax_5(transform: str) -> None:
+def test_new_dimension_without_name_is_unnamed_flax_5(transform: str) -> None:
     """Flax leaves the names as they were, so each is one dimension off."""
 
     def make(w: Any, _: Any) -> Any:
@@ -97,7 +103,7 @@ def test_a_new_dimension_without_a_name_is_unnamed_flax_5(transform: str) -> Non
     assert sx.partition_specs(made, RULES) == PartitionSpec(None, None, "model")
 
 
-def test_metadata_changed_inside_keeps_the_name_of_the_mapped_dimension() -> None:
+def test_metadata_changed_inside_keeps_the_mapped_name() -> None:
     model = Box()
     model.named, model.unnamed = _weight("layers", "in", "out"), sx.Param(jnp.zeros((2, 3)))
 
@@ -129,7 +135,7 @@ def test_lanes_of_lanes_have_a_name_each() -> None:
     assert seen == [("layers", "in", "out"), ("in", "out")]
 
 
-def test_shared_variables_and_those_without_axes_keep_their_names() -> None:
+def test_shared_and_unnamed_variables_keep_their_names() -> None:
     model = Box()
     model.shared, model.plain = _weight("in", "out"), sx.Param(jnp.zeros((2, 2)))
     axes = sx.StateAxes({sx.PathContains("shared"): None, ...: 0})
@@ -142,7 +148,7 @@ def test_shared_variables_and_those_without_axes_keep_their_names() -> None:
 
 
 @each_transform
-def test_another_name_than_the_mapped_one_names_the_variable(transform: str) -> None:
+def test_wrong_mapped_name_raises_with_the_variable(transform: str) -> None:
     model = Box()
     model.parts = [_weight("layers", "in"), _weight("in", "out")]
     run = _per_slice(transform, lambda m, _: jnp.zeros(()), 0, NAMED)
@@ -154,7 +160,7 @@ def test_another_name_than_the_mapped_one_names_the_variable(transform: str) -> 
 
 
 @each_transform
-def test_the_mapped_dimension_may_have_any_name_if_none_is_given(transform: str) -> None:
+def test_mapped_dimension_has_any_name_by_default(transform: str) -> None:
     model = Box()
     model.parts = [_weight("layers", "in"), _weight("in", "out")]
     _per_slice(transform, lambda m, _: jnp.zeros(()), 0, None)(model, 1.0)
@@ -170,7 +176,7 @@ def test_the_mapped_dimension_may_have_any_name_if_none_is_given(transform: str)
         (lambda w, _: w.__setitem__(..., 0.0), 0, ".w"),
     ],
 )
-def test_an_axis_that_has_no_place_on_what_leaves_names_it(
+def test_out_axis_beyond_rank_raises_with_path(
     transform: str, body: Any, out_axis: int, path: str
 ) -> None:
     weight = _weight("in", "layers")
@@ -205,9 +211,7 @@ def test_adding_an_axis_and_removing_it_are_inverse(
 
 @given(_NAMES, st.data())
 @settings(max_examples=20)
-def test_mapping_over_nothing_but_a_new_dimension_gives_the_model_back(
-    names: Any, data: st.DataObject
-) -> None:
+def test_identity_over_new_dimension_returns_the_model(names: Any, data: st.DataObject) -> None:
     axis = data.draw(st.integers(-len(names) - 1, len(names)))
     model = Box()
     model.w = sx.Param(jnp.zeros((2,) * (len(names) + 1)), axes=(None,) * (len(names) + 1))
@@ -230,9 +234,17 @@ def _agree(model: Any, mesh: Mesh) -> bool:
     )
 
 
-@pytest.mark.parametrize("axis", [0, -1])
-@pytest.mark.parametrize("metadata", [NAMED, None], ids=["named", "unnamed"])
-def test_a_stack_lies_as_its_names_say_flax_6(mesh: Mesh, axis: int, metadata: Any) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "axis", "metadata"),
+    [
+        (AxisType.Auto, 0, NAMED),
+        (AxisType.Auto, -1, None),
+        (AxisType.Explicit, 0, None),
+        (AxisType.Explicit, -1, NAMED),
+    ],
+    indirect=["mesh"],
+)
+def test_stack_is_sharded_by_its_names_flax_6(mesh: Mesh, axis: int, metadata: Any) -> None:
     """Flax names the new dimension but does not split it."""
     model = sx.shard(_stack(out_axes=axis, metadata=metadata), mesh, RULES)
     over = "data" if metadata else None
@@ -248,11 +260,19 @@ def _update(m: Any) -> None:
     m.copy = sx.clone(m.bias)
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_what_lanes_write_and_make_lies_as_its_names_say(
-    mesh: Mesh, axis: int, compiled: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "axis", "compiled"),
+    [
+        (AxisType.Auto, 0, False),
+        (AxisType.Auto, 1, True),
+        (AxisType.Auto, -1, False),
+        (AxisType.Explicit, 0, True),
+        (AxisType.Explicit, 1, False),
+        (AxisType.Explicit, -1, True),
+    ],
+    indirect=["mesh"],
+)
+def test_written_and_new_values_follow_their_names(mesh: Mesh, axis: int, compiled: bool) -> None:
     if axis == 1:
         model = _stack(out_axes=sx.StateAxes({sx.PathContains("bias"): 0, ...: 1}), metadata=NAMED)
         axes: Any = sx.StateAxes(
@@ -274,7 +294,7 @@ def test_what_lanes_write_and_make_lies_as_its_names_say(
     assert _agree(sx.shard(model, mesh, RULES), mesh)
 
 
-def test_lanes_split_by_spmd_axis_name_lie_as_their_names_say(auto_mesh: Mesh) -> None:
+def test_spmd_axis_name_shards_lanes_by_name(auto_mesh: Mesh) -> None:
     model = sx.shard(_stack(metadata=NAMED), auto_mesh, RULES)
 
     def forward(m: Any, x: Any) -> Any:
@@ -294,7 +314,7 @@ def test_lanes_split_by_spmd_axis_name_lie_as_their_names_say(auto_mesh: Mesh) -
     assert _agree(model, auto_mesh)
 
 
-def test_an_abstract_stack_has_the_names_and_shardings_of_the_real_one(mesh: Mesh) -> None:
+def test_abstract_stack_has_names_and_shardings(mesh: Mesh) -> None:
     """Flax's eval_shape reports the names of one layer for the whole stack."""
     for metadata in (NAMED, None):
         shapes = sx.eval_shape(lambda metadata=metadata: _stack(metadata=metadata))
@@ -306,7 +326,7 @@ def test_an_abstract_stack_has_the_names_and_shardings_of_the_real_one(mesh: Mes
         assert real.kernel.sharding.is_equivalent_to(declared["kernel"], 3)
 
 
-def test_a_sharded_model_keeps_its_shardings_inside_eval_shape(mesh: Mesh) -> None:
+def test_eval_shape_keeps_shardings_of_the_model(mesh: Mesh) -> None:
     model = sx.shard(_stack(metadata=NAMED), mesh, RULES)
     with jax.set_mesh(mesh):
         shapes = sx.eval_shape(lambda m: sx.vmap(lambda m: m, metadata=NAMED)(m), model)
@@ -315,11 +335,17 @@ def test_a_sharded_model_keeps_its_shardings_inside_eval_shape(mesh: Mesh) -> No
     assert declared == sx.shardings(model, mesh, RULES).flat()
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("given", [False, True], ids=["made inside", "given"])
-def test_a_model_sharded_inside_a_program_lies_as_its_names_say(
-    mesh: Mesh, stacked: bool, given: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "stacked", "given"),
+    [
+        (AxisType.Auto, False, False),
+        (AxisType.Auto, True, True),
+        (AxisType.Explicit, False, True),
+        (AxisType.Explicit, True, False),
+    ],
+    indirect=["mesh"],
+)
+def test_shard_inside_jit_follows_the_names(mesh: Mesh, stacked: bool, given: bool) -> None:
     def make() -> Any:
         return _stack(metadata=NAMED) if stacked else _layer(sx.Rngs(0))
 
@@ -333,7 +359,7 @@ def test_a_model_sharded_inside_a_program_lies_as_its_names_say(
 # --- Explicit meshes: the mapped dimension is part of the types ---
 
 
-def test_arrays_that_are_mapped_together_must_be_split_alike(explicit_mesh: Mesh) -> None:
+def test_arrays_mapped_together_need_equal_splits(explicit_mesh: Mesh) -> None:
     model = sx.shard(_stack(metadata=NAMED), explicit_mesh, RULES)
     run = sx.vmap(lambda m, x: m(x))
     with jax.set_mesh(explicit_mesh):
@@ -344,7 +370,7 @@ def test_arrays_that_are_mapped_together_must_be_split_alike(explicit_mesh: Mesh
         assert run(model, x).shape == (4, 2, 8)
 
 
-def test_a_shared_array_may_not_be_split_over_the_mapped_axes(explicit_mesh: Mesh) -> None:
+def test_shared_array_cannot_be_split_over_mapped_axes(explicit_mesh: Mesh) -> None:
     model = sx.shard(_stack(metadata=NAMED), explicit_mesh, RULES)
     with jax.set_mesh(explicit_mesh):
         x = jax.device_put(jnp.ones((2, 8)), PartitionSpec("data"))

@@ -49,7 +49,7 @@ def axes_of(tree: Any, size: int, **options: Any) -> Any:
 # --- what is found ---
 
 
-def test_an_array_is_batched_along_its_leading_dimension_of_the_size() -> None:
+def test_array_is_batched_along_its_leading_dimension() -> None:
     problem = Problem(np.ones((5, 2)), {"shared": jnp.ones(3), "deep": [jnp.ones(5)], "scale": 2.0})
     options = {"deep": [0], "scale": None, "shared": None}
     assert axes_of(problem, 5) == Problem(0, options)
@@ -57,9 +57,7 @@ def test_an_array_is_batched_along_its_leading_dimension_of_the_size() -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("make", [jnp.ones, np.ones, lambda s: jax.ShapeDtypeStruct(s, jnp.int8)])
-def test_a_match_along_another_dimension_is_refused_unless_declared(
-    make: Any, strict: bool
-) -> None:
+def test_match_along_other_dimension_needs_declaration(make: Any, strict: bool) -> None:
     """The trap: x (4, 7) @ W (7, 4) in a batch of 4, where W has the size by chance."""
     problem = Problem(make((4, 7)), {"W": make((7, 4))})
     with pytest.raises(AmbiguousBatchError, match=r"\.W: .*axis 1, which is not its lead"):
@@ -69,7 +67,7 @@ def test_a_match_along_another_dimension_is_refused_unless_declared(
         assert axes_of(problem, 4, where=where, strict=strict) == Problem(0, {"W": axis})
 
 
-def test_vmap_refuses_a_match_along_another_dimension_and_names_the_argument() -> None:
+def test_vmap_names_argument_matching_along_other_dimension() -> None:
     x, w = jnp.arange(28.0).reshape(4, 7), jnp.arange(28.0).reshape(7, 4)
 
     def f(x: Any, W: Any) -> Any:  # noqa: N803 (a matrix)
@@ -82,7 +80,7 @@ def test_vmap_refuses_a_match_along_another_dimension_and_names_the_argument() -
         assert call(sx.vmap(f, in_axes="auto", batch=batch)).tolist() == [1582, 4228, 6874, 9520]
 
 
-def test_what_is_no_array_is_shared_and_none_stays_none() -> None:
+def test_nonarrays_are_shared_and_none_stays_none() -> None:
     problem = {"x": jnp.ones(5), "kind": "l2", "act": jnp.tanh, "absent": None, "flag": True}
     assert axes_of(problem, 5) == {
         "x": 0, "kind": None, "act": None, "absent": None, "flag": None,
@@ -96,7 +94,7 @@ def test_shapes_are_enough() -> None:
     assert lazy.kernel.is_lazy
 
 
-def test_the_report_says_of_every_leaf_what_and_why() -> None:
+def test_report_gives_axis_and_reason_per_leaf() -> None:
     model = Affine()
     found = sx.batch_axes(
         {"model": model, "x": jnp.ones((4, 2)), "kind": "l2"},
@@ -120,7 +118,7 @@ def test_the_report_says_of_every_leaf_what_and_why() -> None:
 # --- doubt ---
 
 
-def test_a_square_array_is_refused_and_not_batched_in_silence() -> None:
+def test_square_array_is_refused() -> None:
     """The trap: with x and W both 4 by 4 a guess gives results of shape (4,), all wrong."""
     problem = {"x": jnp.ones((4, 4)), "W": jnp.eye(4)}
     with pytest.raises(AmbiguousBatchError) as caught:
@@ -132,7 +130,7 @@ def test_a_square_array_is_refused_and_not_batched_in_silence() -> None:
 
 
 @pytest.mark.parametrize("kind", [sx.Param, sx.BatchStat, sx.Variable, sx.OptState])
-def test_state_of_a_model_that_happens_to_match_is_refused(kind: Any) -> None:
+def test_model_state_of_matching_size_is_refused(kind: Any) -> None:
     state = kind(jnp.ones((4, 3)))
     with pytest.raises(AmbiguousBatchError, match=r"\.state: ") as caught:
         sx.batch_axes({"x": jnp.ones(4), "state": state}, 4)
@@ -140,7 +138,7 @@ def test_state_of_a_model_that_happens_to_match_is_refused(kind: Any) -> None:
     assert axes_of({"x": jnp.ones(4), "state": state}, 4, where={kind: 0}) == {"x": 0, "state": 0}
 
 
-def test_an_array_attribute_and_a_box_are_state_too() -> None:
+def test_array_attributes_and_boxes_count_as_state() -> None:
     module = sx.Module()
     module.table = jnp.ones((4, 3))
     box = sx.Partitioned(jnp.ones((4, 3)), ("model", None))
@@ -150,7 +148,7 @@ def test_an_array_attribute_and_a_box_are_state_too() -> None:
         sx.batch_axes({"x": jnp.ones(4), "box": box}, 4)
 
 
-def test_entries_of_a_state_are_what_they_came_from() -> None:
+def test_state_entries_keep_their_variable_types() -> None:
     state = sx.state(Affine())
     problem = {"params": state, "x": jnp.ones(4)}
     with pytest.raises(AmbiguousBatchError, match=r"\.params\.weight: Param(.|\n)*sx\.Param: None"):
@@ -166,13 +164,13 @@ def test_entries_of_a_state_are_what_they_came_from() -> None:
         assert y.tolist() == [6.0, 6.0, 6.0, 6.0]
 
 
-def test_all_doubts_are_listed_at_once() -> None:
+def test_all_ambiguous_arrays_are_listed() -> None:
     with pytest.raises(AmbiguousBatchError) as caught:
         sx.batch_axes([jnp.ones((2, 2)) for _ in range(15)], 2)
     assert str(caught.value).count("float32[2, 2]") == 12 and "and 3 more" in str(caught.value)
 
 
-def test_of_a_batch_of_one_nothing_is_guessed() -> None:
+def test_batch_of_one_is_never_guessed() -> None:
     problem = {"x": jnp.ones((1, 3)), "W": jnp.ones(3)}
     with pytest.raises(AmbiguousBatchError, match=r"\.x"):
         sx.batch_axes(problem, 1)
@@ -181,13 +179,13 @@ def test_of_a_batch_of_one_nothing_is_guessed() -> None:
     assert axes_of(problem, 1, where={sx.PathContains("x"): 0}) == {"x": 0, "W": None}
 
 
-def test_without_strictness_the_leading_dimension_is_taken_and_state_is_shared() -> None:
+def test_nonstrict_takes_leading_dimension_and_shares_state() -> None:
     found = sx.batch_axes((jnp.ones((4, 4)), Affine()), 4, strict=False)
     assert found.axes == (0, None)
     assert "the first of its 2 dimensions" in repr(found) and "state of a model" in repr(found)
 
 
-def test_a_problem_in_which_nothing_is_batched_is_refused() -> None:
+def test_arguments_without_batched_arrays_are_refused() -> None:
     with pytest.raises(AxisSizeError, match=r"size 7.*\.x float32\[5\]"):
         sx.batch_axes({"x": jnp.ones(5)}, 7)
     assert axes_of({"x": jnp.ones(5)}, 7, strict=False) == {"x": None}
@@ -196,7 +194,7 @@ def test_a_problem_in_which_nothing_is_batched_is_refused() -> None:
 # --- declarations ---
 
 
-def test_a_filter_alone_says_what_is_batched_and_all_else_is_shared() -> None:
+def test_filter_selects_what_is_batched() -> None:
     problem = {"x": jnp.ones((4, 3)), "W": jnp.ones((3, 4)), "model": Affine()}
     assert axes_of(problem, 4, where=sx.PathContains("x")) == {"x": 0, "W": None, "model": None}
     either = [sx.PathContains("x"), sx.PathContains("W")]
@@ -205,7 +203,7 @@ def test_a_filter_alone_says_what_is_batched_and_all_else_is_shared() -> None:
     assert everything == {"x": 0, "w": 1}
 
 
-def test_axes_may_be_declared_by_name_in_variables_and_boxes() -> None:
+def test_axes_are_declared_by_name() -> None:
     box = sx.Partitioned(jnp.ones((3, 4)), (None, "batch"))
     bare = sx.Param(jnp.ones(3))
     problem = {"model": Affine(), "box": box, "bare": bare, "x": jnp.ones(3)}
@@ -217,7 +215,7 @@ def test_axes_may_be_declared_by_name_in_variables_and_boxes() -> None:
         sx.batch_axes({"x": jnp.ones(4)}, 4, where={...: "batch"})
 
 
-def test_a_named_array_is_batched_along_positional_dimensions_alone() -> None:
+def test_named_array_is_batched_along_positional_dimensions() -> None:
     named = sx.named.wrap(jnp.ones((4, 2)), "batch", "feature")
     assert axes_of((named, jnp.ones(4)), 4) == (None, 0)
     assert axes_of(named.untag("batch"), 4) == 0
@@ -228,17 +226,17 @@ def test_a_named_array_is_batched_along_positional_dimensions_alone() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 2, -3])
-def test_a_declared_axis_that_does_not_fit_is_an_error_with_the_path(axis: int) -> None:
+def test_unfitting_declared_axis_raises_with_path(axis: int) -> None:
     with pytest.raises(AxisSizeError, match=rf"\.x.*axis {axis}"):
         sx.batch_axes({"x": jnp.ones((3, 4))}, 4, where={sx.PathContains("x"): axis})
 
 
-def test_an_axis_of_what_is_no_array_is_an_error() -> None:
+def test_axis_of_nonarray_raises() -> None:
     with pytest.raises(AxisSizeError, match=r"str at \.kind"):
         sx.batch_axes({"kind": "l2", "x": jnp.ones(4)}, 4, where={...: 0})
 
 
-def test_a_path_that_is_not_there_is_an_error_and_not_a_guess() -> None:
+def test_unknown_path_raises() -> None:
     with pytest.raises(FilterError, match=r"'wieght'.*\.weight"):
         sx.batch_axes(
             {"weight": jnp.ones((4, 3)), "x": jnp.ones(4)},
@@ -247,7 +245,7 @@ def test_a_path_that_is_not_there_is_an_error_and_not_a_guess() -> None:
         )
 
 
-def test_entries_and_sizes_of_another_kind_are_refused_at_once() -> None:
+def test_entries_and_sizes_of_wrong_type_are_refused() -> None:
     for entry in (True, 1.0, sx.Carry):
         with pytest.raises(PrefixError, match="Param"):
             sx.Batch(4, where={sx.Param: entry})
@@ -258,7 +256,7 @@ def test_entries_and_sizes_of_another_kind_are_refused_at_once() -> None:
             sx.Batch(size)  # pyright: ignore[reportArgumentType] (what is tested)
 
 
-def test_a_shared_variable_is_one_and_is_declared_by_any_of_its_paths() -> None:
+def test_shared_variable_is_declared_by_any_path() -> None:
     tied = sx.Param(jnp.ones((4, 3)))
     problem = {"a": {"one": tied}, "b": {"two": tied}, "x": jnp.ones(4)}
     for name in ("one", "two"):
@@ -280,7 +278,7 @@ def test_a_variable_of_several_arrays_has_one_axis() -> None:
 # --- streams ---
 
 
-def test_streams_are_split_or_mapped_and_shared_only_on_request() -> None:
+def test_streams_are_shared_only_on_request() -> None:
     rngs = sx.Rngs(0)
     x = jnp.ones((5, 2))
     draw = sx.vmap(lambda r, x: jax.random.normal(r.params()), in_axes="auto", batch=5)
@@ -302,7 +300,7 @@ def test_a_function_of_a_stream_makes_an_ensemble() -> None:
 # --- vmap ---
 
 
-def test_vmap_finds_the_axes_of_all_arguments_at_every_call() -> None:
+def test_vmap_finds_axes_at_every_call() -> None:
     @sx.vmap(in_axes="auto", batch=5)
     def f(problem: Any, *, weights: Any, power: Any = 1) -> Any:
         return problem["scale"] * (problem["x"] * weights).sum() ** power
@@ -314,7 +312,7 @@ def test_vmap_finds_the_axes_of_all_arguments_at_every_call() -> None:
     assert each.tolist() == expected.tolist()
 
 
-def test_vmap_of_a_model_writes_along_the_axis_that_was_declared() -> None:
+def test_vmap_writes_along_the_declared_axis() -> None:
     model = Affine()
     batch = sx.Batch(4, where={sx.Param: None, sx.Cache: "batch", sx.PathContains("x"): 0})
     y = sx.vmap(lambda model, x: model(x), in_axes="auto", batch=batch)(model, jnp.eye(4))
@@ -331,13 +329,13 @@ def test_vmap_of_a_bound_method_and_under_jit() -> None:
     assert compiled(jnp.ones((3, 2)), 2.0).tolist() == [4.0, 4.0, 4.0]
 
 
-def test_errors_of_vmap_begin_with_the_name_of_the_argument() -> None:
+def test_vmap_errors_begin_with_the_argument_name() -> None:
     f = sx.vmap(lambda data, weight: data, in_axes="auto", batch=4)
     with pytest.raises(AmbiguousBatchError, match=r"\.weight: float32\[4, 4\]"):
         f(jnp.ones((4, 2)), jnp.eye(4))
 
 
-def test_the_options_of_vmap_must_say_how_many_lanes_and_once() -> None:
+def test_vmap_options_give_one_lane_count() -> None:
     f = sx.vmap(lambda x: x + 1, in_axes="auto", axis_size=3)
     assert f(jnp.zeros(3)).tolist() == [1, 1, 1]
     wrong: list[dict[str, Any]] = [
@@ -352,7 +350,7 @@ def test_the_options_of_vmap_must_say_how_many_lanes_and_once() -> None:
             sx.vmap(lambda x: x, **options)
 
 
-def test_the_axes_serve_jax_vmap_where_there_are_no_modules() -> None:
+def test_axes_work_in_jax_vmap_without_modules() -> None:
     """The trap: jax.vmap takes one entry per argument, so a problem needs a tuple around it."""
     problem = {"x": jnp.arange(8.0).reshape(4, 2), "scale": 2.0, "absent": None}
     found = sx.batch_axes((problem,), 4)
@@ -362,8 +360,9 @@ def test_the_axes_serve_jax_vmap_where_there_are_no_modules() -> None:
 
 # --- the law: what a loop over the lanes gives, stacked ---
 
-SIZES = st.sampled_from([2, 3, 5])
-OTHER = st.sampled_from([1, 4, 6])
+SIZES = st.sampled_from([2, 5])
+OTHER = st.sampled_from([(), (4,), (1,), (4, 6)])
+"""Shapes without the batch: few, as each is compiled for."""
 
 
 @st.composite
@@ -372,7 +371,7 @@ def leaves(draw: st.DrawFn, size: int) -> tuple[Any, int | None]:
     kind = draw(st.sampled_from(["batched", "batched", "shared", "number", "word", "none"]))
     if kind in ("number", "word", "none"):
         return {"number": 1.5, "word": "l2", "none": None}[kind], None
-    shape = [draw(OTHER) for _ in range(draw(st.integers(0, 2)))]
+    shape = list(draw(OTHER))
     axis = None
     if kind == "batched":
         axis = draw(st.integers(0, len(shape)))
@@ -408,20 +407,20 @@ class Leaf:
         self.value, self.axis = pair
 
 
-def total(tree: Any) -> Any:
+def total(tree: Any, xp: Any = jnp) -> Any:
     """A function of everything in a problem."""
     words = len([leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, str)])
     arrays = [
-        jnp.asarray(leaf[...] if isinstance(leaf, sx.Variable) else leaf)
+        xp.asarray(leaf[...] if isinstance(leaf, sx.Variable) else leaf)
         for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, sx.Variable))
         if not isinstance(leaf, str)
     ]
-    return words + sum((i + 1) * jnp.sin(array).sum() for i, array in enumerate(arrays))
+    return words + sum((i + 1) * xp.sin(array).sum() for i, array in enumerate(arrays))
 
 
 @settings(max_examples=40, deadline=None)
 @given(problems())
-def test_law_vmap_equals_a_loop_over_the_lanes_and_a_stack(drawn: Any) -> None:
+def test_law_vmap_equals_stacked_loop_over_lanes(drawn: Any) -> None:
     size, marked, _ = drawn
 
     def taken(i: int) -> Any:
@@ -429,7 +428,7 @@ def test_law_vmap_equals_a_loop_over_the_lanes_and_a_stack(drawn: Any) -> None:
             if leaf.axis is None:
                 return leaf.value
             value = leaf.value[...] if isinstance(leaf.value, sx.Variable) else leaf.value
-            return jnp.take(value, i, axis=leaf.axis)
+            return np.take(np.asarray(value), i, axis=leaf.axis)
 
         return jax.tree.map(part, marked)
 
@@ -443,4 +442,5 @@ def test_law_vmap_equals_a_loop_over_the_lanes_and_a_stack(drawn: Any) -> None:
     batch = sx.Batch(size, where=where)
     assert jax.tree.map(lambda leaf: leaf.axis, marked) == batch.find(whole).axes
     found = sx.vmap(total, in_axes="auto", batch=batch)(whole)
-    np.testing.assert_allclose(found, jnp.stack([total(taken(i)) for i in range(size)]), rtol=1e-5)
+    expected = [total(taken(i), np) for i in range(size)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

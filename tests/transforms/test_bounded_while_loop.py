@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Many, Scale, step, values
 
@@ -45,14 +43,22 @@ def test_a_loop_that_ends_by_itself_has_converged(mode: Any) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize("max_steps", [1, 2, 3, 5, 7])
-def test_a_loop_that_reaches_its_limit_says_so(mode: Any, max_steps: int) -> None:
-    result = sx.bounded_while_loop(
-        _below(100), _add_one, 0, max_steps=max_steps, history=lambda x: x, differentiable=mode
-    )
-    assert int(result.final) == int(result.length) == max_steps
-    assert result.history.tolist() == list(range(1, max_steps + 1))
-    assert not bool(result.converged)
+def test_a_loop_that_reaches_its_limit_says_so(mode: Any) -> None:
+    limits = (1, 2, 3, 5, 7)  # "recompute" divides them into blocks of the size of their root
+
+    @jax.jit
+    def run() -> Any:
+        return [
+            sx.bounded_while_loop(
+                _below(100), _add_one, 0, max_steps=limit, history=lambda x: x, differentiable=mode
+            )
+            for limit in limits
+        ]
+
+    for result, limit in zip(run(), limits, strict=True):
+        assert int(result.final) == int(result.length) == limit
+        assert result.history.tolist() == list(range(1, limit + 1))
+        assert not bool(result.converged)
 
 
 @every_mode
@@ -67,10 +73,9 @@ def test_no_steps_at_all(mode: Any, limit: int, converged: bool) -> None:
     run = functools.partial(
         sx.bounded_while_loop, _below(limit), _add_one, history=_add_one, differentiable=mode
     )
-    none = run(0, max_steps=0)
+    none, never = jax.jit(lambda: (run(0, max_steps=0), run(5, max_steps=3)))()
     assert int(none.final) == 0 and none.history.shape == (0,) and int(none.length) == 0
     assert bool(none.converged) == converged
-    never = run(5, max_steps=3)
     assert int(never.final) == 5 and never.history.tolist() == [0] * 3
     assert int(never.length) == 0 and bool(never.converged)
 
@@ -102,7 +107,7 @@ def test_the_result_is_a_pytree_that_leaves_jit(mode: Any) -> None:
 
 
 @every_mode
-def test_a_python_number_takes_the_type_that_the_body_makes_of_it(mode: Any) -> None:
+def test_python_number_takes_the_body_dtype(mode: Any) -> None:
     body = lambda c: (c[0] * jnp.float32(1.5), c[1] + 1)  # noqa: E731
     result = sx.bounded_while_loop(
         lambda c: c[1] < 2, body, (1, 0), max_steps=4, history=lambda c: c, differentiable=mode
@@ -112,7 +117,7 @@ def test_a_python_number_takes_the_type_that_the_body_makes_of_it(mode: Any) -> 
 
 
 @every_mode
-def test_random_keys_go_around_and_into_the_history(mode: Any) -> None:
+def test_random_keys_are_carried_and_recorded(mode: Any) -> None:
     first = jax.random.key(0)
     result = sx.bounded_while_loop(
         lambda c: c[1] < 2,
@@ -132,8 +137,8 @@ def test_random_keys_go_around_and_into_the_history(mode: Any) -> None:
 
 
 @every_mode
-def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
-    def run(padding: Any) -> Any:
+def test_padding_is_number_array_or_prefix(mode: Any) -> None:
+    def row_after(padding: Any) -> Any:
         result = sx.bounded_while_loop(
             _below(1.0),
             _add_one,
@@ -143,12 +148,18 @@ def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
             padding=padding,
             differentiable=mode,
         )
-        return jax.tree.map(lambda rows: rows[1].tolist(), result.history)
+        return jax.tree.map(lambda rows: rows[1], result.history)
 
-    assert run(0) == {"a": (0.0, False), "b": [0.0, 0.0]}
-    assert run({"a": (-1, True), "b": np.array([1, 2])}) == {"a": (-1.0, True), "b": [1.0, 2.0]}
-    assert run(sx.Variable(jnp.float32(0))) == run(0)
-    assert run({"a": 1, "b": jnp.inf}) == {"a": (1.0, True), "b": [np.inf, np.inf]}
+    zeros = {"a": (0.0, False), "b": [0.0, 0.0]}
+    cases = [
+        (0, zeros),
+        ({"a": (-1, True), "b": np.array([1, 2])}, {"a": (-1.0, True), "b": [1.0, 2.0]}),
+        ({"a": 1, "b": jnp.inf}, {"a": (1.0, True), "b": [np.inf, np.inf]}),
+    ]
+    found = jax.jit(lambda: [row_after(padding) for padding, _ in cases])()
+    found.append(row_after(sx.Variable(jnp.float32(0))))
+    for row, (_, expected) in zip(found, [*cases, (None, zeros)], strict=True):
+        assert jax.tree.map(lambda x: x.tolist(), row) == expected
 
 
 @pytest.mark.parametrize(
@@ -164,7 +175,7 @@ def test_padding_is_a_number_an_array_or_a_prefix_of_a_row(mode: Any) -> None:
         (jax.random.key(0), r"\.n"),
     ],
 )
-def test_padding_that_does_not_fit_is_an_error_naming_the_place(padding: Any, told: str) -> None:
+def test_unfitting_padding_raises_with_path(padding: Any, told: str) -> None:
     with pytest.raises(BoundedLoopError, match=told):
         sx.bounded_while_loop(
             _below(1),
@@ -185,7 +196,7 @@ def _call(model: Scale) -> Scale:
 
 
 @every_mode
-def test_modules_go_around_as_the_objects_they_are(mode: Any) -> None:
+def test_carried_modules_keep_their_identity(mode: Any) -> None:
     model = Scale(rate=1.0)
     result = sx.bounded_while_loop(
         lambda m: m.calls < 2,
@@ -201,9 +212,18 @@ def test_modules_go_around_as_the_objects_they_are(mode: Any) -> None:
     assert factors.tolist() == [[2.0] * 2, [4.0] * 2, [0.0] * 2, [0.0] * 2]
 
 
+@functools.cache
+def _draws_until(total: float) -> list[float]:
+    """What a loop in Python draws until its sum reaches a total."""
+    rngs, drawn = sx.Rngs(0), []
+    while sum(drawn) < total:
+        drawn.append(float(jax.random.uniform(rngs())))
+    return drawn
+
+
 @every_mode
-def test_captured_variables_that_the_body_writes_go_around(mode: Any) -> None:
-    total, rngs, same = sx.Variable(jnp.float32(0)), sx.Rngs(0), sx.Rngs(0)
+def test_captured_variables_that_are_written_are_carried(mode: Any) -> None:
+    total, rngs = sx.Variable(jnp.float32(0)), sx.Rngs(0)
 
     def body(i: Any) -> Any:
         total[...] = total + jax.random.uniform(rngs())
@@ -217,12 +237,10 @@ def test_captured_variables_that_the_body_writes_go_around(mode: Any) -> None:
         history=lambda i: total.value,
         differentiable=mode,
     )
-    expected = []
-    while sum(expected) < 1:
-        expected.append(float(jax.random.uniform(same())))
+    expected = _draws_until(1)
     count = len(expected)
     assert int(result.length) == int(rngs.default.count) == count
-    assert np.allclose(result.history[:count], np.cumsum(expected))
+    np.testing.assert_allclose(result.history[:count], np.cumsum(expected), rtol=1e-5)
     assert float(total) == float(result.history[count - 1])
 
 
@@ -255,24 +273,29 @@ def test_under_vmap_each_lane_has_its_own_length(mode: Any) -> None:
             differentiable=mode,
         )
 
-    result = sx.jit(sx.vmap(run))(jnp.array([2, 0, 9, 4]))
+    nest = jax.vmap(jax.vmap(run))
+    result, nested = sx.jit(lambda limits, pairs: (sx.vmap(run)(limits), nest(pairs)))(
+        jnp.array([2, 0, 9, 4]), jnp.array([[1, 2], [3, 0]])
+    )
     assert result.final.tolist() == result.length.tolist() == [2, 0, 4, 4]
     assert result.converged.tolist() == [True, True, False, True]
     assert result.history.tolist() == [[1, 2, -1, -1], [-1] * 4, [1, 2, 3, 4], [1, 2, 3, 4]]
-    nested = jax.vmap(jax.vmap(run))(jnp.array([[1, 2], [3, 0]]))
     assert nested.length.tolist() == [[1, 2], [3, 0]]
 
 
 @every_mode
-def test_lanes_that_stop_together_and_lanes_by_argument_agree(mode: Any) -> None:
+def test_shared_and_mapped_limits_agree_under_vmap(mode: Any) -> None:
     def run(x: Any, limit: Any) -> Any:
         body = lambda c: (c[0] * 2, c[1] + 1)  # noqa: E731
         return sx.bounded_while_loop(
             lambda c: c[1] < limit, body, (x, 0), max_steps=3, differentiable=mode
         )
 
-    together = jax.vmap(run, in_axes=(0, None))(jnp.arange(3.0), 2)
-    apart = jax.vmap(run)(jnp.arange(3.0), jnp.full(3, 2))
+    @jax.jit
+    def both(x: Any, limits: Any) -> Any:
+        return jax.vmap(run, in_axes=(0, None))(x, limits[0]), jax.vmap(run)(x, limits)
+
+    together, apart = both(jnp.arange(3.0), np.full(3, 2, np.int32))
     assert together.final[0].tolist() == apart.final[0].tolist() == [0.0, 4.0, 8.0]
     assert together.length.tolist() == apart.length.tolist() == [2, 2, 2]
 
@@ -297,7 +320,7 @@ def test_module_state_of_each_lane_stops_with_it(mode: Any) -> None:
 
 
 @every_mode
-def test_what_a_finished_lane_would_compute_does_no_harm(mode: Any) -> None:
+def test_finished_lanes_produce_no_nonfinite_values(mode: Any) -> None:
     weight = jnp.float32(1)
 
     def run(weight: Any, x: Any) -> Any:
@@ -310,12 +333,17 @@ def test_what_a_finished_lane_would_compute_does_no_harm(mode: Any) -> None:
             differentiable=mode,
         )
 
-    result = jax.vmap(run, in_axes=(None, 0))(weight, jnp.array([0.04, 0.9]))
-    assert bool(jnp.isfinite(result.history).all()) and result.length.tolist() == [1, 3]
-    if mode != "no":
-        loss = lambda w, x: jax.vmap(run, in_axes=(None, 0))(w, x).final.sum()  # noqa: E731
-        for gradient in jax.grad(loss, argnums=(0, 1))(weight, jnp.array([0.04, 0.9])):
-            assert bool(jnp.isfinite(gradient).all())
+    lanes = jax.vmap(run, in_axes=(None, 0))
+    gradients = jax.grad(lambda w, x: lanes(w, x).final.sum(), argnums=(0, 1))
+
+    @jax.jit
+    def both(w: Any, x: Any) -> Any:
+        return lanes(w, x), () if mode == "no" else gradients(w, x)
+
+    result, found = both(weight, jnp.array([0.04, 0.9]))
+    assert np.isfinite(result.history).all() and result.length.tolist() == [1, 3]
+    for gradient in found:
+        assert np.isfinite(gradient).all() and np.all(gradient != 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -344,9 +372,7 @@ def test_steps_that_no_lane_takes_are_not_run(mode: Any) -> None:
 
 
 @every_mode
-def test_on_shards_what_goes_around_may_come_to_differ_between_them(
-    auto_mesh: Any, mode: Any
-) -> None:
+def test_carry_may_become_different_between_shards(auto_mesh: Any, mode: Any) -> None:
     def shard(x: Any) -> Any:
         result = sx.bounded_while_loop(
             lambda c: c[1] < 2,
@@ -363,7 +389,7 @@ def test_on_shards_what_goes_around_may_come_to_differ_between_them(
 
 
 @every_mode
-def test_rows_keep_the_layout_of_what_they_hold(explicit_mesh: Any, mode: Any) -> None:
+def test_history_rows_keep_the_sharding(explicit_mesh: Any, mode: Any) -> None:
     with jax.set_mesh(explicit_mesh):
         x = jax.device_put(jnp.arange(4.0), P("data"))
         result = sx.jit(
@@ -384,7 +410,7 @@ def test_rows_keep_the_layout_of_what_they_hold(explicit_mesh: Any, mode: Any) -
 
 
 @pytest.mark.parametrize("max_steps", [-1, 2.0, True, "3", None])
-def test_the_limit_is_an_integer_of_at_least_zero(max_steps: Any) -> None:
+def test_max_steps_is_a_nonnegative_integer(max_steps: Any) -> None:
     with pytest.raises(BoundedLoopError, match=r"max_steps of sx\.bounded_while_loop is "):
         sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=max_steps)
 
@@ -420,7 +446,7 @@ def test_the_history_only_reads() -> None:
         )
 
 
-def test_the_form_of_what_goes_around_stays() -> None:
+def test_changed_form_of_carry_raises() -> None:
     with pytest.raises(CarryError, match=r"from int32\[\] to float32\[2\]"):
         sx.bounded_while_loop(lambda x: True, lambda x: jnp.ones(2), jnp.int32(0), max_steps=3)
     with pytest.raises(ArgumentError, match=r"is a str"):
@@ -430,41 +456,50 @@ def test_the_form_of_what_goes_around_stays() -> None:
 # --- the law ---
 
 
-@given(st.integers(0, 6), st.integers(0, 40), st.sampled_from(MODES), st.booleans())
-@settings(max_examples=20)
-def test_a_bounded_loop_is_a_loop_in_python(
-    max_steps: int, limit: int, mode: Any, captured: bool
-) -> None:
-    many, expected = Many(3), Many(3)
+def _row(many: Many) -> Any:
+    return many.cells[1].value * 10
+
+
+def _advance(many: Many) -> Many:
+    step(many)
+    many.cells[1][...] = many.cells[1] * 2
+    return many
+
+
+@sx.jit(static_argnames=("captured", "options"))
+def _loop(many: Many, limit: Any, *, captured: bool, options: tuple[Any, ...]) -> Any:
+    """A bounded loop whose model is captured by its functions or goes around."""
 
     def holds(many: Many) -> Any:
         return many.cells[1].value.sum() < limit
 
-    def advance(many: Many) -> Many:
-        step(many)
-        many.cells[1][...] = many.cells[1] * 2
-        return many
-
-    def row(many: Many) -> Any:
-        return many.cells[1].value * 10
-
-    rows = []
-    while holds(expected) and len(rows) < max_steps:
-        advance(expected)
-        rows.append(row(expected).tolist())
-    length = len(rows)
-    options: dict[str, Any] = {"max_steps": max_steps, "differentiable": mode, "padding": -1}
     if captured:
         result = sx.bounded_while_loop(
             lambda none: holds(many),
-            lambda none: advance(many) and none,
+            lambda none: _advance(many) and none,
             (),
-            history=lambda none: row(many),
-            **options,
+            history=lambda none: _row(many),
+            **dict(options),
         )
     else:
-        result = sx.bounded_while_loop(holds, advance, many, history=row, **options)
+        result = sx.bounded_while_loop(holds, _advance, many, history=_row, **dict(options))
         assert result.final is many
-    assert values(many) == values(expected)
-    assert result.history.tolist() == rows + [[-1.0] * 2] * (max_steps - length)
-    assert int(result.length) == length and bool(result.converged) == (not bool(holds(expected)))
+    return result.history, result.length, result.converged
+
+
+@every_mode
+@pytest.mark.parametrize(
+    ("max_steps", "captured"), [(0, True), (1, False), (3, True), (5, False), (6, True)]
+)
+def test_a_bounded_loop_is_a_loop_in_python(mode: Any, max_steps: int, captured: bool) -> None:
+    options = (("max_steps", max_steps), ("differentiable", mode), ("padding", -1))
+    for limit in (0, 4, 40):
+        many, rows, expected = Many(3), [], np.zeros((3, 2))
+        while expected[1].sum() < limit and len(rows) < max_steps:
+            expected += 1
+            expected[1] *= 2
+            rows.append((expected[1] * 10).tolist())
+        history, length, converged = _loop(many, limit, captured=captured, options=options)
+        assert [cell.value.tolist() for cell in many.cells] == expected.tolist()
+        assert history.tolist() == rows + [[-1.0] * 2] * (max_steps - len(rows))
+        assert (int(length), bool(converged)) == (len(rows), not expected[1].sum() < limit)

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax as sx
@@ -24,7 +25,8 @@ COUNT = 5
 def named(*names: Any) -> Any:
     """A box of logical names whose array has one size per name: a=2, b=3, c=4, layers=5."""
     sizes = {"a": 2, "b": 3, "c": 4, "layers": COUNT, "other": COUNT, None: COUNT}
-    return LogicallyPartitioned(jnp.ones([sizes[name] for name in names]), names)
+    array = np.ones([sizes[name] for name in names], np.float32)
+    return LogicallyPartitioned(jnp.asarray(array), names)
 
 
 def sizes(box: Any) -> dict[Any, int]:
@@ -54,7 +56,7 @@ class Strict(AxisMetadata[Any]):
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
-def test_what_lanes_make_has_the_name_where_vmap_puts_the_dimension(axis: int) -> None:
+def test_new_boxes_have_name_at_out_axis(axis: int) -> None:
     make = sx.vmap(lambda _: {"w": named("a", "b")}, out_axes=axis, metadata=LAYERS)
     box = make(jnp.arange(COUNT))["w"]
     assert sizes(box) == {"a": 2, "b": 3, "layers": COUNT}
@@ -66,7 +68,7 @@ def test_without_a_name_the_new_dimension_is_unnamed() -> None:
     assert box.names == ("a", None) and box.value.shape == (2, COUNT)
 
 
-def test_a_name_that_boxes_came_with_is_kept_by_those_of_their_class() -> None:
+def test_box_name_is_kept_by_its_class() -> None:
     def lane(box: Any) -> Any:
         return {"same": box, "mesh": Partitioned(box.value, ("model",))}
 
@@ -119,7 +121,7 @@ def test_boxes_variables_and_modules_go_through_together() -> None:
     assert back == LogicallyPartitioned(2 * tree["box"].value, ("layers", "a"))
 
 
-def test_boxes_in_boxes_and_boxes_of_many_arrays_are_told_as_well() -> None:
+def test_nested_and_multiarray_boxes_are_updated() -> None:
     nested = Strict({"w": named("layers", "a")}, ("layers", "x"))
     many = LogicallyPartitioned({"m": jnp.ones((COUNT, 2)), "v": jnp.ones((COUNT, 3))}, None)
     seen = []
@@ -132,11 +134,10 @@ def test_boxes_in_boxes_and_boxes_of_many_arrays_are_told_as_well() -> None:
     assert seen == [(("x",), ("a",), None)]
 
 
-@given(st.permutations(["a", "b", "c"]), st.integers(1, 3), st.integers(-3, 2), st.integers(-3, 2))
-def test_law_what_goes_through_comes_back_with_its_names_in_any_place(
-    names: list[str], rank: int, into: int, out: int
-) -> None:
-    rest = names[:rank]
+@given(st.integers(1, 3), st.integers(-3, 2), st.integers(-3, 2))
+@settings(max_examples=20)
+def test_law_identity_keeps_names_at_any_axis(rank: int, into: int, out: int) -> None:
+    rest = ["a", "b", "c"][:rank]
     into, out = into % (rank + 1), out % (rank + 1) - (rank + 1)
     before = [*rest[:into], "layers", *rest[into:]]
     box = named(*before)
@@ -148,7 +149,7 @@ def test_law_what_goes_through_comes_back_with_its_names_in_any_place(
 # --- scan -----------------------------------------------------------------------------------------
 
 
-def test_iterations_see_slices_and_what_they_return_is_stacked() -> None:
+def test_scan_slices_and_stacks_boxes() -> None:
     seen = []
 
     def body(carry: Any, layer: Any) -> Any:
@@ -164,7 +165,7 @@ def test_iterations_see_slices_and_what_they_return_is_stacked() -> None:
     assert rows == {"out": named("a", "layers"), "new": named("b", "layers")}
 
 
-def test_a_deep_network_needs_no_calls_of_add_axis_and_remove_axis() -> None:
+def test_deep_network_needs_no_manual_axis_calls() -> None:
     def layer(key: jax.Array) -> Any:
         normal = jax.nn.initializers.normal()
         return {"w": LogicallyPartitioned(normal(key, (2, 2)), ("embed", "embed_out"))}
@@ -180,7 +181,7 @@ def test_a_deep_network_needs_no_calls_of_add_axis_and_remove_axis() -> None:
     expected = x
     for i in range(COUNT):
         expected = jnp.tanh(expected @ params["w"].value[i])
-    assert jnp.allclose(result, expected, atol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
     assert params["w"].names == ("layers", "embed", "embed_out")
 
 
@@ -200,20 +201,20 @@ def test_gradients_and_compiled_calls_around_keep_the_names() -> None:
 
 
 @pytest.mark.parametrize("transform", [sx.vmap, sx.scan], ids=["vmap", "scan"])
-def test_a_dimension_of_another_name_is_refused_by_path(transform: Any) -> None:
+def test_dimension_with_other_name_raises_with_path(transform: Any) -> None:
     lanes = transform(lambda tree: None, in_axes=0, out_axes=0, metadata=LAYERS)
     with pytest.raises(BoxError, match=r"^\.tree\.w\[0\]: .*'layers'.*'other'"):
         lanes({"w": [named("other", "a")]})
 
 
-def test_a_box_that_needs_a_name_says_where_it_is() -> None:
+def test_box_without_required_name_raises_with_path() -> None:
     with pytest.raises(PartitioningUnspecifiedError, match=r"^\.result\.w: .*label"):
         sx.vmap(lambda x: {"w": Strict(x, ())})(jnp.arange(COUNT))
     box = sx.vmap(lambda x: Strict(x, ()), metadata=LAYERS)(jnp.arange(COUNT))
     assert box == Strict(jnp.arange(COUNT), ("layers",))
 
 
-def test_a_mapped_dimension_after_the_last_name_has_none() -> None:
+def test_mapped_dimension_after_last_name_is_unnamed() -> None:
     seen = []
 
     def body(box: Any) -> Any:
@@ -233,7 +234,7 @@ def test_the_arrays_of_one_box_have_one_axis() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_function_is_traced_no_more_often_than_without_boxes(count: int) -> None:
+def test_boxes_cause_no_extra_traces(count: int) -> None:
     traces = itertools.count()
 
     def lane(box: Any) -> Any:

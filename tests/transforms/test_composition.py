@@ -9,6 +9,7 @@ the bare step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +18,29 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.strategies import assert_equal_values
+from tests.transforms.examples import Mask
+from tests.values import with_values
 
 import shardax as sx
 
 Step = Callable[[Any, Any], Any]
 
 
+X = np.array([0.5, -1.0, 2.0], np.float32)
+
+
 class Cell(sx.Module):
     """A layer with parameters, running statistics, a counter, dropout and a tied parameter."""
 
-    def __init__(self, seed: int, rate: float) -> None:
+    def __init__(self, seed: int) -> None:
         rngs = sx.Rngs(seed)
         self.linear = sx.nn.Linear(3, 3, rngs=rngs)
-        self.dropout = sx.nn.Dropout(rate, rngs=rngs)
+        self.dropout = Mask(rngs)
         self.mean = sx.BatchStat(jnp.zeros(3))
         self.calls = sx.Variable(jnp.zeros((), jnp.int32))
         self.again = self.linear.bias
+        with_values(self, seed)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Uses and writes everything."""
@@ -134,25 +142,49 @@ WRAPPERS = [
 # --- the laws ------------------------------------------------------------------------------------
 
 
-def run(step: Step, seed: int, rate: float) -> tuple[Any, Any]:
+def run(step: Step, seed: int) -> tuple[Any, Any]:
     """Two calls of a step on a fresh model: (results, state)."""
-    model = Cell(seed, rate)
-    x = jnp.array([0.5, -1.0, 2.0])
-    results = [step(model, x), step(model, 2 * x)]
+    model = Cell(seed)
+    results = [step(model, X), step(model, 2 * X)]
     return results, sx.state(model).flat()
 
 
-def assert_alike(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+@functools.cache
+def expected(seed: int) -> tuple[Any, Any]:
+    """What the bare step gives."""
+    return run(bare, seed)
+
+
+def loss(step: Step) -> Step:
+    """A loss of a step, for gradients."""
+    return lambda model, x: (step(model, x) ** 2).sum()
+
+
+def differentiated(step: Step, seed: int) -> tuple[Any, Any]:
+    """The loss of a step and its gradients in one list, and the state afterwards."""
+    model = Cell(seed)
+    value, gradient = sx.jit(sx.value_and_grad(loss(step)))(model, X)
+    assert list(gradient.flat()) == [("linear", "kernel"), ("linear", "bias")]
+    return [value, *gradient.flat().values()], sx.state(model).flat()
+
+
+@functools.cache
+def expected_gradient(seed: int) -> tuple[Any, Any]:
+    """What the bare step gives."""
+    return differentiated(bare, seed)
+
+
+def assert_alike(one: tuple[Any, Any], other: tuple[Any, Any], rtol: float = 1e-5) -> None:
     """Results and states agree; typed keys exactly."""
     for a, b in zip(one[0], other[0], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
     assert one[1].keys() == other[1].keys()
     for path, value in one[1].items():
+        match = other[1][path]
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value, match = jax.random.key_data(value), jax.random.key_data(other[1][path])
+            assert_equal_values(value, match)
         else:
-            match = other[1][path]
-        np.testing.assert_allclose(value, match, rtol=1e-5, atol=1e-6, err_msg=str(path))
+            np.testing.assert_allclose(value, match, rtol=1e-5, atol=1e-6, err_msg=str(path))
 
 
 # A mesh axis that is Manual already cannot be mapped again, so one shard_map in a chain.
@@ -168,44 +200,41 @@ def compose(chain: list[Any], step: Step) -> Step:
     return step
 
 
-@given(chain=chains, seed=st.integers(0, 3), rate=st.sampled_from([0.0, 0.5]))
-@settings(max_examples=12)
-def test_transforms_compose_in_any_order_with_one_result(
-    chain: list[Any], seed: int, rate: float
-) -> None:
-    assert_alike(run(compose(chain, bare), seed, rate), run(bare, seed, rate))
+# Each example compiles a program or more. The outermost function is compiled in most of them:
+# one program instead of several.
+COMPILED = st.sampled_from([True, True, False])
+SEEDS = st.integers(0, 3)
 
 
-@given(chain=chains, seed=st.integers(0, 3))
+@given(chain=chains, seed=SEEDS, compiled=COMPILED)
+@settings(max_examples=8)
+def test_transforms_compose_in_any_order(chain: list[Any], seed: int, compiled: bool) -> None:
+    step = compose(chain, bare)
+    found = run(sx.jit(step) if compiled else step, seed)
+    assert_alike(found, expected(seed))
+
+
+@given(chain=chains, seed=SEEDS)
 @settings(max_examples=10)
-def test_gradients_through_any_composition_are_those_of_the_bare_step(
+def test_gradients_through_compositions_match_the_plain_function(
     chain: list[Any], seed: int
 ) -> None:
-    x = jnp.array([0.5, -1.0, 2.0])
-
-    def gradient(step: Step) -> Any:
-        model = Cell(seed, 0.5)
-        return sx.grad(lambda m, x: (step(m, x) ** 2).sum())(model, x).flat()
-
-    found, expected = gradient(compose(chain, bare)), gradient(bare)
-    assert found.keys() == expected.keys()
-    for path, value in expected.items():
-        np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-6, err_msg=str(path))
+    found = differentiated(compose(chain, bare), seed)
+    assert_alike(found, expected_gradient(seed), rtol=1e-4)
 
 
-@given(chain=chains, seed=st.integers(0, 3))
+@given(chain=chains, seed=SEEDS, compiled=COMPILED)
 @settings(max_examples=10)
-def test_a_model_that_is_closed_over_does_what_one_that_is_passed_does(
-    chain: list[Any], seed: int
+def test_captured_model_behaves_as_a_passed_one(
+    chain: list[Any], seed: int, compiled: bool
 ) -> None:
     """Where writes through closures are carried; vmap and shard_map refuse them."""
     chain = [w for w in chain if w not in (through_vmap, through_shard_map)]
-    x = jnp.array([0.5, -1.0, 2.0])
-    model, same = Cell(seed, 0.5), Cell(seed, 0.5)
-    none = sx.Variable(jnp.zeros(()))
-    result = compose(chain, lambda _, x: model(x))(_Holder(none), x)
-    expected = bare(same, x)
-    assert_alike(([result], sx.state(model).flat()), ([expected], sx.state(same).flat()))
+    model = Cell(seed)
+    step = compose(chain, lambda _, x: model(x))
+    holder = _Holder(sx.Variable(jnp.zeros(())))
+    results = [(sx.jit(step) if compiled else step)(holder, x) for x in (X, 2 * X)]
+    assert_alike((results, sx.state(model).flat()), expected(seed))
 
 
 class _Holder(sx.Module):

@@ -50,7 +50,7 @@ def test_what_fwd_writes_is_carried_back_when_differentiated() -> None:
 
 
 @pytest.mark.parametrize("lift", [sx.grad, lambda f: sx.grad(sx.jit(f))], ids=["", "jit"])
-def test_gradients_stop_at_what_is_written_unless_the_rule_asks_for_them(lift: Any) -> None:
+def test_gradients_stop_at_writes_by_default(lift: Any) -> None:
     def put(cache: Any, x: Any) -> Any:
         cache.old[...] = 2 * x
         cache.new = sx.Cache(3 * x)
@@ -78,7 +78,7 @@ def test_gradients_stop_at_what_is_written_unless_the_rule_asks_for_them(lift: A
     assert float(lift(loss(asking))(1.0)) == 321.0
 
 
-def test_gradients_pass_through_state_that_the_rule_makes_differentiable() -> None:
+def test_gradients_pass_through_state_declared_differentiable() -> None:
     """Two calls: what the first wrote is read, and given a gradient, by the second."""
 
     @sx.custom_vjp(wrt=sx.Cache)
@@ -148,7 +148,7 @@ def _closing(model: Sine, counter: Any) -> Any:
     ],
     ids=["grad", "jit grad", "grad jit", "remat"],
 )
-def test_captured_variables_are_read_as_they_are_and_written(lift: Any) -> None:
+def test_captured_variables_are_read_and_written(lift: Any) -> None:
     model, counter = Sine(), sx.Variable(0)
     run = lift(_closing(model, counter))
     for turn in (1, 2, 3):
@@ -199,7 +199,7 @@ def test_closed_over_is_passed_in() -> None:
 
 
 @pytest.mark.parametrize("lift", [sx.grad, lambda f, **k: sx.grad(sx.jit(f), **k)], ids=["", "jit"])
-def test_a_gradient_that_the_rule_does_not_give_is_never_lost(lift: Any) -> None:
+def test_gradient_missing_from_the_rule_raises(lift: Any) -> None:
     model, counter = Sine(), sx.Variable(0)
     function = _closing(model, counter)
     with pytest.raises(DifferentiationError, match=r"the BatchStat at \S*model\.mean, which"):
@@ -213,7 +213,7 @@ def test_a_gradient_that_the_rule_does_not_give_is_never_lost(lift: Any) -> None
     assert values(model)[("calls",)] == 0 and int(counter) == 0
 
 
-def test_state_that_a_rule_does_not_use_may_depend_on_parameters() -> None:
+def test_unused_state_may_depend_on_parameters() -> None:
     def loss(model: Sine, x: Any) -> Any:
         model(x)  # the running mean now depends on the factor
         return unused(model, x)
@@ -263,7 +263,7 @@ _OUTSIDE = Sine()
         (lambda m, x: (m, None), None, DifferentiationError, r"returned a Sine at the result its"),
     ],
 )
-def test_a_rule_that_does_not_fit_is_told_why(
+def test_invalid_rule_raises_with_the_reason(
     lift: Any, fwd: Any, bwd: Any, error: type[ShardaxError], message: str
 ) -> None:
     function = _rule(fwd, bwd or (lambda r, ct: (None, None)))
@@ -310,7 +310,7 @@ def _defined(function: Any, **options: Any) -> Any:
     return made
 
 
-def test_a_compiled_function_and_its_rule_must_change_the_same_structure() -> None:
+def test_function_and_rule_change_the_same_structure() -> None:
     def fwd(model: Sine, x: Any) -> Any:
         model.extra = sx.Param(1.0)
         return (model.factor * x).sum(), None

@@ -40,13 +40,13 @@ def test_arrays_become_shapes_and_numbers_too() -> None:
     assert _shapes(result) == {"a": ((), "float32"), "b": ((), "int32")}
 
 
-def test_shape_structs_stand_for_arrays_and_keywords_are_passed_on() -> None:
+def test_shape_structs_replace_arrays_and_keywords_pass() -> None:
     x = jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)
     result = sx.eval_shape(lambda m, *, x, scale: m.kernel @ x.T * scale, Lazy(), x=x, scale=2.0)
     assert _shapes(result) == ((4, 2), "float32")
 
 
-def test_a_model_can_be_made_that_would_never_fit() -> None:
+def test_model_larger_than_memory_can_be_evaluated() -> None:
     before = _live_bytes()
     model = sx.eval_shape(lambda: Lazy(10**6))
     assert model.kernel.is_abstract
@@ -63,7 +63,7 @@ def test_a_class_can_be_given_directly() -> None:
     }
 
 
-def test_lazy_models_stay_lazy_passed_in_or_closed_over() -> None:
+def test_lazy_models_stay_lazy() -> None:
     model, x = Lazy(), jax.ShapeDtypeStruct((4,), jnp.float32)
     assert sx.eval_shape(lambda m, x: m(x), model, x).shape == (4,)
     assert sx.eval_shape(lambda x: model(x), x).shape == (4,)
@@ -124,14 +124,14 @@ def test_works_inside_compiled_functions() -> None:
     assert int(model.calls) == 1
 
 
-def test_a_jitted_function_offers_it_with_static_arguments_left_out_of_the_shapes() -> None:
+def test_jitted_eval_shape_takes_static_arguments() -> None:
     run = sx.jit(lambda m, times, x: [m(x)] * times, static_argnums=1)
     model = Scale()
     assert [s.shape for s in run.eval_shape(model, 2, jnp.ones(2))] == [(2,), (2,)]
     assert int(model.calls) == 0
 
 
-def test_errors_of_the_function_come_through_and_change_nothing() -> None:
+def test_exception_propagates_and_changes_nothing() -> None:
     model = Scale()
 
     def run(m: Scale) -> Any:

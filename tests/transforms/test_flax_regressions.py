@@ -34,7 +34,7 @@ def test_07_metadata_set_inside_jit_is_kept() -> None:
     assert list(sx.state(model, "statistics").flat()) == [("calls",)]
 
 
-def test_08_structural_edits_inside_jit_are_carried_back_and_never_dropped_silently() -> None:
+def test_08_structural_edits_inside_jit_are_kept() -> None:
     model, closed_over = Scale(), Scale()
 
     @sx.jit
@@ -60,7 +60,7 @@ def test_09_args_info_of_a_compiled_is_reported() -> None:
     assert (x.shape, named) == ((2,), {})
 
 
-def test_10_a_function_can_be_compiled_for_another_device() -> None:
+def test_10_function_compiles_for_another_device() -> None:
     device = jax.devices()[3]
     model = Scale()
     there = SingleDeviceSharding(device)
@@ -68,7 +68,7 @@ def test_10_a_function_can_be_compiled_for_another_device() -> None:
     assert result.devices() == model.calls.devices() == {device}
 
 
-def test_12_ahead_of_time_with_static_arguments_and_in_shardings(mesh: Mesh) -> None:
+def test_12_lowering_with_static_arguments_and_shardings(mesh: Mesh) -> None:
     declared = sx.StateSharding(
         {sx.Param: NamedSharding(mesh, P("data")), ...: NamedSharding(mesh, P())}
     )
@@ -82,13 +82,13 @@ def test_12_ahead_of_time_with_static_arguments_and_in_shardings(mesh: Mesh) -> 
     assert int(model.calls) == 1
 
 
-def test_12_keywords_have_the_in_shardings_of_their_positions(mesh: Mesh) -> None:
+def test_12_keywords_take_shardings_of_their_positions(mesh: Mesh) -> None:
     whole = NamedSharding(mesh, P())
     run = sx.jit(lambda model, x: model(x), in_shardings=(whole,))
     assert run(Scale(), x=2.0).tolist() == run(model=Scale(), x=2.0).tolist() == [1.0, 1.0]
 
 
-def test_13_a_compiled_method_has_its_stages_on_instances() -> None:
+def test_13_compiled_method_has_stages_on_instances() -> None:
     class Model(Scale):
         @sx.jit(donate_argnames="x")
         def run(self, x: Any) -> Any:
@@ -102,7 +102,7 @@ def test_13_a_compiled_method_has_its_stages_on_instances() -> None:
     assert int(model.calls) == 1
 
 
-def test_20_plain_jax_transforms_on_tied_models_are_right() -> None:
+def test_20_plain_jax_transforms_keep_tied_parameters() -> None:
     model = Tied(3.0)
 
     def loss(m: Tied) -> Any:
@@ -128,7 +128,7 @@ PLAIN_TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", PLAIN_TRANSFORMS)
-def test_20_a_write_that_a_plain_jax_transform_would_lose_is_refused(name: str) -> None:
+def test_20_write_under_plain_jax_transform_raises(name: str) -> None:
     model = Box()
     model.w = sx.Param(jnp.ones(2))
 
@@ -141,7 +141,7 @@ def test_20_a_write_that_a_plain_jax_transform_would_lose_is_refused(name: str) 
     assert model.w.value.tolist() == [1.0, 1.0]
 
 
-def test_21_making_the_optimizer_anew_does_not_compile_again() -> None:
+def test_21_new_optimizer_does_not_recompile() -> None:
     optax = pytest.importorskip("optax", reason="pip install optax")
     traces: list[int] = []
 
@@ -173,7 +173,7 @@ def test_21_making_the_optimizer_anew_does_not_compile_again() -> None:
 # --- aliasing ---
 
 
-def test_aliases_within_across_and_between_arguments_and_results_are_all_allowed() -> None:
+def test_aliases_in_arguments_and_results_are_allowed() -> None:
     model = Tied(3.0)
 
     @sx.jit
@@ -196,7 +196,7 @@ def test_a_bound_method_can_be_compiled() -> None:
     assert sx.jit(model.__call__)(2.0).tolist() == [1.0, 1.0]
 
 
-def test_a_clone_shares_arrays_but_can_be_donated_after_copying() -> None:
+def test_copied_clone_can_be_donated() -> None:
     model = Scale()
     copy = sx.clone(model)
     sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))
@@ -224,7 +224,7 @@ def test_lambdas_as_attributes_do_not_compile_again() -> None:
     assert len(traces) == 1
 
 
-def test_jax_vmap_over_a_compiled_function_on_models_reads() -> None:
+def test_jax_vmap_over_compiled_function_reads_model() -> None:
     model = Box()
     model.w = sx.Param(jnp.full(2, 3.0))
     run = sx.jit(lambda m, x: m.w * x)
@@ -235,7 +235,7 @@ def test_jax_vmap_over_a_compiled_function_on_models_reads() -> None:
     ]
 
 
-def test_a_compiled_program_uses_the_memory_of_the_plain_one() -> None:
+def test_compiled_program_uses_as_much_memory_as_jax() -> None:
     def run(m: Scale, x: Any) -> Any:
         m.factor += x
         return m.factor * 2

@@ -32,7 +32,7 @@ def _flat(state: sx.State) -> dict[Any, Any]:
 # --- the gradient of a Module ---
 
 
-def test_the_gradient_of_a_module_is_a_state_of_its_params() -> None:
+def test_gradient_of_module_is_state_of_params() -> None:
     gradient = sx.grad(_loss)(Scale())
     assert isinstance(gradient, sx.State)
     assert _flat(gradient) == {("factor",): [2.0, 2.0]}
@@ -44,7 +44,7 @@ def test_the_value_comes_with_the_gradient() -> None:
     assert float(value) == 3.0 and _flat(gradient) == {("factor",): [2.0] * 3}
 
 
-def test_a_tied_parameter_has_one_gradient_the_sum_over_its_uses() -> None:
+def test_tied_parameter_has_one_summed_gradient() -> None:
     model = Tied(3.0)
     gradient = sx.grad(lambda m: 5 * m.embed + m.head**2)(model)
     assert _flat(gradient) == {("embed",): 5.0 + 6.0}
@@ -61,9 +61,7 @@ def test_a_tied_parameter_has_one_gradient_the_sum_over_its_uses() -> None:
         ((sx.DiffState(0, sx.BatchStat), 1), [{("stat",): 0.0}, {("embed",): 6.0}]),
     ],
 )
-def test_a_variable_of_two_arguments_has_one_gradient_at_its_first_path(
-    argnums: Any, expected: Any
-) -> None:
+def test_variable_of_two_arguments_has_one_gradient(argnums: Any, expected: Any) -> None:
     model = Tied(3.0)
     model.stat = sx.BatchStat(jnp.float32(1))
     for transform in (sx.grad, lambda f, **o: lambda *a: sx.value_and_grad(f, **o)(*a)[1]):
@@ -71,7 +69,7 @@ def test_a_variable_of_two_arguments_has_one_gradient_at_its_first_path(
         assert ([*map(_flat, found)] if isinstance(found, tuple) else _flat(found)) == expected
 
 
-def test_of_a_variable_that_stands_by_itself_the_other_places_hold_none() -> None:
+def test_repeated_variable_argument_has_gradient_none() -> None:
     v, model = sx.Param(jnp.float32(3)), Tied(2.0)
     assert sx.grad(lambda a, b: a * b, argnums=(0, 1))(v, v) == (6.0, None)
     assert sx.grad(lambda tree: tree[0] * tree[1])([v, v]) == [6.0, None]
@@ -110,14 +108,14 @@ def test_wrt_is_a_filter(wrt: Any, expected: Any) -> None:
     assert _flat(sx.grad(loss, argnums=chosen)(model)) == {p: gradients[p] for p in expected}
 
 
-def test_params_that_hold_pytrees_have_gradients_like_their_values() -> None:
+def test_pytree_params_have_pytree_gradients() -> None:
     model = Box()
     model.pair = sx.Param({"a": jnp.ones(2), "b": (jnp.float32(3),)})
     gradient = sx.grad(lambda m: m.pair.value["a"].sum() * m.pair.value["b"][0])(model)
     assert _lists(gradient["pair"]) == {"a": [3.0, 3.0], "b": (2.0,)}
 
 
-def test_lazy_params_are_materialised() -> None:
+def test_lazy_params_are_materialized() -> None:
     model = Box()
     model.kernel = sx.Param(sx.Init(jax.nn.initializers.ones, (2,)))
     assert _flat(sx.grad(lambda m: (m.kernel**2).sum())(model)) == {("kernel",): [2.0, 2.0]}
@@ -153,13 +151,13 @@ def test_argnums_chooses_and_arranges(argnums: Any, expected: Any) -> None:
     assert (tuple(map(shown, found)) if isinstance(found, tuple) else shown(found)) == expected
 
 
-def test_a_variable_as_argument_has_an_array_as_gradient() -> None:
+def test_variable_argument_has_array_gradient() -> None:
     for kind in (sx.Param, sx.BatchStat, sx.Variable):
         gradient = sx.grad(lambda v: (v**3).sum())(kind(jnp.array([1.0, 2.0])))
         assert isinstance(gradient, jax.Array) and gradient.tolist() == [3.0, 12.0]
 
 
-def test_a_pytree_of_modules_variables_and_arrays_has_a_gradient_of_its_own_shape() -> None:
+def test_gradient_of_pytree_has_its_structure() -> None:
     def loss(t: Two, scale: Any) -> Any:
         return scale * (t.model["m"].factor * t.batch[0] * t.batch[1]).sum()
 
@@ -180,7 +178,7 @@ def test_plain_functions_are_differentiated_as_by_jax() -> None:
 
 
 @pytest.mark.parametrize("use", [sx.grad, sx.value_and_grad])
-def test_usable_as_decorator_with_and_without_options_on_functions_and_methods(use: Any) -> None:
+def test_decorates_functions_and_methods(use: Any) -> None:
     class Model(Scale):
         @use
         def slope(self, x: Any) -> Any:
@@ -199,7 +197,7 @@ def test_usable_as_decorator_with_and_without_options_on_functions_and_methods(u
     assert int(model.calls) == 2
 
 
-def test_a_callable_module_can_be_the_function_and_writes_back() -> None:
+def test_callable_module_as_function_is_written() -> None:
     class Cube(sx.Module):
         def __init__(self) -> None:
             self.calls = sx.Variable(0)
@@ -237,7 +235,7 @@ def test_structural_changes_by_the_loss_are_carried_back() -> None:
     assert model.mode == "train"
 
 
-def test_closed_over_variables_are_read_written_and_not_differentiated() -> None:
+def test_captured_variables_are_written_but_not_differentiated() -> None:
     model, counter, scale = Scale(), sx.Variable(0), Scale()
 
     def loss(m: Scale) -> Any:
@@ -249,7 +247,7 @@ def test_closed_over_variables_are_read_written_and_not_differentiated() -> None
     assert int(counter) == 2
 
 
-def test_a_closed_over_model_that_is_also_the_argument_is_differentiated_throughout() -> None:
+def test_captured_argument_is_differentiated_throughout() -> None:
     model = Scale()
     gradient = sx.grad(lambda m: (m.factor * model.factor).sum())(model)
     assert _flat(gradient) == {("factor",): [2.0, 2.0]}
@@ -286,7 +284,7 @@ def test_an_exception_in_the_loss_leaves_everything_untouched() -> None:
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
 
 
-def test_changing_the_structure_of_a_closed_over_model_is_refused() -> None:
+def test_structure_of_captured_model_cannot_change() -> None:
     model = Scale()
 
     def loss(x: Any) -> Any:
@@ -329,13 +327,13 @@ def test_second_derivatives() -> None:
     assert _flat(sx.jit(sx.grad(sx.jit(slope)))(model)) == {("factor",): [6.0, 6.0]}
 
 
-def test_sx_grad_inside_jax_grad_and_the_other_way_round() -> None:
+def test_sx_grad_nests_with_jax_grad() -> None:
     inner = sx.grad(lambda x: x**3)
     assert float(jax.grad(inner)(2.0)) == 12.0
     assert float(sx.grad(jax.grad(lambda x: x**3))(2.0)) == 12.0
 
 
-def test_jax_grad_on_the_pytree_of_an_untied_model_agrees() -> None:
+def test_jax_grad_of_untied_model_agrees() -> None:
     model = Scale(3)
     del model.calls
     model.layers = [Scale(2)]
@@ -364,7 +362,7 @@ def test_holomorphic_gradients() -> None:
     assert complex(sx.grad(lambda v: v**2, holomorphic=True)(value)) == 2 + 4j
 
 
-def test_integers_may_be_differentiated_on_request_as_in_jax() -> None:
+def test_allow_int_differentiates_integers_as_jax() -> None:
     gradient = sx.grad(lambda m: m(1.0).sum(), wrt=..., allow_int=True)(Scale())
     assert gradient["calls"].dtype == jax.dtypes.float0
     assert gradient["factor"].tolist() == [0.5, 0.5]

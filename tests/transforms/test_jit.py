@@ -86,14 +86,14 @@ def test_every_form_of_callable_runs_and_writes_back(form: str) -> None:
         assert int(model.calls) == calls
 
 
-def test_a_decorated_method_with_options_uses_its_defaults_and_static_values() -> None:
+def test_decorated_method_uses_defaults_and_static_values() -> None:
     model = Methods()
     assert model.with_options(1.0).tolist() == [1.0, 1.0]
     assert model.with_options(1.0, times=4).tolist() == [2.0, 2.0]
     assert int(model.calls) == 2
 
 
-def test_a_method_compiled_in_init_belongs_to_the_copy_after_clone() -> None:
+def test_method_compiled_in_init_follows_the_clone() -> None:
     model = Methods()
     model.compiled(1.0)
     copy = sx.clone(model)
@@ -102,7 +102,7 @@ def test_a_method_compiled_in_init_belongs_to_the_copy_after_clone() -> None:
     assert (int(model.calls), int(copy.calls)) == (1, 3)
 
 
-def test_a_compiled_function_shows_name_and_documentation_of_the_original() -> None:
+def test_compiled_function_keeps_name_and_documentation() -> None:
     @sx.jit
     def forward(model: Scale, x: Any) -> Any:
         """Runs the model."""
@@ -158,7 +158,7 @@ def test_modules_pass_through_any_pytree_as_themselves(wrap: Any) -> None:
         assert found[0] is first and found[1] is second
 
 
-def test_what_comes_back_is_the_callers_own_object_at_every_depth() -> None:
+def test_returned_objects_are_those_of_the_caller() -> None:
     model = Box()
     model.layers = [Scale(), Scale()]
 
@@ -172,7 +172,7 @@ def test_what_comes_back_is_the_callers_own_object_at_every_depth() -> None:
         assert second is model.layers[1] and factor is model.layers[1].factor
 
 
-def test_a_method_of_an_argument_can_be_returned_and_is_bound_to_the_callers_object() -> None:
+def test_returned_method_is_bound_to_callers_object() -> None:
     model = Box()
     model.inner = Scale()
 
@@ -184,7 +184,7 @@ def test_a_method_of_an_argument_can_be_returned_and_is_bound_to_the_callers_obj
     assert model.call.__self__ is model.inner
 
 
-def test_one_model_in_two_arguments_is_one_model_inside() -> None:
+def test_model_in_two_arguments_is_one_inside() -> None:
     model = Scale()
 
     @sx.jit
@@ -197,7 +197,7 @@ def test_one_model_in_two_arguments_is_one_model_inside() -> None:
     assert values(model)[("factor",)] == [2.0, 2.0]
 
 
-def test_two_models_that_share_a_variable_share_it_inside() -> None:
+def test_shared_variable_of_models_is_shared_inside() -> None:
     first, second = Scale(), Scale()
     second.factor = first.factor
 
@@ -225,7 +225,7 @@ def test_a_class_can_be_compiled_as_a_constructor() -> None:
     assert isinstance(model, Scale) and model.factor.shape == (3,)
 
 
-def test_lazy_values_materialise_when_the_model_is_first_passed() -> None:
+def test_lazy_values_materialize_at_first_call() -> None:
     model = Box()
     model.kernel = sx.Param(sx.Init(jax.nn.initializers.normal(), (2, 2), rngs=sx.Rngs(0)))
     eager = sx.clone(model).kernel.value
@@ -272,7 +272,7 @@ def test_an_argument_that_is_no_array_is_named(call: Any, name: str) -> None:
         call()
 
 
-def test_a_steady_call_names_an_argument_that_is_no_array() -> None:
+def test_steady_call_names_nonarray_argument() -> None:
     compiled = sx.jit(lambda model, mode: model(mode))
     model = Scale()
     compiled(model, 1.0)
@@ -286,7 +286,7 @@ def test_a_result_that_is_no_array_is_named() -> None:
         sx.jit(lambda model: {"model": model, "status": "done"})(Scale())
 
 
-def test_a_traced_value_used_as_a_condition_is_named() -> None:
+def test_traced_condition_raises_with_its_name() -> None:
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         sx.jit(lambda model: 1.0 if model.calls > 0 else 2.0)(Scale())
     assert "is model.calls." in caught.value.__notes__[-1]
@@ -318,7 +318,7 @@ def test_an_exception_leaves_values_and_structure_untouched() -> None:
     assert values(model)[("factor",)] == [2.0, 2.0]
 
 
-def test_an_exception_in_a_later_trace_leaves_the_model_and_earlier_programs_usable() -> None:
+def test_exception_in_retrace_keeps_earlier_programs() -> None:
     model = Scale()
 
     @sx.jit
@@ -334,7 +334,7 @@ def test_an_exception_in_a_later_trace_leaves_the_model_and_earlier_programs_usa
     assert forward(model, jnp.ones(2)).tolist() == [3.0, 3.0]
 
 
-def test_a_plain_transform_around_a_steady_call_cannot_leave_a_tracer_in_the_model() -> None:
+def test_plain_transform_leaves_no_tracer_in_model() -> None:
     model, grow = Scale(), sx.jit(Scale.grow)
     grow(model, 1.0)
     grow(model, 1.0)
@@ -350,7 +350,7 @@ def test_a_plain_transform_around_a_steady_call_cannot_leave_a_tracer_in_the_mod
 # --- threads ---
 
 
-def test_many_threads_trace_and_call_one_model_at_once() -> None:
+def test_threads_trace_and_call_one_model() -> None:
     model, forward = Scale(), sx.jit(lambda m, x: m.factor * x)
     barrier, results, failures = threading.Barrier(16), [], []
 
@@ -371,7 +371,7 @@ def test_many_threads_trace_and_call_one_model_at_once() -> None:
     assert sorted(results) == sorted((i, [float(i)] * 2) for i in range(16) for _ in range(2))
 
 
-def test_threads_write_and_edit_models_of_their_own_at_once() -> None:
+def test_threads_edit_their_own_models() -> None:
     @sx.jit
     def edit(m: Scale) -> Any:
         m.grow(1.0)
@@ -465,7 +465,7 @@ USES = [
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
 @pytest.mark.parametrize("use", USES)
-def test_nothing_keeps_a_model_alive_that_the_user_dropped(use: Any) -> None:
+def test_dropped_model_is_garbage_collected(use: Any) -> None:
     model = Scale()
     kept = use(model)
     watched = [weakref.ref(model), weakref.ref(model.factor), weakref.ref(model.calls)]
@@ -475,7 +475,7 @@ def test_nothing_keeps_a_model_alive_that_the_user_dropped(use: Any) -> None:
     del kept
 
 
-def test_a_new_model_at_the_address_of_a_dropped_one_is_not_mistaken_for_it() -> None:
+def test_new_model_at_reused_address_is_distinct() -> None:
     forward = sx.jit(lambda m: m.factor * 1)
     for number in range(20):
         model = Scale(2)
@@ -484,7 +484,7 @@ def test_a_new_model_at_the_address_of_a_dropped_one_is_not_mistaken_for_it() ->
         del model
 
 
-def test_a_static_object_that_the_function_changes_in_place_is_read_anew() -> None:
+def test_static_object_changed_in_place_retraces() -> None:
     @dataclasses.dataclass(unsafe_hash=True)
     class Setting:
         factor: int = 1

@@ -124,7 +124,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_closed_over_model_is_live_when_read_written_edited_and_replaced(place: Any) -> None:
+def test_captured_model_is_live(place: Any) -> None:
     call, replace = place()
     model = _model(2.0)
     replace(model)
@@ -144,7 +144,7 @@ def test_a_closed_over_model_is_live_when_read_written_edited_and_replaced(place
     assert (int(model.calls), int(other.calls)) == (6, 2)
 
 
-def test_a_name_bound_after_the_function_was_compiled_is_found() -> None:
+def test_global_bound_after_compilation_is_found() -> None:
     call = sx.jit(lambda x: later(x))  # noqa: F821 (bound below)
     with pytest.raises(NameError):
         call(1.0)
@@ -157,7 +157,7 @@ def test_a_name_bound_after_the_function_was_compiled_is_found() -> None:
         del globals()["later"]
 
 
-def test_a_model_from_a_place_that_cannot_be_looked_into_is_read_and_written() -> None:
+def test_model_from_opaque_source_is_read_and_written() -> None:
     def supply() -> Any:
         model = _model(2.0)
         while True:
@@ -173,7 +173,7 @@ def test_a_model_from_a_place_that_cannot_be_looked_into_is_read_and_written() -
     assert call(1.0).tolist() == [2.0, 2.0]
 
 
-def test_a_bare_variable_in_a_closure_is_read_and_written() -> None:
+def test_captured_variable_is_read_and_written() -> None:
     total = sx.Variable(0)
 
     @sx.jit
@@ -186,7 +186,7 @@ def test_a_bare_variable_in_a_closure_is_read_and_written() -> None:
     assert [int(add(1)), int(total)] == [202, 101]
 
 
-def test_a_model_both_passed_in_and_closed_over_is_one_model() -> None:
+def test_passed_and_captured_model_is_one() -> None:
     model = _model(1.0)
 
     @sx.jit
@@ -210,7 +210,7 @@ def test_tied_names_in_closures_are_one_variable() -> None:
     assert [float(run()), float(run()), float(model.head)] == [4.0, 5.0, 5.0]
 
 
-def test_closed_over_models_are_live_through_nested_compiled_functions() -> None:
+def test_captured_models_are_live_through_nested_jit() -> None:
     model, holder = _model(2.0), [_model(4.0)]
     inner = sx.jit(lambda x: model(x) + holder[0](x))
     outer = sx.jit(lambda x: inner(x) * 2)
@@ -221,7 +221,7 @@ def test_closed_over_models_are_live_through_nested_compiled_functions() -> None
     assert (int(model.calls), int(old.calls), int(holder[0].calls)) == (4, 2, 2)
 
 
-def test_a_function_defined_inside_sees_the_outer_functions_copy() -> None:
+def test_inner_function_sees_the_traced_model() -> None:
     @sx.jit
     def outer(model: Scale, x: Any) -> Any:
         @sx.jit
@@ -242,7 +242,7 @@ def test_a_closed_over_random_stream_advances() -> None:
     assert [bool(draw() == same.noise()) for _ in range(3)] == [True, True, True]
 
 
-def test_changing_the_structure_of_a_closed_over_model_is_refused() -> None:
+def test_structure_of_captured_model_cannot_change() -> None:
     model = _model(1.0)
 
     @sx.jit
@@ -254,7 +254,7 @@ def test_changing_the_structure_of_a_closed_over_model_is_refused() -> None:
     assert not hasattr(model, "extra")
 
 
-def test_a_closed_over_model_can_be_returned_as_itself() -> None:
+def test_captured_model_is_returned_as_itself() -> None:
     model = _model(1.0)
     get = sx.jit(lambda: (model, model.factor * 2))
     for _ in range(2):
@@ -262,7 +262,7 @@ def test_a_closed_over_model_can_be_returned_as_itself() -> None:
         assert returned is model and doubled.tolist() == [2.0, 2.0]
 
 
-def test_a_variable_that_left_through_a_closure_says_where_it_came_from() -> None:
+def test_leaked_variable_raises_with_its_origin() -> None:
     leaked: list[Any] = []
 
     @sx.jit
@@ -314,9 +314,7 @@ def _number_of_a_model(scale: Any) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("static", [None, "auto", "numbers"])
 @pytest.mark.parametrize("make", [_number_of_a_function, _number_of_a_model])
-def test_a_closed_over_number_is_read_when_traced_whatever_other_models_do(
-    make: Any, static: str | None
-) -> None:
+def test_captured_number_is_read_when_traced(make: Any, static: str | None) -> None:
     act, rescale, build = make(2)
     model, function = build(act)
     run = sx.jit(function, static=static)
@@ -331,7 +329,7 @@ def test_a_closed_over_number_is_read_when_traced_whatever_other_models_do(
     assert run(model, jnp.ones(2)).tolist() == [3.0, 3.0]  # traced for another shape
 
 
-def test_a_function_that_counts_its_traces_is_traced_once() -> None:
+def test_function_with_nonlocal_state_is_traced_once() -> None:
     traces = 0
 
     def act(x: Any) -> Any:
@@ -346,7 +344,7 @@ def test_a_function_that_counts_its_traces_is_traced_once() -> None:
     assert traces == 2  # twice in one trace
 
 
-def test_functions_made_alike_share_a_program_until_one_of_them_is_rebound() -> None:
+def test_equal_closures_share_a_program_until_rebound() -> None:
     calls = []
 
     def call(m: Any, x: Any) -> Any:

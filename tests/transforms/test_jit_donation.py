@@ -35,7 +35,7 @@ def _arrays(model: Scale) -> list[Any]:
         ({"donate_argnames": ("model",)}, lambda f, m: f(by=1.0, model=m)),
     ],
 )
-def test_a_donated_model_gives_its_memory_away_and_stays_usable(options: Any, call: Any) -> None:
+def test_donated_model_stays_usable(options: Any, call: Any) -> None:
     model, compiled = Scale(), sx.jit(_grow, **options)
     for number in (2.0, 3.0, 4.0):
         before = _arrays(model)
@@ -44,7 +44,7 @@ def test_a_donated_model_gives_its_memory_away_and_stays_usable(options: Any, ca
         assert values(model) == {("factor",): [number] * 2, ("calls",): 0}
 
 
-def test_a_donated_variable_that_was_not_written_is_still_readable() -> None:
+def test_unwritten_donated_variable_is_still_readable() -> None:
     model = Scale()
     read = sx.jit(lambda m: m.factor * 3, donate_argnums=0)
     for _ in range(3):
@@ -68,14 +68,14 @@ def test_only_the_chosen_arguments_are_donated() -> None:
     assert values(given)[("factor",)] == [3.0, 3.0]
 
 
-def test_donating_an_array_beside_a_model_in_one_argument() -> None:
+def test_array_beside_model_in_argument_is_donated() -> None:
     model, batch = Scale(), jnp.ones(2)
     run = sx.jit(lambda tree: tree["m"].factor + tree["x"], donate_argnums=0)
     assert run({"m": model, "x": batch}).tolist() == [2.0, 2.0]
     assert batch.is_deleted() and values(model)[("factor",)] == [1.0, 1.0]
 
 
-def test_a_variable_that_is_donated_by_one_argument_and_shared_with_another() -> None:
+def test_variable_shared_with_undonated_argument_raises() -> None:
     model = Scale()
     run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=0)
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_compiled_ahead_of_time_with_donation() -> None:
 # --- what is refused ---
 
 
-def test_one_array_in_two_donated_variables_is_an_error_that_names_both() -> None:
+def test_array_in_two_donated_variables_names_both() -> None:
     first = Scale()
     second = sx.clone(first)  # new Variables that share arrays
     run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=(0, 1))
@@ -129,7 +129,7 @@ def test_one_array_in_two_donated_variables_is_an_error_that_names_both() -> Non
     assert values(first) == values(second) == {("factor",): [1.0, 1.0], ("calls",): 0}
 
 
-def test_an_array_that_is_donated_and_passed_again_is_an_error_that_names_both() -> None:
+def test_donated_array_passed_twice_names_both_places() -> None:
     first = Scale()
     second = sx.clone(first)
     run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=0)
@@ -137,7 +137,7 @@ def test_an_array_that_is_donated_and_passed_again_is_an_error_that_names_both()
         run(first, second)
 
 
-def test_a_clone_of_a_donated_model_cannot_be_used_and_the_error_says_so() -> None:
+def test_clone_of_donated_model_cannot_be_used() -> None:
     model = Scale()
     copy = sx.clone(model)
     run = sx.jit(_grow, donate_argnums=0)

@@ -117,7 +117,7 @@ def test_a_sharding_for_all_positional_arguments(on: Sharding) -> None:
     assert _is(run(_vector(), jnp.ones(8)), on("data"))
 
 
-def test_static_arguments_have_no_entry_but_may_be_given_one(on: Sharding) -> None:
+def test_static_arguments_may_omit_their_entry(on: Sharding) -> None:
     def run(model: Scale, times: int, x: Any) -> Any:
         return model(x) * times
 
@@ -126,7 +126,7 @@ def test_static_arguments_have_no_entry_but_may_be_given_one(on: Sharding) -> No
         assert _is(compiled(Scale(8), 2, 1.0), on("data"))
 
 
-def test_keyword_arguments_take_the_sharding_of_what_is_passed(on: Sharding) -> None:
+def test_keyword_arguments_keep_their_sharding(on: Sharding) -> None:
     run = sx.jit(lambda model, x: model.a * x, in_shardings=(on("data"),))
     assert _is(run(_vector(), x=jnp.ones(8)), on("data"))
 
@@ -134,7 +134,7 @@ def test_keyword_arguments_take_the_sharding_of_what_is_passed(on: Sharding) -> 
 # --- where Variables stay ---
 
 
-def test_what_is_only_read_moves_once_and_stays_where_it_is_declared(on: Sharding) -> None:
+def test_read_only_values_move_once(on: Sharding) -> None:
     model = _vector()
     run = sx.jit(lambda tree, x: tree["m"].a * x, in_shardings=({"m": _by_type(on)}, None))
     run({"m": model}, 1.0)
@@ -156,7 +156,7 @@ def test_arrays_written_between_calls_are_moved_there_too(on: Sharding, calls_be
     assert _is(model.a, on("data")) and _is(model.b, on("data"))
 
 
-def test_a_lazy_model_is_made_in_its_shards_with_the_numbers_it_would_have(on: Sharding) -> None:
+def test_lazy_model_materializes_in_its_shards(on: Sharding) -> None:
     def make() -> sx.Module:
         return sx.nn.Linear(8, 16, rngs=sx.Rngs(0))
 
@@ -171,9 +171,7 @@ def test_a_lazy_model_is_made_in_its_shards_with_the_numbers_it_would_have(on: S
 
 
 @pytest.mark.parametrize("declared", ["filter", "state", "one", "inside a list"])
-def test_a_variable_that_is_replaced_ends_where_its_path_is_declared(
-    on: Sharding, declared: str
-) -> None:
+def test_replaced_variable_takes_sharding_of_its_path(on: Sharding, declared: str) -> None:
     entries: dict[str, Any] = {
         "filter": (_by_type(on), None),
         "state": ({"a": on("data"), "b": on()}, None),
@@ -196,7 +194,7 @@ def test_a_variable_that_is_replaced_ends_where_its_path_is_declared(
     assert declared == "state" or _is(model.c, on("data"))
 
 
-def test_a_compiled_program_moves_what_it_is_called_with(on: Sharding) -> None:
+def test_compiled_program_moves_its_arguments(on: Sharding) -> None:
     compiled = sx.jit(lambda m: m.a * 2, in_shardings=(on("data"),)).lower(_vector()).compile()
     model = _vector()
     assert compiled(model).tolist() == (2 * jnp.arange(8.0)).tolist()
@@ -219,7 +217,7 @@ def test_keyword_arguments_have_the_entries_of_their_positions(on: Sharding) -> 
 # --- what written values and results keep ---
 
 
-def test_written_values_keep_the_declared_sharding_of_their_input(on: Sharding) -> None:
+def test_written_values_keep_their_in_shardings(on: Sharding) -> None:
     model = Scale(8)
     step = sx.jit(_step, in_shardings=(_by_type(on), None))
     for _ in range(3):
@@ -251,9 +249,7 @@ def test_new_modules_get_the_declared_shardings(on: Sharding) -> None:
         assert _is(model.factor, on("data")) and _is(model.calls, on())
 
 
-def test_returned_input_modules_get_the_declared_shardings_and_stay_themselves(
-    on: Sharding,
-) -> None:
+def test_returned_input_modules_get_out_shardings(on: Sharding) -> None:
     def run(model: Scale) -> Any:
         model.calls += 1
         return model, {"double": model.factor * 2}
@@ -267,7 +263,7 @@ def test_returned_input_modules_get_the_declared_shardings_and_stay_themselves(
         assert _is(rest["double"], on("model"))
 
 
-def test_out_shardings_win_over_in_shardings_for_what_is_written(on: Sharding) -> None:
+def test_out_shardings_override_in_shardings_of_writes(on: Sharding) -> None:
     def run(model: Box) -> Box:
         model.a += 1.0
         return model
@@ -285,7 +281,7 @@ def test_plain_results_take_prefixes_of_out_shardings(on: Sharding) -> None:
     assert [_is(shown["x"], on("data")), *(_is(y, on("model")) for y in shown["y"])] == [True] * 3
 
 
-def test_a_result_whose_layout_changes_between_traces_is_declared_anew(on: Sharding) -> None:
+def test_changed_result_structure_gets_new_out_shardings(on: Sharding) -> None:
     def run(model: Box, x: Any) -> None:
         if x.ndim:
             model.b += x
@@ -302,7 +298,7 @@ def test_a_result_whose_layout_changes_between_traces_is_declared_anew(on: Shard
 # --- sharing ---
 
 
-def test_a_shared_variable_with_two_answers_is_an_error_that_names_both(on: Sharding) -> None:
+def test_shared_variable_with_two_shardings_names_both(on: Sharding) -> None:
     model = _vector()
     shardings = (on("data"), on("model"))
     run = sx.jit(lambda left, right: left.a.sum() + right.a.sum(), in_shardings=shardings)
@@ -314,7 +310,7 @@ def test_a_shared_variable_with_two_answers_is_an_error_that_names_both(on: Shar
     assert float(run(_vector(), _vector())) == 56.0
 
 
-def test_sharing_by_equal_answers_from_different_mappings_is_accepted(on: Sharding) -> None:
+def test_equal_shardings_from_different_mappings_are_accepted(on: Sharding) -> None:
     model = _vector()
     declared = (
         sx.StateSharding({sx.Param: on("data"), ...: on()}),
@@ -324,7 +320,7 @@ def test_sharing_by_equal_answers_from_different_mappings_is_accepted(on: Shardi
     assert _is(run(model, model), on("data"))
 
 
-def test_a_shared_result_with_two_answers_is_an_error(on: Sharding) -> None:
+def test_shared_result_with_two_shardings_raises(on: Sharding) -> None:
     run = sx.jit(lambda m: (m, m.a), out_shardings=(on("data"), on("model")))
     with pytest.raises(InconsistentAliasingError, match="out_shardings"):
         run(_vector())
@@ -346,7 +342,7 @@ def test_everything_must_come_last(on: Sharding) -> None:
         sx.StateSharding({...: on(), sx.Param: on("data")})
 
 
-def test_a_sharding_that_does_not_fit_an_array_names_its_variable(on: Sharding) -> None:
+def test_unfitting_sharding_names_the_variable(on: Sharding) -> None:
     with pytest.raises(PrefixError, match=r"1 Variables.*\n  \.model\.calls, shape \(\)"):
         sx.jit(_step, in_shardings=(on("data"), None))(Scale(8), 1.0)
     with pytest.raises(PrefixError, match=r"1 Variables.*\n  \.model\.factor, shape \(3,\)"):
@@ -379,9 +375,7 @@ def test_a_sharding_that_does_not_fit_an_array_names_its_variable(on: Sharding) 
         (lambda on: ({"m": sx.Param(1.0), "y": on()}, None), r"at \.tree\.m, a \w+, is a Param"),
     ],
 )
-def test_a_prefix_that_does_not_fit_names_the_place(
-    on: Sharding, declared: Any, message: str
-) -> None:
+def test_unfitting_prefix_names_the_path(on: Sharding, declared: Any, message: str) -> None:
     run = sx.jit(lambda tree, x: tree["m"].a * x, in_shardings=declared(on))
     with pytest.raises(PrefixError, match=message):
         run({"m": _vector(), "y": jnp.ones(8)}, jnp.ones(8))

@@ -43,9 +43,7 @@ NESTINGS = {
 
 
 @pytest.mark.parametrize("nest", NESTINGS)
-def test_static_arguments_that_compare_equal_but_differ_in_type_get_programs_of_their_own(
-    nest: str,
-) -> None:
+def test_equal_static_arguments_of_other_type_retrace(nest: str) -> None:
     traced: list[str] = []
 
     def run(x: Any, static: Any) -> Any:
@@ -62,9 +60,7 @@ def test_static_arguments_that_compare_equal_but_differ_in_type_get_programs_of_
 
 
 @pytest.mark.parametrize("nest", NESTINGS)
-def test_attributes_that_compare_equal_but_differ_in_type_get_programs_of_their_own(
-    nest: str,
-) -> None:
+def test_equal_attributes_of_other_type_retrace(nest: str) -> None:
     traced: list[str] = []
 
     @sx.jit
@@ -114,7 +110,7 @@ def test_equal_static_values_share_a_program() -> None:
         ({"static_argnames": "b"}, lambda f: f(2.0, c=4.0)),
     ],
 )
-def test_static_arguments_by_position_by_name_and_from_the_end(options: Any, call: Any) -> None:
+def test_static_arguments_by_position_and_name(options: Any, call: Any) -> None:
     def run(a: Any, b: int = 3, c: Any = 4.0) -> Any:
         assert type(b) is int
         return jnp.asarray(a) * b + c
@@ -138,7 +134,7 @@ def test_the_other_stages_take_static_arguments_too() -> None:
     ("value", "kind"),
     [([1], "list"), ({"a": 1}, "dict"), ((1, [2]), "tuple"), (jnp.ones(1), "ArrayImpl")],
 )
-def test_a_static_argument_that_is_not_hashable_is_named(value: Any, kind: str) -> None:
+def test_unhashable_static_argument_is_named(value: Any, kind: str) -> None:
     def run(model: Scale, config: Any) -> Any:
         return model(1.0)
 
@@ -189,7 +185,7 @@ def _configured(model: Scale, options: Any, *, activation: Any) -> Any:
     return activation(model.factor) * options["x"] * scale * len(options["mode"])
 
 
-def test_auto_makes_everything_static_that_is_no_array_number_or_module() -> None:
+def test_auto_makes_other_values_static() -> None:
     traces: list[int] = []
 
     @sx.jit(static="auto")
@@ -238,7 +234,7 @@ def test_auto_explains_retraces_and_mismatches_by_path() -> None:
     assert run.eval_shape(model, options, activation=jnp.sin).shape == (2,)
 
 
-def test_auto_refuses_what_is_not_hashable_and_other_options() -> None:
+def test_auto_refuses_unhashable_values_and_other_options() -> None:
     with pytest.raises(StaticArgumentError, match=r"set at \.names .*\{1\} is not hashable"):
         sx.jit(lambda model, names: 1.0, static="auto")(Scale(), {1})
     with pytest.raises(

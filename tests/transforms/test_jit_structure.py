@@ -102,7 +102,7 @@ def test_an_edit_inside_does_what_it_does_outside(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["append", "record", "swap", "add a Module", "metadata"])
-def test_an_edit_inside_can_be_repeated_and_mixed_with_edits_outside(name: str) -> None:
+def test_edits_inside_and_outside_may_alternate(name: str) -> None:
     outside, inside = _start(), _start()
     edit = sx.jit(lambda model: EDITS[name](model) and None)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_an_edit_inside_can_be_repeated_and_mixed_with_edits_outside(name: str) 
     assert_same_model(inside, outside)
 
 
-def test_objects_that_stay_are_the_same_objects_after_an_edit() -> None:
+def test_edit_keeps_identity_of_remaining_objects() -> None:
     model = _start()
     a, b, layers, factor = model.a, model.b, model.layers, model.a.factor
 
@@ -129,7 +129,7 @@ def test_objects_that_stay_are_the_same_objects_after_an_edit() -> None:
     assert layers[2] is b and factor.value.tolist() == [5.0, 5.0]
 
 
-def test_what_is_untied_inside_is_untied_outside() -> None:
+def test_variables_untied_inside_are_untied_outside() -> None:
     model = Tied()
 
     @sx.jit
@@ -195,7 +195,7 @@ def test_steady_calls_are_not_traced_again() -> None:
     assert len(traces) == 1
 
 
-def test_a_second_model_of_equal_structure_is_not_traced_again() -> None:
+def test_model_of_equal_structure_is_not_retraced() -> None:
     forward, traces = _traced()
     for _ in range(3):
         forward(Scale(), 1.0)
@@ -204,7 +204,7 @@ def test_a_second_model_of_equal_structure_is_not_traced_again() -> None:
     assert len(traces) == 1
 
 
-def test_an_edit_elsewhere_that_advances_the_epoch_is_not_traced_again() -> None:
+def test_edit_of_other_model_causes_no_retrace() -> None:
     forward, traces = _traced()
     model, other = Scale(), Scale()
     forward(model, 1.0)
@@ -215,7 +215,7 @@ def test_an_edit_elsewhere_that_advances_the_epoch_is_not_traced_again() -> None
     assert len(traces) == 1
 
 
-def test_an_edit_that_is_undone_finds_its_program_again() -> None:
+def test_undone_edit_finds_its_program_again() -> None:
     forward, traces = _traced()
     model = Scale()
     for rate in (0.5, 0.25, 0.5, 0.25):
@@ -237,7 +237,7 @@ def test_an_edit_that_is_undone_finds_its_program_again() -> None:
         lambda m: setattr(m.factor, "value", jnp.ones(2, jnp.bfloat16)),
     ],
 )
-def test_a_difference_in_structure_shape_or_dtype_is_traced_again_once(edit: Any) -> None:
+def test_different_structure_shape_or_dtype_retraces_once(edit: Any) -> None:
     forward, traces = _traced()
     model = Scale()
     forward(model, 1.0)

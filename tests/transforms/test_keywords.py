@@ -101,7 +101,7 @@ CALLS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize(("by_position", "by_name"), CALLS.values(), ids=CALLS.keys())
-def test_arguments_by_name_mean_what_they_mean_by_position(
+def test_keyword_arguments_equal_positional_ones(
     by_position: Callable[[], Any], by_name: Callable[[], Any]
 ) -> None:
     expected = by_position()
@@ -109,7 +109,7 @@ def test_arguments_by_name_mean_what_they_mean_by_position(
     assert sx.jit(by_name)().tolist() == expected.tolist()
 
 
-def test_a_module_that_is_called_by_name_is_written() -> None:
+def test_module_passed_by_name_is_written() -> None:
     def step(model: Scale, x: Any) -> Any:
         return model(x).sum()
 
@@ -120,7 +120,7 @@ def test_a_module_that_is_called_by_name_is_written() -> None:
     assert values(model) == {("factor",): [8.0, 11.0], ("calls",): 1}
 
 
-def test_what_can_only_be_given_by_name_has_no_position() -> None:
+def test_keyword_only_arguments_have_no_position() -> None:
     with pytest.raises(DifferentiationError, match=r"argnums=3 is out of range: .* by name"):
         sx.grad(lambda model, x, *, w: (x * w).sum(), argnums=3)(Scale(), XS, w=1.0)
     with pytest.raises(PrefixError, match="in_axes has 3 entries"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import (
@@ -26,23 +27,19 @@ FEW = settings(max_examples=15)
 
 @given(models())
 @FEW
-def test_the_compiled_identity_keeps_identity_structure_sharing_and_values(model: Any) -> None:
-    before, objects = sx.clone(model), objects_of(model)
-    same = sx.jit(lambda m: m)
-    assert same(model) is model and same(model) is model
+def test_compiled_identity_returns_the_model_and_its_objects(model: Any) -> None:
+    def identity(m: Any) -> Any:
+        parts = [item for item in objects_of(m) if not type(item).__name__.startswith("Array")]
+        return m, parts
+
+    before, objects, expected = sx.clone(model), objects_of(model), identity(model)[1]
+    compiled = sx.jit(identity)
+    for _ in range(2):
+        same, parts = compiled(model)
+        assert same is model
+        assert list(map(id, parts)) == list(map(id, expected))
     assert_same_model(model, before)
     assert list(map(id, objects_of(model))) == list(map(id, objects))
-
-
-@given(models())
-@FEW
-def test_every_object_of_a_model_comes_back_as_itself(model: Any) -> None:
-    def parts(m: Any) -> Any:
-        return [item for item in objects_of(m) if not type(item).__name__.startswith("Array")]
-
-    expected = parts(model)
-    returned = sx.jit(parts)(model)
-    assert list(map(id, returned)) == list(map(id, expected))
 
 
 @given(models(), edits())
@@ -94,7 +91,7 @@ def _is_float(value: Any) -> bool:
 
 @given(models())
 @FEW
-def test_closed_over_is_the_same_as_passed_in_and_as_not_compiled(model: Any) -> None:
+def test_captured_passed_and_eager_models_agree(model: Any) -> None:
     passed, eager = sx.clone(model), sx.clone(model)
     results = [sx.jit(lambda: _touch(model))(), sx.jit(_touch)(passed), _touch(eager)]
     assert_equal_values(results[0], results[1])
@@ -105,7 +102,7 @@ def test_closed_over_is_the_same_as_passed_in_and_as_not_compiled(model: Any) ->
 
 @given(models())
 @FEW
-def test_an_abstract_copy_has_the_structure_shapes_and_sharing_of_the_model(model: Any) -> None:
+def test_eval_shape_keeps_structure_shapes_and_sharing(model: Any) -> None:
     shapes = sx.eval_shape(lambda m: m, model)
     assert sx.graphdef(shapes) == sx.graphdef(model)
     assert sx.find_duplicates(shapes) == sx.find_duplicates(model)
@@ -115,7 +112,7 @@ def test_an_abstract_copy_has_the_structure_shapes_and_sharing_of_the_model(mode
 
 @given(models())
 @FEW
-def test_a_compiled_program_serves_any_model_of_equal_structure_and_shapes(model: Any) -> None:
+def test_compiled_program_serves_models_of_equal_structure(model: Any) -> None:
     other = sx.clone(model)
     compiled = sx.jit(_touch).lower(model).compile()
     assert_equal_values(compiled(other), _touch(model))
@@ -124,7 +121,10 @@ def test_a_compiled_program_serves_any_model_of_equal_structure_and_shapes(model
 
 # --- pure functions ---
 
-_FLOATS = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=3).map(jnp.array)
+# Of one shape: it is not what these laws are about, and each is compiled for.
+_FLOATS = st.lists(st.floats(-2, 2, width=32), min_size=2, max_size=2).map(
+    lambda numbers: np.array(numbers, np.float32)
+)
 _TREES = st.recursive(
     _FLOATS,
     lambda inner: st.one_of(
@@ -164,9 +164,7 @@ def test_grad_of_a_pure_function_is_jaxs(tree: Any, scale: float) -> None:
 
 @given(st.lists(_FLOATS, min_size=1, max_size=4), st.data())
 @FEW
-def test_gradients_of_a_model_are_those_of_its_values_summed_over_ties(
-    arrays: list[Any], data: st.DataObject
-) -> None:
+def test_gradients_are_summed_over_ties(arrays: list[Any], data: st.DataObject) -> None:
     params = [sx.Param(array) for array in arrays]
     uses = data.draw(st.lists(st.integers(0, len(params) - 1), min_size=1, max_size=6))
     model = sx.List([params[i] for i in uses])
@@ -182,4 +180,4 @@ def test_gradients_of_a_model_are_those_of_its_values_summed_over_ties(
     first_use = {i: (uses.index(i),) for i in uses}
     assert set(found) == set(first_use.values())
     for i, path in first_use.items():
-        assert jnp.allclose(found[path], expected[i], rtol=1e-6)
+        np.testing.assert_allclose(found[path], expected[i], rtol=1e-6, atol=1e-8)

@@ -49,5 +49,5 @@ _custom.defvjp(lambda x, y: (x, y), lambda y, ct: (ct, y))
         (_printed, [True, True]),
     ],
 )
-def test_an_input_is_used_if_a_result_depends_on_it(function: Any, used: list[bool]) -> None:
+def test_inputs_of_dependent_results_are_live(function: Any, used: list[bool]) -> None:
     assert used_inputs(jax.make_jaxpr(function)(1.0, 2.0).jaxpr) == used

@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_option_is_named_with_what_it_takes(
+def test_wrong_option_raises_with_valid_values(
     call: Callable[[], Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -105,14 +105,14 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 @pytest.mark.parametrize(("call", "place"), LAX.values(), ids=LAX.keys())
-def test_a_variable_in_a_lax_function_is_named_by_the_argument_that_it_is(
+def test_variable_in_lax_function_is_named(
     call: Callable[[Any, Any], Any], place: str, transform: Callable[[Any], Any]
 ) -> None:
     with pytest.raises(ArrayExpectedError, match=rf"argument {place} is a Param.*variable\.value"):
         transform(call)(_weights(), jnp.ones((2, 2)))
 
 
-def test_outside_of_transforms_the_cause_of_the_error_of_jax_says_so() -> None:
+def test_jax_error_outside_transforms_explains_the_cause() -> None:
     with pytest.raises(TypeError, match="dot_general at position 0") as caught:
         jax.lax.dot(_weights(), jnp.ones((2, 2)))  # pyright: ignore[reportArgumentType]
     assert "argument lhs of jax.lax.dot is a Param(float32[2, 2])" in str(caught.value.__cause__)
@@ -120,7 +120,7 @@ def test_outside_of_transforms_the_cause_of_the_error_of_jax_says_so() -> None:
         jax.typeof(_weights())
 
 
-def test_functions_of_jax_numpy_and_the_value_are_taken() -> None:
+def test_jax_numpy_functions_accept_variables() -> None:
     w, x = _weights(), jnp.full((2, 2), 2.0)
     assert jax.lax.dot(w.value, x).tolist() == jnp.dot(w, x).tolist() == (w @ x).tolist()
     assert str(w) == repr(w) == "Param(float32[2, 2])"

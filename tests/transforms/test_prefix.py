@@ -34,7 +34,7 @@ def test_the_first_filter_that_matches_gives_the_value() -> None:
     assert _spread(mapping, model) == {("x", "factor"): 2, ("x", "calls"): 1}
 
 
-def test_a_filter_mapping_is_an_immutable_mapping_that_compares_by_its_entries() -> None:
+def test_filter_mapping_is_immutable_and_compares_entries() -> None:
     entries: dict[Any, Any] = {sx.Param: 0, "tag": None, ...: 2}
     mapping = sx.StateSharding(entries)
     assert list(mapping) == list(entries) and [mapping[key] for key in entries] == [0, None, 2]
@@ -51,7 +51,7 @@ def test_filters_that_cannot_match_are_refused(entries: Any) -> None:
         sx.StateSharding(entries)
 
 
-def test_a_mapping_made_from_a_state_matches_paths_exactly() -> None:
+def test_mapping_from_state_matches_exact_paths() -> None:
     model = Box()
     model.a, model.b = Scale(), Scale()
     values = sx.State({"a": {"factor": 1, "calls": 2}, "b": {"factor": 3, "calls": 4}})
@@ -94,7 +94,7 @@ def test_a_variable_on_its_own_takes_an_entry() -> None:
     assert _spread(sx.StateSharding({sx.Param: 6}), sx.Param(1.0)) == {("x",): 6}
 
 
-def test_a_shared_variable_is_listed_once_by_its_first_path() -> None:
+def test_shared_variable_is_listed_by_first_path() -> None:
     assert _spread(1, Tied()) == {("x", "embed"): 1}
 
 
@@ -117,7 +117,7 @@ def test_a_shared_variable_is_listed_once_by_its_first_path() -> None:
         ),
     ],
 )
-def test_a_prefix_that_does_not_fit_names_the_place(prefix: Any, tree: Any, message: str) -> None:
+def test_unfitting_prefix_names_the_path(prefix: Any, tree: Any, message: str) -> None:
     with pytest.raises(PrefixError, match=message):
         _spread(prefix, tree)
 
@@ -131,7 +131,7 @@ def test_consistent_entries_are_returned_by_variable() -> None:
     assert found == {id(model.embed): ((0, "embed"), 1)}
 
 
-def test_two_answers_for_one_variable_name_both_paths_and_entries() -> None:
+def test_conflicting_entries_name_both_paths() -> None:
     model = Tied()
     with pytest.raises(InconsistentAliasingError) as caught:
         consistent(expand((1, {"embed": 2}), (model, model), "in_axes"), "in_axes")
@@ -139,7 +139,7 @@ def test_two_answers_for_one_variable_name_both_paths_and_entries() -> None:
     assert "\n  [0].embed: 1\n  [1].embed: 2\n" in str(caught.value)
 
 
-def test_further_paths_lead_through_shared_modules_but_not_around_in_circles() -> None:
+def test_further_paths_pass_shared_modules_without_cycles() -> None:
     model = Box()
     model.a = Tied()
     model.b = [model.a, model]
@@ -147,7 +147,7 @@ def test_further_paths_lead_through_shared_modules_but_not_around_in_circles() -
     assert alias_paths(flatten(model).graphdef) == ((0, ("a", "head")), (0, ("b", 0, "embed")))
 
 
-def test_further_paths_may_lead_through_the_way_back_of_a_circle() -> None:
+def test_further_paths_may_use_back_references() -> None:
     model = Box()
     model.a = Box()
     model.a.b = Box()
@@ -158,7 +158,7 @@ def test_further_paths_may_lead_through_the_way_back_of_a_circle() -> None:
 
 
 @given(models())
-def test_further_paths_are_among_all_ways_to_reach_a_variable(model: Any) -> None:
+def test_further_paths_are_valid_paths(model: Any) -> None:
     flat = flatten(model)
     further = alias_paths(flat.graphdef)
     every = {paths[0]: paths[1:] for paths in sx.find_duplicates(model)}
@@ -167,7 +167,7 @@ def test_further_paths_are_among_all_ways_to_reach_a_variable(model: Any) -> Non
 
 
 @given(models(), st.integers())
-def test_every_variable_of_a_random_model_gets_exactly_one_entry(model: Any, entry: int) -> None:
+def test_every_variable_gets_exactly_one_entry(model: Any, entry: int) -> None:
     spread = list(expand(entry, model, "in_axes"))
     assert [path for path, _, _ in spread] == list(sx.state(model).flat())
     assert {value for _, _, value in spread} <= {entry}

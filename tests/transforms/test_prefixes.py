@@ -61,7 +61,7 @@ WAYS = {
     "shard_map": Way(
         "in_specs", "out_specs", sx.StateSharding, PartitionSpec(), PartitionSpec("data"),
         PartitionSpec(None, None, None, "data"),
-        lambda f, into, out: sx.shard_map(f, mesh=MESH, in_specs=into, out_specs=out),
+        lambda f, into, out: sx.jit(sx.shard_map(f, mesh=MESH, in_specs=into, out_specs=out)),
     ),
 }  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_entries_may_be_given_per_path(way: Way, form: str) -> None:
     assert all(layer.s.tolist() == jnp.ones((8, 8)).tolist() for layer in model.layers)
 
 
-def test_equal_entries_from_different_mappings_serve_a_shared_variable(way: Way) -> None:
+def test_shared_variable_accepts_equal_entries(way: Way) -> None:
     model = Tied()
     model.embed[...] = jnp.ones((8, 8))
     prefixes = (
@@ -160,7 +160,7 @@ def test_everything_comes_last(way: Way) -> None:
         way.mapping({...: way.one, sx.Param: way.other})
 
 
-def test_unequal_entries_of_a_shared_variable_name_both_paths(way: Way) -> None:
+def test_unequal_entries_of_shared_variable_name_paths(way: Way) -> None:
     def call(model: Any) -> Any:
         prefixes = (way.mapping({...: way.one}), {"m": way.mapping({...: way.other})})
         return way(lambda a, b: _square(a), prefixes)(model, {"m": model})
@@ -170,7 +170,7 @@ def test_unequal_entries_of_a_shared_variable_name_both_paths(way: Way) -> None:
     assert message.startswith(head) and "\n  .b.m.w: " in message
 
 
-def test_a_variable_of_one_model_is_chosen_by_all_its_paths(way: Way) -> None:
+def test_filters_match_all_paths_of_a_variable(way: Way) -> None:
     model = Tied()
     model.embed[...] = jnp.ones((8, 8))
     by_embed = way.mapping({sx.PathContains("embed"): way.other})
@@ -206,7 +206,7 @@ def test_containers_must_be_the_same(way: Way, prefix: Any, expected: str) -> No
     assert message.startswith(f"{way.into} does not fit the argument at .tree: it has {expected}.")
 
 
-def test_containers_inside_a_module_are_not_a_prefix_of_it(way: Way) -> None:
+def test_containers_inside_module_are_no_prefix(way: Way) -> None:
     message = _fails(way, PrefixError, lambda m: way(lambda model: _step(model), ([way.one],))(m))
     assert message.startswith(f"{way.into} for the argument at .model, a Box, is a list.")
 
@@ -220,7 +220,7 @@ def test_filters_choose_among_variables_only(way: Way) -> None:
     assert message.startswith(f"{way.into} gives a {name} for the argument at .x, which holds no")
 
 
-def test_the_other_kind_of_mapping_is_refused_by_name(way: Way) -> None:
+def test_other_mapping_type_is_refused_by_name(way: Way) -> None:
     other = sx.StateSharding if way.mapping is sx.StateAxes else sx.StateAxes
     prefix = other({...: None})
     message = _fails(way, PrefixError, lambda m: way(_step, (prefix,))(m))
@@ -258,7 +258,7 @@ def test_diff_state_chooses_by_filter_as_mappings_do() -> None:
         ((sx.DiffState(0, sx.Param), 0), r"argnums names an argument twice"),
     ],
 )
-def test_diff_state_that_does_not_fit_names_the_argument(argnums: Any, message: str) -> None:
+def test_unfitting_diff_state_names_the_argument(argnums: Any, message: str) -> None:
     model = _model()
     with pytest.raises(sx.errors.DifferentiationError, match=message):
         sx.grad(_loss, argnums=argnums)(model, 2.0)

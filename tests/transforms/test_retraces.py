@@ -68,7 +68,7 @@ EDITS: dict[str, tuple[Callable[[Scale], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_change_of_the_model_is_named_by_path(name: str) -> None:
+def test_model_change_is_named_by_path(name: str) -> None:
     edit, expected = EDITS[name]
     run, model = sx.jit(lambda model: model.factor * 1), Scale()
     run(model)
@@ -118,7 +118,7 @@ def test_static_values_that_compare_equal_are_told_apart() -> None:
     ]
 
 
-def test_of_two_models_the_changed_one_is_named() -> None:
+def test_changed_model_of_two_is_named() -> None:
     run = sx.jit(lambda models, student: models["teacher"][0].factor * student.factor)
     teacher, student = Scale(), Scale()
     run({"teacher": [teacher]}, student)
@@ -130,7 +130,7 @@ def test_of_two_models_the_changed_one_is_named() -> None:
     assert second == [(".student.rate: 0.5 (float) -> 0.75 (float)",)]
 
 
-def test_closed_over_models_are_named_as_the_function_knows_them() -> None:
+def test_captured_models_are_named_as_in_function() -> None:
     model, others = Scale(), [Scale(), Scale()]
     run = sx.jit(lambda x: model(x) + others[0](x) + others[1](x))
     run(1.0)
@@ -216,15 +216,13 @@ def test_steady_calls_report_nothing() -> None:
     assert _reasons(forward, lambda: forward(Scale(), jnp.ones(2))) == []
 
 
-def test_the_first_trace_of_a_function_is_not_a_retrace() -> None:
+def test_first_trace_is_not_a_retrace() -> None:
     model = Scale()
     forward = sx.jit(lambda model: model(1.0))
     assert _reasons(forward, lambda: forward(model)) == []
 
 
-def test_the_report_is_text_and_goes_to_the_given_file_or_standard_error(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_report_is_written_to_file_or_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     def forward(model: Scale) -> Any:
         return model(1.0)
 
@@ -234,13 +232,13 @@ def test_the_report_is_text_and_goes_to_the_given_file_or_standard_error(
     with sx.explain_retraces(), sx.explain_retraces(file):
         compiled(model)
     expected = (
-        "test_the_report_is_text_and_goes_to_the_given_file_or_standard_error.<locals>.forward was "
+        "test_report_is_written_to_file_or_stderr.<locals>.forward was "
         "traced again because:\n  .model.rate: 0.5 (float) -> 0.25 (float)\n"
     )
     assert file.getvalue() == expected and capsys.readouterr().err == expected
 
 
-def test_other_threads_and_what_comes_after_are_not_reported() -> None:
+def test_other_threads_and_later_calls_are_unreported() -> None:
     import threading
 
     forward, model = _start()
@@ -266,7 +264,7 @@ def test_a_cleared_cache_is_said_to_be_so() -> None:
     ]
 
 
-def test_a_model_that_grows_a_child_of_another_kind_is_described_in_full() -> None:
+def test_new_child_of_other_type_is_described() -> None:
     forward, model = sx.jit(lambda model: model.factor * 1), Scale()
     forward(model)
     model.child = Box()
@@ -281,7 +279,7 @@ def _scaled(scale: Any, shift: int = 0) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_function_that_closes_over_another_number_is_named_with_it(inside: bool) -> None:
+def test_changed_captured_number_is_named(inside: bool) -> None:
     run, model = sx.jit(lambda m, x: (m.act[1] if inside else m.act)(x)), Box()
 
     def use(act: Any) -> Callable[[], Any]:
@@ -296,7 +294,7 @@ def test_a_function_that_closes_over_another_number_is_named_with_it(inside: boo
     assert reasons == [(f"{where} closes over scale: 2 (int) -> 3 (int)",)]
 
 
-def test_so_is_a_static_argument() -> None:
+def test_changed_captured_number_of_static_argument_is_named() -> None:
     run = sx.jit(lambda act, x: act(x), static_argnums=0)
     calls = [lambda: run(_scaled(2), 1.0), lambda: run(_scaled(2.0, 1), 1.0)]
     assert _reasons(run, *calls) == [

@@ -30,7 +30,7 @@ from shardax.errors import InconsistentAliasingError, PrefixError
 # --- shards and writes ---
 
 
-def test_the_function_sees_shards_and_writes_land_by_their_specs(mesh: Mesh) -> None:
+def test_function_sees_shards_and_writes_follow_specs(mesh: Mesh) -> None:
     table, shapes = Table(), []
 
     def call(table: Table, x: Any) -> Any:
@@ -48,9 +48,7 @@ def test_the_function_sees_shards_and_writes_land_by_their_specs(mesh: Mesh) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_a_model_laid_out_by_name_gives_the_result_and_state_of_one_device(
-    mesh: Mesh, compiled: bool
-) -> None:
+def test_sharded_model_matches_one_device(mesh: Mesh, compiled: bool) -> None:
     block, alone, x = Block(), Block(), batch()
     specs = sx.partition_specs(block, RULES)
     run = sx.shard_map(
@@ -62,38 +60,36 @@ def test_a_model_laid_out_by_name_gives_the_result_and_state_of_one_device(
     assert spec_of(block.mean) == ("model",)
 
 
-def test_gradients_inside_and_outside_are_those_of_one_device(mesh: Mesh) -> None:
+def test_gradients_inside_and_outside_match_one_device(mesh: Mesh) -> None:
     x = batch()
     specs = sx.partition_specs(Block(), RULES)
 
     def loss(block: Block, x: Any) -> Any:
         return mean_over("data", jnp.mean(block(x) ** 2))
 
-    expected = sx.grad(loss)(Block(), x)
+    expected = sx.jit(sx.grad(loss))(Block(), x)
     entries = {"mesh": mesh, "in_specs": (specs, P("data"))}
     inside = sx.jit(sx.shard_map(sx.grad(loss), out_specs=specs.filter(sx.Param), **entries))
     outside = sx.jit(sx.grad(sx.shard_map(loss, out_specs=P(), **entries)))
-    for gradient in (inside(Block(), x), outside(Block(), x)):
+    found = inside(Block(), x)
+    for gradient in (found, outside(Block(), x)):
         assert list(gradient.flat()) == list(expected.flat())
         jax.tree.map(close, gradient, expected)
-    assert spec_of(inside(Block(), x)["up"]["kernel"]) == (None, "model")
+    assert spec_of(found["up"]["kernel"]) == (None, "model")
 
 
-def test_what_is_replicated_and_written_equally_stays_one(mesh: Mesh) -> None:
+def test_equal_writes_of_replicated_values_are_kept(mesh: Mesh) -> None:
     seen = sx.BatchStat(jnp.float32(0))
 
     def record(seen: Any, x: Any) -> None:
         seen[...] = jax.lax.psum(x.sum(), ("data", "model"))
 
-    sx.shard_map(record, mesh=mesh, in_specs=(None, P(("data", "model"))), out_specs=None)(
-        seen, jnp.arange(8.0)
-    )
+    entries = {"in_specs": (None, P(("data", "model"))), "out_specs": None}
+    sx.jit(sx.shard_map(record, mesh=mesh, **entries))(seen, jnp.arange(8.0))
     assert float(seen) == 28.0 and seen.value.sharding.is_fully_replicated
 
 
-def test_objects_keep_their_identity_and_structural_changes_are_carried_back(
-    auto_mesh: Mesh,
-) -> None:
+def test_objects_keep_identity_and_structural_changes_return(auto_mesh: Mesh) -> None:
     table = Table()
 
     def grow(table: Table, x: Any) -> Any:
@@ -103,19 +99,20 @@ def test_objects_keep_their_identity_and_structural_changes_are_carried_back(
         return table, {"new": sx.Variable(x), "same": table.rows}
 
     specs = sx.StateSharding({sx.PathContains("calls"): P(), ...: P("data")})
-    returned, rest = sx.shard_map(
+    run = sx.shard_map(
         grow,
         mesh=auto_mesh,
         in_specs=(specs, P("data")),
         out_specs=(specs, {"new": P("data"), "same": P("data")}),
-    )(table, jnp.ones(8))
+    )
+    returned, rest = sx.jit(run)(table, jnp.ones(8))
     assert returned is table and rest["same"] is table.rows
     assert table.name == "grown" and table.squares.value.tolist() == [i * i for i in range(8)]
     assert dict(table.rows.metadata) == {"note": "inside"}
     assert spec_of(table.squares) == spec_of(rest["new"]) == ("data",)
 
 
-def test_values_that_are_pytrees_have_one_spec_or_one_for_each_array(auto_mesh: Mesh) -> None:
+def test_pytree_values_take_one_spec_or_several(auto_mesh: Mesh) -> None:
     pair = sx.Variable({"a": jnp.arange(4.0), "b": jnp.float32(3)})
 
     def double(pair: Any) -> Any:
@@ -123,7 +120,7 @@ def test_values_that_are_pytrees_have_one_spec_or_one_for_each_array(auto_mesh: 
         return pair["a"].shape
 
     specs = sx.State.from_flat({(): {"a": P("data"), "b": P()}})
-    shape = sx.shard_map(double, mesh=auto_mesh, in_specs=(specs,), out_specs=P())(pair)
+    shape = sx.jit(sx.shard_map(double, mesh=auto_mesh, in_specs=(specs,), out_specs=P()))(pair)
     assert list(map(int, shape)) == [2]
     assert pair["a"].tolist() == [0, 2, 4, 6] and float(pair["b"]) == 6
     assert (spec_of(pair["a"]), spec_of(pair["b"])) == (("data",), ())
@@ -159,7 +156,8 @@ def test_functions_methods_partials_and_callable_modules(auto_mesh: Mesh) -> Non
             return self(x)
 
     by_method = Decorated()
-    assert by_method.step(jnp.ones(8)).tolist() == expected and int(by_method.calls) == 1
+    result = sx.jit(lambda model, x: model.step(x))(by_method, jnp.ones(8))
+    assert result.tolist() == expected and int(by_method.calls) == 1
     assert Decorated.step.__doc__ == "Doc."
 
     def scaled(scale: float, table: Table, x: Any) -> Any:
@@ -167,12 +165,12 @@ def test_functions_methods_partials_and_callable_modules(auto_mesh: Mesh) -> Non
 
     entries = {"mesh": auto_mesh, "out_specs": P("data")}
     partial = sx.shard_map(functools.partial(scaled, 1.0), in_specs=(BY_TYPE, P("data")), **entries)
-    assert partial(Table(), jnp.ones(8)).tolist() == expected
+    assert sx.jit(partial)(Table(), jnp.ones(8)).tolist() == expected
 
     whole, bound = Table(), Table()  # what a function is bound to is whole in every shard
     for function, table in [(whole, whole), (bound.__call__, bound)]:
         run = sx.shard_map(function, mesh=auto_mesh, in_specs=P(), out_specs=P())
-        assert run(jnp.ones(8)).tolist() == expected and int(table.calls) == 1
+        assert sx.jit(run)(jnp.ones(8)).tolist() == expected and int(table.calls) == 1
 
 
 def test_flax_11_arguments_may_be_given_by_name(auto_mesh: Mesh) -> None:
@@ -183,17 +181,24 @@ def test_flax_11_arguments_may_be_given_by_name(auto_mesh: Mesh) -> None:
     run = sx.shard_map(call, mesh=auto_mesh, in_specs=specs, out_specs=P("data"))
     x, scale = jnp.ones(8), jnp.full(8, 2.0)
     expected = [2 * (1 + 2 * i) for i in range(8)]
-    assert run(Table(), x, 0.0, scale).tolist() == expected
-    assert run(Table(), scale=scale, x=x).tolist() == expected
-    assert run(x=x, offset=0.0, scale=scale, table=Table()).tolist() == expected
-    assert run(Table(), x).tolist() == [1 + 2 * i for i in range(8)]
+
+    @sx.jit
+    def called_in_all_ways() -> Any:
+        return [
+            run(Table(), x, 0.0, scale),
+            run(Table(), scale=scale, x=x),
+            run(x=x, offset=0.0, scale=scale, table=Table()),
+            run(Table(), x),
+        ]
+
+    *by_name, by_default = called_in_all_ways()
+    assert [result.tolist() for result in by_name] == [expected] * 3
+    assert by_default.tolist() == [1 + 2 * i for i in range(8)]
     with pytest.raises(TypeError, match=r"missing .* argument: 'x'"):
         run(table=Table())
 
 
-def test_an_argument_that_can_only_be_given_by_name_has_the_entry_for_everything(
-    auto_mesh: Mesh,
-) -> None:
+def test_keyword_only_arguments_take_the_single_spec(auto_mesh: Mesh) -> None:
     def add(x: Any, *, y: Any) -> Any:
         return x + y
 
@@ -216,7 +221,7 @@ def test_an_argument_that_can_only_be_given_by_name_has_the_entry_for_everything
         ((sx.State({"rows": P()}), P()), (Table(), 2.0), r"\.x\.calls"),
     ],
 )
-def test_specs_that_do_not_fit_the_arguments_are_refused(
+def test_unfitting_specs_are_refused(
     auto_mesh: Mesh, specs: Any, arguments: Any, message: str
 ) -> None:
     def first(x: Any, y: Any, z: Any = 0) -> Any:
@@ -239,14 +244,14 @@ def test_specs_that_do_not_fit_the_arguments_are_refused(
         NamedSharding(jax.make_mesh((1,), ("data",)), P()),
     ],
 )
-def test_what_is_no_spec_is_refused_before_any_call(entry: Any) -> None:
+def test_invalid_specs_are_refused_at_definition(entry: Any) -> None:
     with pytest.raises(PrefixError, match="in_specs gives"):
         sx.shard_map(lambda x: x, in_specs=entry, out_specs=P())
     with pytest.raises(PrefixError, match="out_specs gives"):
         sx.shard_map(lambda x: x, in_specs=P(), out_specs=entry)
 
 
-def test_a_single_string_is_no_set_of_axis_names() -> None:
+def test_axis_names_as_string_is_refused() -> None:
     with pytest.raises(PrefixError, match=r"axis_names='data' .* \{'data'\}"):
         sx.shard_map(lambda x: x, in_specs=P(), out_specs=P(), axis_names="data")
 
@@ -265,7 +270,7 @@ def test_a_shared_variable_has_one_spec(auto_mesh: Mesh) -> None:
 
     def run(second: Any, out: Any = None) -> Any:
         entries = {"in_specs": (BY_TYPE, second), "out_specs": out or P("data")}
-        return sx.shard_map(call, mesh=auto_mesh, **entries)(table, rows)
+        return sx.jit(sx.shard_map(call, mesh=auto_mesh, **entries))(table, rows)
 
     assert run(P("data")) is rows and rows.value.tolist() == [i + 1 for i in range(8)]
     assert run(P("data", None)) is rows
@@ -285,6 +290,5 @@ def test_tied_parameters_have_one_gradient(auto_mesh: Mesh) -> None:
         return jax.lax.pmean((tied.embed * tied.head * x).mean(), "data")
 
     run = sx.shard_map(sx.grad(loss), mesh=auto_mesh, in_specs=(P(), P("data")), out_specs=P())
-    assert {path: float(g) for path, g in run(Tied(3.0), jnp.ones(4)).flat().items()} == {
-        ("embed",): 6.0
-    }
+    gradient = sx.jit(run)(Tied(3.0), jnp.ones(4))
+    assert {path: float(g) for path, g in gradient.flat().items()} == {("embed",): 6.0}

@@ -15,7 +15,7 @@ import shardax as sx
 from shardax.errors import SharedWriteError
 
 
-def test_different_values_for_a_variable_that_is_not_split_are_refused(mesh: Mesh) -> None:
+def test_different_values_of_replicated_variable_are_refused(mesh: Mesh) -> None:
     table = Table()
     before = sx.clone(table)
 
@@ -33,7 +33,7 @@ def test_different_values_for_a_variable_that_is_not_split_are_refused(mesh: Mes
     assert_same_model(table, before)
 
 
-def test_a_spec_must_name_all_axes_over_which_a_value_differs(auto_mesh: Mesh) -> None:
+def test_spec_must_name_all_varying_axes(auto_mesh: Mesh) -> None:
     variable = sx.Variable(jnp.zeros(2))
 
     def write(variable: Any, x: Any) -> None:
@@ -45,7 +45,7 @@ def test_a_spec_must_name_all_axes_over_which_a_value_differs(auto_mesh: Mesh) -
         run(variable, jnp.ones((2, 4)))
 
 
-def test_different_values_for_one_place_in_the_result_are_refused(auto_mesh: Mesh) -> None:
+def test_different_values_of_replicated_result_are_refused(auto_mesh: Mesh) -> None:
     def call(x: Any) -> Any:
         return {"sum": x.sum(), "new": sx.Variable(x.sum())}
 
@@ -67,11 +67,11 @@ def test_without_check_vma_the_caller_vouches_for_equality(mesh: Mesh) -> None:
         out_specs=P("data"),
         check_vma=False,
     )
-    assert run(table, jnp.ones(8)).tolist() == [1 + 2 * i for i in range(8)]
+    assert sx.jit(run)(table, jnp.ones(8)).tolist() == [1 + 2 * i for i in range(8)]
     assert int(table.calls) == 1 and spec_of(table.rows) == ("data",)
 
 
-def test_sown_values_are_put_together_by_the_spec_of_their_type(auto_mesh: Mesh) -> None:
+def test_sown_values_follow_the_spec_of_type(auto_mesh: Mesh) -> None:
     class Probe(sx.Module):
         def __init__(self) -> None:
             self.scale = sx.Param(jnp.float32(2))
@@ -86,6 +86,7 @@ def test_sown_values_are_put_together_by_the_spec_of_their_type(auto_mesh: Mesh)
     run = sx.shard_map(
         lambda probe, x: probe(x), mesh=auto_mesh, in_specs=(mixed, P("data")), out_specs=P("data")
     )
+    run = sx.jit(run)
     for _ in range(2):
         run(probe, jnp.arange(4.0))
     assert [row.tolist() for row in probe.seen.value] == [[0, 2, 4, 6]] * 2

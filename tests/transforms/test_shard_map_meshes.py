@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from tests.transforms.sharded import BY_TYPE, RULES, Block, P, Table, batch, close, spec_of
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import (
@@ -24,9 +25,9 @@ from shardax.errors import (
 )
 
 
-def test_the_mesh_in_scope_is_taken_where_none_is_given(mesh: Mesh) -> None:
+def test_mesh_in_scope_is_the_default(mesh: Mesh) -> None:
     run = sx.shard_map(
-        lambda table, x: table(x), in_specs=(BY_TYPE, P("data")), out_specs=P("data")
+        sx.jit(lambda table, x: table(x)), in_specs=(BY_TYPE, P("data")), out_specs=P("data")
     )
     with jax.set_mesh(mesh):
         for call in (run, sx.jit(run)):
@@ -36,7 +37,7 @@ def test_the_mesh_in_scope_is_taken_where_none_is_given(mesh: Mesh) -> None:
         run(Table(), jnp.ones(8))
 
 
-def test_meshes_that_are_none_or_others_than_in_scope_are_refused(auto_mesh: Mesh) -> None:
+def test_invalid_and_conflicting_meshes_are_refused(auto_mesh: Mesh) -> None:
     def run(mesh: Any, **options: Any) -> Any:
         return sx.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), **options)(1.0)
 
@@ -74,7 +75,7 @@ def test_arrays_that_cannot_be_taken_apart_are_named(
         sx.shard_map(call, mesh=auto_mesh, in_specs=specs, out_specs=P())(Table(), jnp.ones(6))
 
 
-def test_what_is_no_array_is_refused_by_its_path(auto_mesh: Mesh) -> None:
+def test_nonarrays_are_refused_with_path(auto_mesh: Mesh) -> None:
     run = sx.shard_map(lambda x: 1.0, mesh=auto_mesh, in_specs=P(), out_specs=P())
     with pytest.raises(ArgumentError, match=r"\.x\.mode is 'fast'"):
         run({"mode": "fast"})
@@ -94,21 +95,19 @@ def test_results_that_cannot_be_put_together_are_named(auto_mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_parameters_that_are_only_read_move_once_and_stay_in_their_shards(
-    mesh: Mesh, compiled: bool
-) -> None:
+def test_read_only_parameters_move_once(mesh: Mesh, compiled: bool) -> None:
     specs = sx.StateSharding({sx.PathContains("kernel"): P("data"), ...: P()})
     call = sx.shard_map(
-        lambda layer, x: x + jax.lax.psum(layer.kernel.value.sum(), "data"),
+        sx.jit(lambda layer, x: x + jax.lax.psum(layer.kernel.value.sum(), "data")),
         mesh=mesh,
         in_specs=(specs, P("data")),
         out_specs=P("data"),
     )
     run = sx.jit(call) if compiled else call
-    for layer in [sx.nn.Linear(8, 8, rngs=sx.Rngs(i)) for i in range(2)]:
-        total = float(layer.kernel.value.sum())
+    for layer in [with_values(sx.nn.Linear(8, 8, rngs=sx.Rngs(0)), seed) for seed in range(2)]:
+        total = np.sum(layer.kernel.value)
         first = run(layer, jnp.zeros(8))
-        assert jnp.allclose(first, total, atol=1e-5)
+        np.testing.assert_allclose(first, total, rtol=1e-5, atol=1e-5)
         held = layer.kernel.value
         assert held.sharding == NamedSharding(mesh, P("data"))
         assert layer.bias.value.sharding == NamedSharding(mesh, P())
@@ -116,9 +115,7 @@ def test_parameters_that_are_only_read_move_once_and_stay_in_their_shards(
         assert layer.kernel.value is held
 
 
-def test_arrays_come_to_the_mesh_from_wherever_they_are_and_variables_stay_there(
-    mesh: Mesh,
-) -> None:
+def test_arrays_move_to_mesh_and_variables_stay(mesh: Mesh) -> None:
     one = jax.devices()[5]
     other = jax.make_mesh((8,), ("all",))
     run = sx.shard_map(
@@ -133,9 +130,9 @@ def test_arrays_come_to_the_mesh_from_wherever_they_are_and_variables_stay_there
     assert run(sx.Variable(np.arange(8.0)), np.arange(8.0)).tolist() == [2.0 * i for i in range(8)]
 
 
-def test_a_lazy_model_is_made_straight_in_its_shards(mesh: Mesh) -> None:
-    block, x = Block(), batch()
-    expected = Block().up(x)
+def test_lazy_model_materializes_in_its_shards(mesh: Mesh) -> None:
+    block, x = Block(lazy=True), batch()
+    expected = Block(lazy=True).up(x)
     run = sx.shard_map(
         lambda block, x: block.up(x),
         mesh=mesh,
@@ -143,11 +140,11 @@ def test_a_lazy_model_is_made_straight_in_its_shards(mesh: Mesh) -> None:
         out_specs=P("data", "model"),
     )
     assert block.up.kernel.is_lazy
-    close(run(block, x), expected)
+    close(sx.jit(run)(block, x), expected)
     assert spec_of(block.up.kernel) == (None, "model")
 
 
-def test_axes_that_are_not_named_are_left_to_the_compiler(mesh: Mesh) -> None:
+def test_unnamed_axes_are_left_to_the_compiler(mesh: Mesh) -> None:
     table, seen = Table(), []
 
     def call(table: Table, x: Any) -> Any:
@@ -172,7 +169,7 @@ def test_axes_that_are_not_named_are_left_to_the_compiler(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_one_shard_map_inside_another_over_the_remaining_axes(mesh: Mesh, compiled: bool) -> None:
+def test_shard_maps_nest_over_remaining_axes(mesh: Mesh, compiled: bool) -> None:
     by_model = sx.StateSharding({sx.Param: P("model"), ...: P()})
     table = Table()
     inner = sx.shard_map(
@@ -204,7 +201,7 @@ def test_one_shard_map_inside_another_over_the_remaining_axes(mesh: Mesh, compil
         (4, P("model"), P(None)),  # which cannot be divided over both axes
     ],
 )
-def test_explicit_axes_that_are_not_named_keep_their_part_of_what_enters(
+def test_unnamed_explicit_axes_keep_input_shardings(
     explicit_mesh: Mesh, size: int, given: P, inside: P, compiled: bool
 ) -> None:
     seen = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from tests.transforms.sharded import BY_TYPE, RULES, P, Table, batch, close
@@ -17,9 +18,7 @@ from shardax.errors import SharedWriteError
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["grad inside", "grad outside"])
-def test_a_rule_of_sx_custom_vjp_is_used_and_its_writes_carried(
-    auto_mesh: Mesh, inside: bool
-) -> None:
+def test_custom_vjp_rule_is_used_with_its_writes(auto_mesh: Mesh, inside: bool) -> None:
     @sx.custom_vjp
     def scale(table: Table, x: Any) -> Any:
         table.calls += 1
@@ -43,7 +42,7 @@ def test_a_rule_of_sx_custom_vjp_is_used_and_its_writes_carried(
     assert int(table.calls) == 1
 
 
-def test_rematerialised_dropout_replays_in_every_shard(auto_mesh: Mesh) -> None:
+def test_rematerialized_dropout_replays_in_every_shard(auto_mesh: Mesh) -> None:
     specs = sx.StateSharding({sx.RngState: P("data"), ...: P()})
 
     def loss(model: Any, x: Any) -> Any:
@@ -71,7 +70,7 @@ def test_custom_derivatives_are_used_inside(auto_mesh: Mesh) -> None:
         return jax.lax.psum(triple(table.rows.value).sum(), "data")
 
     run = sx.shard_map(sx.grad(loss), mesh=auto_mesh, in_specs=BY_TYPE, out_specs=P("data"))
-    assert run(Table())["rows"].tolist() == [100.0] * 8
+    assert sx.jit(run)(Table())["rows"].tolist() == [100.0] * 8
 
 
 def test_compiled_functions_loops_and_maps_inside(auto_mesh: Mesh) -> None:
@@ -91,19 +90,16 @@ def test_compiled_functions_loops_and_maps_inside(auto_mesh: Mesh) -> None:
         first, second = 2 * rows + x, 4 * rows + x
         return 8 * rows + x + 4 * rows * (first + second), 8 * rows
 
-    x = jnp.arange(8.0) / 8
-    result = sx.shard_map(call, mesh=auto_mesh, in_specs=(BY_TYPE, P("data")), out_specs=P("data"))(
-        table, x
-    )
-    expected, rows = plain(jnp.arange(8.0), x)
+    x = np.arange(8, dtype=np.float32) / 8
+    run = sx.shard_map(call, mesh=auto_mesh, in_specs=(BY_TYPE, P("data")), out_specs=P("data"))
+    result = sx.jit(run)(table, x)
+    expected, rows = plain(np.arange(8), x)
     close(result, expected)
     close(table.rows, rows)
     assert int(table.calls) == 3
 
 
-def test_a_decision_that_differs_between_shards_makes_what_it_decides_differ(
-    auto_mesh: Mesh,
-) -> None:
+def test_shard_dependent_cond_results_vary_by_shard(auto_mesh: Mesh) -> None:
     """``jax.lax.cond`` counts such results as equal in all shards, and is silently wrong."""
 
     def choose(table: Table, x: Any) -> Any:
@@ -123,12 +119,12 @@ def test_a_decision_that_differs_between_shards_makes_what_it_decides_differ(
 
     both = sx.shard_map(pick, mesh=auto_mesh, in_specs=P(), out_specs=P("data"))
     weight = sx.Param(jnp.float32(1))
-    assert both(weight).tolist() == [12.0, 4.0]
+    assert sx.jit(both)(weight).tolist() == [12.0, 4.0]
     assert float(sx.jit(sx.grad(lambda w: both(w).sum()))(weight)) == 15.0
 
 
 @pytest.mark.parametrize("kind", ["while_loop", "fori_loop", "bounded_while_loop"])
-def test_loops_of_different_lengths_leave_values_that_differ(auto_mesh: Mesh, kind: str) -> None:
+def test_loops_of_shard_dependent_length_vary_by_shard(auto_mesh: Mesh, kind: str) -> None:
     """``jax.lax.while_loop`` counts such results as equal in all shards, and is silently wrong."""
 
     def loop(step: Any, steps: Any) -> Any:
@@ -139,12 +135,13 @@ def test_loops_of_different_lengths_leave_values_that_differ(auto_mesh: Mesh, ki
         return sx.bounded_while_loop(lambda n: n < steps, step, 0, max_steps=8).final
 
     def shard(step: Any, out_specs: Any) -> Any:
-        return sx.shard_map(
+        run = sx.shard_map(
             lambda x: loop(step, x[0])[None] if out_specs else loop(step, x[0]),
             mesh=auto_mesh,
             in_specs=P("data"),
             out_specs=P(out_specs),
         )
+        return sx.jit(run)
 
     steps, table = jnp.array([2, 5]), Table()
     assert shard(lambda n: n + 1, "data")(steps).tolist() == [2, 5]
@@ -171,10 +168,10 @@ def test_maps_and_loops_around(mesh: Mesh, compiled: bool) -> None:
     run = sx.shard_map(
         lambda table, x: table(x), mesh=mesh, in_specs=(BY_TYPE, P("data")), out_specs=P("data")
     )
-    xs = jnp.arange(24.0).reshape(3, 8)
+    xs = np.arange(24, dtype=np.float32).reshape(3, 8)
     table = Table()
     mapped = wrap(sx.vmap(run, in_axes=(None, 0)))(table, xs)
-    close(mapped, 2 * jnp.arange(8.0)[None] + xs)
+    close(mapped, 2 * np.arange(8) + xs)
     assert table.rows.value.tolist() == [2 * i for i in range(8)] and int(table.calls) == 1
     looped = Table()
 
@@ -183,7 +180,7 @@ def test_maps_and_loops_around(mesh: Mesh, compiled: bool) -> None:
 
     loop = sx.scan(body, in_axes=(sx.Carry, 0), out_axes=(sx.Carry, 0))
     _, rows = wrap(loop)(sx.shard(looped, mesh, RULES), xs)
-    close(rows, jnp.stack([2.0 ** (i + 1) * jnp.arange(8.0) + xs[i] for i in range(3)]))
+    close(rows, np.stack([2.0 ** (i + 1) * np.arange(8) + xs[i] for i in range(3)]))
     assert int(looped.calls) == 3
 
 

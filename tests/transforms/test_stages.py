@@ -51,13 +51,13 @@ def _outcome(stage: Any, name: str) -> str:
 
 
 @pytest.mark.parametrize(("stage", "name"), OFFERS)
-def test_every_stage_offers_what_jaxs_does(stage: str, name: str) -> None:
+def test_stages_have_the_attributes_of_jax(stage: str, name: str) -> None:
     mine = _stages(sx.jit(_forward), Scale(), 2.0)[stage]
     assert _outcome(mine, name) == _outcome(JAX_STAGES[stage], name)
     assert hasattr(type(mine), name) or hasattr(mine, name)
 
 
-def test_programs_and_costs_are_those_of_the_plain_program() -> None:
+def test_program_and_cost_match_plain_jax() -> None:
     plain = jax.jit(lambda w, n, x: (0.5 * w * x, n + 1))
     model = Scale(64)
     expected = _stages(plain, model.factor.value, model.calls.value, jnp.ones(64))
@@ -132,7 +132,7 @@ def test_shardings_and_formats_are_reported_as_passed(mesh: Mesh) -> None:
     assert compiled.output_formats.sharding.spec == P("data")
 
 
-def test_a_shared_variable_is_one_input_and_is_reported_wherever_it_stands() -> None:
+def test_shared_variable_is_one_input_at_all_paths() -> None:
     model = Scale()
     model.alias = model.factor
     traced = sx.jit(lambda a, b: a.factor * b.alias).trace(model, model)
@@ -144,7 +144,7 @@ def test_a_shared_variable_is_one_input_and_is_reported_wherever_it_stands() -> 
 # --- calling a Compiled ---
 
 
-def test_a_compiled_writes_state_back_into_the_model_it_is_given() -> None:
+def test_compiled_writes_state_into_the_given_model() -> None:
     made_for, other = Scale(), Scale()
     compiled = sx.jit(_forward).lower(made_for, 2.0).compile()
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_a_compiled_carries_back_structure_and_identity() -> None:
     assert values(model)[("extra",)] == [2.0, 2.0]
 
 
-def test_a_compiled_uses_closed_over_models_as_they_are_now() -> None:
+def test_compiled_uses_current_captured_models() -> None:
     model = Scale()
     compiled = sx.jit(lambda x: model(x)).lower(2.0).compile()
     model.factor[...] = model.factor * 3
@@ -172,7 +172,7 @@ def test_a_compiled_uses_closed_over_models_as_they_are_now() -> None:
     assert int(model.calls) == 1
 
 
-def test_static_arguments_shardings_and_donation_together_ahead_of_time(mesh: Mesh) -> None:
+def test_lowering_with_static_arguments_shardings_and_donation(mesh: Mesh) -> None:
     data, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
 
     def run(model: Scale, times: int, x: Any, *, mode: str) -> Any:
@@ -203,7 +203,7 @@ def test_static_arguments_shardings_and_donation_together_ahead_of_time(mesh: Me
     assert placed.is_deleted()
 
 
-def test_methods_can_be_lowered_bound_or_through_their_class() -> None:
+def test_methods_lower_bound_or_through_class() -> None:
     class Model(Scale):
         @sx.jit
         def run(self, x: Any) -> Any:
@@ -231,7 +231,7 @@ class Lazy(sx.Module):
         )
 
 
-def test_lowering_and_compiling_a_lazy_model_leaves_it_lazy() -> None:
+def test_lowering_a_lazy_model_keeps_it_lazy() -> None:
     model, x = Lazy(), jax.ShapeDtypeStruct((4,), jnp.float32)
     run = sx.jit(lambda m, x: m.kernel @ x)
     compiled = run.lower(model, x).compile()
@@ -241,7 +241,7 @@ def test_lowering_and_compiling_a_lazy_model_leaves_it_lazy() -> None:
     assert not model.kernel.is_lazy
 
 
-def test_an_abstract_model_can_be_lowered_and_the_program_run_on_a_real_one() -> None:
+def test_program_of_abstract_model_runs_on_real_one() -> None:
     model = sx.eval_shape(Lazy)
     assert model.kernel.is_abstract
     run = sx.jit(lambda m, x: m.kernel @ x)
@@ -293,9 +293,7 @@ def _tie(model: Scale) -> None:
         (lambda m: setattr(m.factor, "value", jnp.ones(3)), r"'model\.factor' .*float32\[3\]"),
     ],
 )
-def test_a_model_of_another_structure_is_an_error_that_names_the_place(
-    edit: Any, message: str
-) -> None:
+def test_model_of_other_structure_raises_with_path(edit: Any, message: str) -> None:
     compiled = sx.jit(_forward).lower(Scale(), 1.0).compile()
     model = Scale()
     edit(model)
@@ -314,7 +312,7 @@ def test_a_model_of_another_structure_is_an_error_that_names_the_place(
         (lambda c: c([Scale()], 1.0), r"the arguments have other containers"),
     ],
 )
-def test_other_arguments_are_an_error_that_says_what_was_expected(call: Any, message: str) -> None:
+def test_other_arguments_raise_with_what_was_expected(call: Any, message: str) -> None:
     compiled = sx.jit(_forward).lower(Scale(), 1.0).compile()
     with pytest.raises(StructureMismatchError, match=message):
         call(compiled)

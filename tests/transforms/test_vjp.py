@@ -44,7 +44,7 @@ def _forward(model: Scale, x: Any) -> Any:
 # --- vjp ---
 
 
-def test_vjp_gives_the_result_and_one_gradient_per_argument() -> None:
+def test_vjp_returns_result_and_gradient_per_argument() -> None:
     model, x = Scale(), jnp.array([1.0, 2.0])
     out, gradients = sx.vjp(_forward, model, x)
     of_model, of_x = gradients(jnp.array([1.0, 10.0]))
@@ -54,7 +54,7 @@ def test_vjp_gives_the_result_and_one_gradient_per_argument() -> None:
     assert of_x.tolist() == [0.5, 10.0]
 
 
-def test_vjp_runs_the_function_once_and_carries_its_writes_when_it_runs() -> None:
+def test_vjp_runs_once_and_carries_writes() -> None:
     model = Scale()
     _, gradients = sx.vjp(_forward, model, jnp.ones(2))
     assert int(model.calls) == 1
@@ -87,7 +87,7 @@ def test_vjp_with_aux_that_holds_objects() -> None:
     assert _flat(gradients(jnp.ones(2))[0]) == {("factor",): [2.0, 2.0]}
 
 
-def test_vjp_as_decorator_with_and_without_options_on_functions_and_methods() -> None:
+def test_vjp_decorates_functions_and_methods() -> None:
     class Model(Scale):
         @sx.vjp
         def scaled(self, x: Any) -> Any:
@@ -105,7 +105,7 @@ def test_vjp_as_decorator_with_and_without_options_on_functions_and_methods() ->
     assert _flat(gradients(jnp.ones(2))[0]) == {("factor",): [6.0, 6.0]}
 
 
-def test_vjp_of_a_callable_module_a_bound_method_and_a_variable() -> None:
+def test_vjp_of_modules_methods_and_variables() -> None:
     model = Scale()
     for function in (model, model.__call__):
         _, gradients = sx.vjp(function, jnp.ones(2))
@@ -125,7 +125,7 @@ def test_vjp_of_a_callable_module_a_bound_method_and_a_variable() -> None:
         ((sx.DiffState(-2, ...), sx.DiffState(1, None)), ({("p",): 2.0, ("s",): 1.0}, {})),
     ],
 )
-def test_wrt_is_a_filter_for_all_arguments_or_one_each(wrt: Any, expected: Any) -> None:
+def test_wrt_filters_all_arguments_or_each(wrt: Any, expected: Any) -> None:
     def box() -> Box:
         made = Box()
         made.p, made.s = sx.Param(1.0), sx.BatchStat(1.0)
@@ -139,7 +139,7 @@ def test_wrt_is_a_filter_for_all_arguments_or_one_each(wrt: Any, expected: Any) 
     assert tuple(map(_flat, gradients(1.0))) == expected
 
 
-def test_a_shared_variable_has_one_gradient_at_its_first_path() -> None:
+def test_shared_variable_has_gradient_at_first_path() -> None:
     model = Tied(3.0)
     _, gradients = sx.vjp(lambda a, b: a.embed * b.head, model, model)
     assert [_flat(gradient) for gradient in gradients(1.0)] == [{("embed",): 6.0}, {}]
@@ -162,7 +162,7 @@ def test_plain_arguments_are_differentiated_as_by_jax() -> None:
     assert mine(out)[2].dtype == mine(out)[3].dtype == jax.dtypes.float0
 
 
-def test_a_pytree_of_modules_and_arrays_has_gradients_of_its_own_shape() -> None:
+def test_gradients_of_pytree_have_its_structure() -> None:
     tree = {"m": Scale(), "x": [jnp.array([1.0, 2.0])]}
     _, gradients = sx.vjp(lambda t: t["m"].factor * t["x"][0], tree)
     gradient = gradients(jnp.ones(2))[0]
@@ -180,7 +180,7 @@ def test_gradients_can_leave_a_compiled_function() -> None:
     assert int(model.calls) == 2
 
 
-def test_lazy_params_are_materialised() -> None:
+def test_lazy_params_are_materialized() -> None:
     layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     _, gradients = sx.vjp(lambda m, x: m(x), layer, jnp.ones(2))
     assert gradients(jnp.ones(3))[0]["kernel"].tolist() == [[1.0] * 3] * 2
@@ -265,7 +265,7 @@ def test_jvp_gives_the_result_and_how_it_moves() -> None:
         (({"factor": jnp.ones(2), "calls": FLOAT0}, jnp.ones(2)), [1.0, 3.0]),
     ],
 )
-def test_what_is_left_out_does_not_move(tangents: Any, expected: Any) -> None:
+def test_missing_tangents_are_zero(tangents: Any, expected: Any) -> None:
     found = sx.jvp(_forward, (Scale(), jnp.array([1.0, 2.0])), tangents)[1]
     assert found.tolist() == expected
 
@@ -295,7 +295,7 @@ def test_jvp_with_aux_as_decorator_and_with_keywords() -> None:
     assert out.tolist() == moved.tolist() == [3.0, 3.0] and same is model
 
 
-def test_what_is_written_is_carried_back_without_its_tangent() -> None:
+def test_writes_are_carried_back_without_tangent() -> None:
     cache = sx.Cache(jnp.float32(0))
 
     def function(c: sx.Cache[Any], x: Any) -> Any:
@@ -306,7 +306,7 @@ def test_what_is_written_is_carried_back_without_its_tangent() -> None:
     assert float(cache) == 6.0 and isinstance(cache.value, jax.Array)
 
 
-def test_jvp_of_vjp_and_vjp_of_jvp_give_second_derivatives() -> None:
+def test_nested_jvp_and_vjp_give_second_derivatives() -> None:
     v = sx.Param(jnp.float32(3))
 
     def slope(v: Any) -> Any:
@@ -356,7 +356,7 @@ def test_a_shared_variable_has_one_tangent() -> None:
 
 @given(models())
 @FEW
-def test_vjp_of_a_model_is_jaxs_on_its_values(model: Any) -> None:
+def test_vjp_of_model_matches_jax_on_values(model: Any) -> None:
     model.own = sx.Param(1.0)
     pure, state, paths = pure_of(touch, sx.clone(model))
     out, plain = jax.vjp(pure, state)
@@ -372,7 +372,7 @@ def test_vjp_of_a_model_is_jaxs_on_its_values(model: Any) -> None:
 
 @given(models())
 @FEW
-def test_jvp_of_a_model_is_jaxs_on_its_values(model: Any) -> None:
+def test_jvp_of_model_matches_jax_on_values(model: Any) -> None:
     pure, state, paths = pure_of(touch, sx.clone(model))
     places = [place for place, value in enumerate(state) if floating(value)]
     moving = [state[place] for place in places]

@@ -26,7 +26,7 @@ from shardax.errors import (
 # --- closures ---
 
 
-def test_a_model_that_was_not_passed_in_can_be_read() -> None:
+def test_captured_model_can_be_read() -> None:
     model = Scale()
     assert sx.vmap(lambda x: model.factor * x)(XS).tolist() == XS.tolist()
     compiled = sx.jit(lambda x: sx.vmap(lambda x: model.factor * x)(x))
@@ -51,7 +51,7 @@ _WAYS_TO_WRITE = {
 
 
 @pytest.mark.parametrize("way", _WAYS_TO_WRITE)
-def test_a_model_that_was_not_passed_in_cannot_be_written(way: str) -> None:
+def test_captured_model_cannot_be_written(way: str) -> None:
     model = Scale()
     before = sx.clone(model)
     pattern = r"sx\.vmap: the \w+ m(odel)?\.(calls|factor) was not passed in, .* in_axes"
@@ -60,26 +60,26 @@ def test_a_model_that_was_not_passed_in_cannot_be_written(way: str) -> None:
     assert_same_model(model, before)
 
 
-def test_the_structure_of_a_model_that_was_not_passed_in_cannot_change() -> None:
+def test_structure_of_captured_model_cannot_change() -> None:
     model = Scale()
     with pytest.raises(ForeignMutationError, match=r"structure of .* inside sx\.vmap"):
         sx.vmap(lambda x: setattr(model, "new", sx.Param(x)))(XS)
     assert not hasattr(model, "new")
 
 
-def test_a_model_that_was_not_passed_in_cannot_be_returned() -> None:
+def test_captured_model_cannot_be_returned() -> None:
     model = Scale()
     with pytest.raises(OutputError, match=r"returned .* a Scale that was not passed in"):
         sx.vmap(lambda x: model)(XS)
 
 
-def test_a_copy_inside_a_plain_transform_is_not_written_in_vain() -> None:
+def test_write_under_plain_jax_transform_raises() -> None:
     run = sx.vmap(lambda m, x: m(x), in_axes=(None, 0))
     with pytest.raises(ReadOnlyCopyError, match=r"Variable at \.m\.calls"):
         jax.jit(run)(Scale(), XS)
 
 
-def test_a_traced_value_does_not_leak_through_a_plain_transform() -> None:
+def test_traced_value_does_not_leak_through_jax_vmap() -> None:
     model = lanes()
     with pytest.raises(TraceLeakError, match=r"Param at \.m\.factor"):
         jax.jit(lambda x: sx.vmap(lambda m, x: m.factor.__setitem__(..., x))(model, x))(XS)
@@ -89,7 +89,7 @@ def test_a_traced_value_does_not_leak_through_a_plain_transform() -> None:
 # --- sharing ---
 
 
-def test_a_variable_reached_twice_is_one_whatever_the_spelling_of_its_axis() -> None:
+def test_equivalent_axes_of_shared_variable_are_accepted() -> None:
     model = Tied()
     model.embed[...] = jnp.arange(3.0)
 
@@ -119,7 +119,7 @@ def test_an_argument_that_is_returned_has_one_axis() -> None:
     assert "\n  .m.factor: 0\n  .result[0].factor: 1\n" in str(caught.value)
 
 
-def test_one_new_variable_at_two_places_of_the_result_has_one_axis() -> None:
+def test_new_variable_returned_twice_has_one_axis() -> None:
     def twice(x: Any) -> Any:
         new = sx.Param(x)
         return new, new
@@ -137,7 +137,7 @@ def _write_factor(m: Scale, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("axes", [None, SHARED, sx.StateAxes({sx.Param: None, ...: None})])
-def test_lanes_may_not_write_different_values_into_one_variable(axes: Any) -> None:
+def test_lanes_cannot_write_differing_values_to_variable(axes: Any) -> None:
     model = Scale()
     with pytest.raises(SharedWriteError, match=r"Param at \.m\.factor .*StateAxes\(\{sx\.Param: 0"):
         sx.vmap(_write_factor, in_axes=(axes, 0))(model, XS)
@@ -155,7 +155,7 @@ class Own(sx.Variable[Any]):
         (lambda: jnp.ones(2), r"The array at \.m\.x .*StateAxes\(\{sx\.PathContains\('x'\): 0"),
     ],
 )
-def test_the_way_out_is_code_that_works(value: Any, message: str) -> None:
+def test_error_suggests_state_axes(value: Any, message: str) -> None:
     model = Box()
     model.x = value()
     write = sx.vmap(lambda m, x: setattr(m.x, "value", x), in_axes=(None, 0))
@@ -165,14 +165,14 @@ def test_the_way_out_is_code_that_works(value: Any, message: str) -> None:
         write(model, XS)
 
 
-def test_lanes_may_not_write_different_values_into_what_the_function_is_bound_to() -> None:
+def test_lanes_cannot_write_differing_values_to_self() -> None:
     model = Scale()
     with pytest.raises(SharedWriteError, match=r"Param at \.factor of what sx\.vmap was bound to"):
         sx.vmap(model.grow)(XS)
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
 
 
-def test_a_result_without_an_axis_may_not_differ_between_lanes() -> None:
+def test_unmapped_result_cannot_differ_between_lanes() -> None:
     with pytest.raises(SharedWriteError, match=r"None for \.result\.new, .* differs"):
         sx.vmap(lambda x: {"new": sx.Param(x)}, out_axes=None)(XS)
     with pytest.raises(SharedWriteError, match=r"None for \.result\[1\], .* differs"):
@@ -210,7 +210,7 @@ def test_a_result_is_made_of_arrays_and_objects() -> None:
         ),
     ],
 )
-def test_axes_and_sizes_that_do_not_fit_name_the_array(run: Any, message: str) -> None:
+def test_unfitting_axes_and_sizes_name_the_array(run: Any, message: str) -> None:
     model = lanes()
     with pytest.raises(AxisSizeError, match=message):
         run(model)
@@ -232,7 +232,7 @@ def test_options_are_checked_before_anything_is_called(options: Any, message: st
         sx.vmap(lambda m: m, **options)
 
 
-def test_what_a_lane_adds_must_have_an_axis_too() -> None:
+def test_added_values_need_an_axis() -> None:
     model = Sower(jnp.ones(()))
     with pytest.raises(
         PrefixError, match=r"in_axes for the argument at \.m: .* Intermediate .*seen"

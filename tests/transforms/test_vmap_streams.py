@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from tests.strategies import assert_equal_values
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import AxisSizeError, ForeignMutationError, OutputError
@@ -39,10 +42,17 @@ def _lane_streams(rngs: sx.Rngs, count: int) -> list[sx.Rngs]:
     return [sx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count)]
 
 
+def _lane_of(array: Any, lane: int, axis: int) -> Any:
+    """One lane; by NumPy, but for keys."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array[lane]  # a vector, whose only axis is the first and the last
+    return np.take(np.asarray(array), lane, axis)
+
+
 # --- split ---
 
 
-def test_lanes_draw_different_numbers_and_the_stream_moves_on_by_one_draw() -> None:
+def test_lanes_draw_different_numbers() -> None:
     rngs = sx.Rngs(0)
     first = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
     second = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
@@ -50,7 +60,7 @@ def test_lanes_draw_different_numbers_and_the_stream_moves_on_by_one_draw() -> N
     assert (rngs.default.key.shape, int(rngs.default.count)) == ((), 2)
 
 
-@given(st.integers(1, 4), st.integers(0, 3), st.lists(st.sampled_from("ab"), max_size=4))
+@given(st.sampled_from([1, 3]), st.integers(0, 3), st.lists(st.sampled_from("ab"), max_size=4))
 @settings(max_examples=20)
 def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list[str]) -> None:
     rngs, other = sx.Rngs(a=0, b=1), sx.Rngs(a=0, b=1)
@@ -62,7 +72,7 @@ def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list
         return [jax.random.key_data(r[name]()) for name in draws]
 
     lanes = [draw(lane) for lane in _lane_streams(other, count)]
-    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *lanes)
+    expected = jax.tree.map(lambda *rows: np.stack(rows), *lanes)
     assert_equal_values(sx.vmap(draw, axis_size=count)(rngs), expected)
     assert int(rngs.a.count) == before + ("a" in draws)
     assert int(rngs.b.count) == ("b" in draws)
@@ -74,12 +84,12 @@ def test_a_stream_that_no_lane_drew_from_stays() -> None:
     assert (int(rngs.params.count), int(rngs.dropout.count)) == (0, 1)
 
 
-def test_an_ensemble_has_parameters_of_its_own_in_every_lane() -> None:
+def test_ensemble_has_different_parameters_per_lane() -> None:
     rngs = sx.Rngs(0)
     made = sx.vmap(lambda r: sx.nn.Linear(2, 3, rngs=r), axis_size=4)(rngs)
     lanes = [sx.nn.Linear(2, 3, rngs=lane) for lane in _lane_streams(sx.Rngs(0), 4)]
-    assert_equal_values(made.kernel.value, jnp.stack([lane.kernel.value for lane in lanes]))
-    assert len(jnp.unique(made.kernel[:, 0, 0])) == 4
+    assert_equal_values(made.kernel.value, np.stack([lane.kernel.value for lane in lanes]))
+    assert len(np.unique(made.kernel.value[:, 0, 0])) == 4
 
 
 def test_dropout_drops_other_elements_in_every_lane() -> None:
@@ -89,7 +99,7 @@ def test_dropout_drops_other_elements_in_every_lane() -> None:
     assert int(_count(layer)) == 1
 
 
-def test_where_the_axis_stands_does_not_matter_to_a_stream() -> None:
+def test_axis_position_does_not_matter_to_streams() -> None:
     drawn = [
         sx.vmap(lambda r, x: x + jax.random.normal(r.noise()), in_axes=(axis, 0))(
             sx.Rngs(0), jnp.zeros(3)
@@ -100,7 +110,7 @@ def test_where_the_axis_stands_does_not_matter_to_a_stream() -> None:
     assert_equal_values(drawn[0], drawn[2])
 
 
-def test_a_stream_that_two_arguments_share_is_split_once() -> None:
+def test_stream_shared_by_arguments_is_split_once() -> None:
     rngs = sx.Rngs(0)
     layers = [sx.nn.Dropout(0.5, rngs=rngs) for _ in range(2)]
     y = sx.vmap(lambda a, b, x: (a(x), b(x)))(*layers, ONES)
@@ -131,7 +141,7 @@ def test_it_draws_the_same_compiled() -> None:
 # --- shared ---
 
 
-def test_without_an_axis_all_lanes_draw_the_same_numbers() -> None:
+def test_unmapped_stream_draws_the_same_per_lane() -> None:
     rngs, eager = sx.Rngs(0), sx.Rngs(0)
     drawn = sx.vmap(
         lambda r, x: (jax.random.normal(r.noise()), jax.random.normal(r.noise())), in_axes=(None, 0)
@@ -141,13 +151,13 @@ def test_without_an_axis_all_lanes_draw_the_same_numbers() -> None:
     assert_equal_values(_state(rngs), _state(eager))
 
 
-def test_a_model_that_the_function_is_bound_to_shares_its_streams() -> None:
+def test_bound_model_shares_its_streams() -> None:
     layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
     y = sx.vmap(layer)(ONES)
     assert len({tuple(row) for row in y.tolist()}) == 1 and int(_count(layer)) == 1
 
 
-def test_streams_may_be_split_while_parameters_are_shared_and_the_other_way_round() -> None:
+def test_streams_and_parameters_split_independently() -> None:
     class Noisy(sx.Module):
         def __init__(self) -> None:
             self.scale = sx.Param(jnp.ones(()))
@@ -176,7 +186,7 @@ def test_some_streams_may_be_split_by_name() -> None:
 # --- already one key per lane ---
 
 
-def test_a_stream_with_a_key_per_lane_is_mapped_like_any_array() -> None:
+def test_stream_of_keys_is_mapped_as_array() -> None:
     rngs = sx.Rngs(0).fork(split=3)
     lanes = _lane_streams(sx.Rngs(0), 3)
     for _ in range(2):
@@ -185,56 +195,71 @@ def test_a_stream_with_a_key_per_lane_is_mapped_like_any_array() -> None:
     assert rngs.default.count.tolist() == [2, 2, 2]
 
 
+def _draw_twice(r: sx.Rngs) -> Any:
+    return jax.random.normal(r.params()) + jax.random.normal(r.params())
+
+
+OVER = {
+    "vmap": sx.vmap(_draw_twice),
+    "scan": sx.scan(_draw_twice, in_axes=0, out_axes=0),
+    "jit": sx.jit(sx.vmap(_draw_twice)),
+}
+
+
+@functools.cache
+def _keys() -> Any:
+    return jax.random.split(jax.random.key(0), 3)
+
+
+@functools.cache
+def _drawn_by_each_lane() -> Any:
+    """What a stream of each key gives in two calls."""
+    lanes = [sx.Rngs(params=key) for key in _keys()]
+    return np.array([[_draw_twice(lane) for lane in lanes] for _ in range(2)])
+
+
 @pytest.mark.parametrize("form", ["typed", "raw", "default", "mixed"])
-@pytest.mark.parametrize("over", ["vmap", "scan", "jit"])
-def test_rngs_of_an_array_of_keys_have_one_key_per_lane(form: str, over: str) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
+@pytest.mark.parametrize("over", OVER)
+def test_rngs_of_key_array_give_one_per_lane(form: str, over: str) -> None:
     rngs = {
-        "typed": lambda: sx.Rngs(params=keys),
-        "raw": lambda: sx.Rngs(params=jax.random.key_data(keys)),
-        "default": lambda: sx.Rngs(keys),
-        "mixed": lambda: sx.Rngs(params=keys, dropout=7),
+        "typed": lambda: sx.Rngs(params=_keys()),
+        "raw": lambda: sx.Rngs(params=jax.random.key_data(_keys())),
+        "default": lambda: sx.Rngs(_keys()),
+        "mixed": lambda: sx.Rngs(params=_keys(), dropout=7),
     }[form]()
-
-    def draw(r: sx.Rngs) -> Any:
-        return jax.random.normal(r.params()) + jax.random.normal(r.params())
-
-    run = sx.scan(draw, in_axes=0, out_axes=0) if over == "scan" else sx.vmap(draw)
-    run = sx.jit(run) if over == "jit" else run
-    lanes = [sx.Rngs(params=key) for key in keys]
-    for _ in range(2):
-        assert jnp.allclose(run(rngs), jnp.stack([draw(lane) for lane in lanes]))
+    for expected in _drawn_by_each_lane():
+        np.testing.assert_allclose(OVER[over](rngs), expected, rtol=1e-6)
     assert rngs.params.count.value.tolist() == [4, 4, 4]
 
 
-def test_keys_that_are_written_into_a_stream_of_one_key_are_mapped_too() -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
+def test_keys_written_into_stream_are_mapped() -> None:
+    expected = [float(jax.random.normal(sx.Rngs(params=key).params())) for key in _keys()]
     for run in (sx.vmap, lambda f: sx.scan(f, in_axes=0, out_axes=0)):
         rngs = sx.Rngs(params=0)
-        rngs.params.key.value = keys
+        rngs.params.key.value = _keys()
         drawn = run(lambda r: jax.random.normal(r.params()))(rngs)
-        expected = [jax.random.normal(sx.Rngs(params=key).params()) for key in keys]
-        assert jnp.allclose(drawn, jnp.stack(expected))
+        np.testing.assert_allclose(drawn, expected, rtol=1e-6)
         assert rngs.params.count.value.tolist() == [1, 1, 1]
 
 
-def test_rngs_of_a_table_of_keys_are_mapped_along_any_axis_and_twice() -> None:
+def test_rngs_of_key_table_map_along_axes() -> None:
     keys = jax.random.split(jax.random.key(0), (2, 3))
     draw = sx.vmap(lambda r: jax.random.normal(r.params()))
     rows = sx.vmap(draw)(sx.Rngs(params=keys))
     columns = sx.vmap(draw, in_axes=1)(sx.Rngs(params=keys))
     expected = [[float(jax.random.normal(sx.Rngs(params=k).params())) for k in row] for row in keys]
-    assert jnp.allclose(rows, jnp.array(expected)) and jnp.allclose(columns.T, rows)
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    np.testing.assert_allclose(np.transpose(columns), rows, rtol=1e-6)
 
 
-def test_streams_made_inside_come_out_with_a_key_per_lane() -> None:
+def test_new_streams_have_a_key_per_lane() -> None:
     forks = sx.vmap(lambda r: r.fork(), axis_size=3)(sx.Rngs(0))
     assert forks.default.key.shape == forks.default.count.shape == (3,)
     assert len(set(sx.vmap(lambda r: jax.random.normal(r.noise()))(forks).tolist())) == 3
 
 
 @pytest.mark.parametrize("out_axes", [0, -1])
-def test_layers_made_inside_that_keep_a_split_stream_have_a_key_per_lane(out_axes: int) -> None:
+def test_new_layers_keep_a_key_per_lane(out_axes: int) -> None:
     """The trap: with the caller's one stream the members are no slices of the ensemble."""
 
     class Block(sx.Module):
@@ -250,19 +275,19 @@ def test_layers_made_inside_that_keep_a_split_stream_have_a_key_per_lane(out_axe
     assert (stream.key.shape, stream.count.value.tolist()) == ((3,), [1, 1, 1])
     lanes = [Block(lane) for lane in _lane_streams(sx.Rngs(0), 3)]
     for i, lane in enumerate(lanes):
-        whole = jax.tree.map(lambda a, i=i: jnp.take(a, i, axis=out_axes), sx.state(made))
+        whole = jax.tree.map(lambda a, i=i: _lane_of(a, i, out_axes), sx.state(made))
         assert_equal_values(whole.flat(), sx.state(lane).flat())
     assert (rngs.default.key.shape, int(rngs.default.count)) == ((), 1)
 
 
-def test_two_ensembles_that_only_keep_the_stream_drop_other_elements() -> None:
+def test_ensembles_of_one_stream_drop_different_elements() -> None:
     rngs = sx.Rngs(0)
     make = sx.vmap(lambda r: sx.nn.Dropout(0.5, rngs=r), axis_size=3)
     y = [row for _ in range(2) for row in sx.vmap(_drop)(make(rngs), ONES).tolist()]
     assert len(set(map(tuple, y))) == 6 and int(rngs.default.count) == 2
 
 
-def test_a_layer_that_is_attached_inside_has_a_key_per_lane_and_given_objects_stay() -> None:
+def test_attached_layer_has_a_key_per_lane() -> None:
     def attach(model: sx.Module, rngs: sx.Rngs) -> Any:
         model.drop = sx.nn.Dropout(0.5, rngs=rngs)
         model.rngs = rngs
@@ -275,7 +300,7 @@ def test_a_layer_that_is_attached_inside_has_a_key_per_lane_and_given_objects_st
     assert model.drop.stream.key.shape == model.rngs.default.key.shape == (3,)
 
 
-def test_layers_made_in_a_scan_over_a_split_stream_have_a_key_per_slice() -> None:
+def test_layers_made_in_scan_have_own_keys() -> None:
     made = sx.scan(lambda r: sx.nn.Dropout(0.5, rngs=r), in_axes=0, out_axes=0, length=3)
     rngs = sx.Rngs(0)
     layer = made(rngs)
@@ -294,7 +319,7 @@ def test_a_key_per_lane_needs_an_axis() -> None:
 # --- refused ---
 
 
-def test_a_stream_that_was_not_passed_in_is_not_drawn_from() -> None:
+def test_captured_stream_cannot_be_drawn_from() -> None:
     layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
     with pytest.raises(
         ForeignMutationError, match=r"RngState layer\.stream\.count was not passed in"
@@ -303,7 +328,7 @@ def test_a_stream_that_was_not_passed_in_is_not_drawn_from() -> None:
     assert int(_count(layer)) == 0
 
 
-def test_a_split_stream_is_not_given_another_key_inside() -> None:
+def test_split_stream_cannot_be_given_new_key() -> None:
     rngs = sx.Rngs(0)
 
     def reseed(r: sx.Rngs) -> None:
@@ -319,14 +344,15 @@ def test_a_split_stream_is_not_given_another_key_inside() -> None:
 
 def test_numbers_are_the_same_over_a_mesh(mesh: Mesh) -> None:
     def draw(model: Any, rngs: sx.Rngs) -> Any:
-        return model.kernel + jax.random.normal(rngs.noise(), model.kernel.shape)
+        return model.kernel + jax.random.uniform(rngs.noise(), model.kernel.shape)
 
     def make() -> Any:
-        return sx.vmap(
-            lambda r: sx.nn.Linear(4, 8, rngs=r),
+        layers = sx.vmap(
+            lambda r: sx.nn.Linear(4, 8, kernel_init=jax.nn.initializers.ones, rngs=r),
             axis_size=4,
             metadata={sx.partition.PARTITION_NAME: "layers"},
         )(sx.Rngs(0))
+        return with_values(layers)
 
     expected = sx.vmap(draw)(make(), sx.Rngs(1))
     placed, rngs = sx.shard(make(), mesh, {"layers": "data", "out": "model"}), sx.Rngs(1)
@@ -334,6 +360,6 @@ def test_numbers_are_the_same_over_a_mesh(mesh: Mesh) -> None:
         for run in (sx.vmap(draw), sx.jit(sx.vmap(draw))):
             rngs.default.count[...] = jnp.uint32(0)
             drawn = run(placed, rngs)
-            assert jnp.allclose(jax.device_get(drawn), expected, atol=1e-6)
+            np.testing.assert_allclose(drawn, expected, rtol=1e-5, atol=1e-6)
             assert drawn.sharding.spec == placed.kernel.sharding.spec
             assert int(rngs.default.count) == 1

@@ -34,7 +34,7 @@ class Tied(sx.Module):
 # --- Text ---
 
 
-def test_the_text_of_a_model_says_what_is_shared_and_what_is_lazy() -> None:
+def test_text_marks_shared_and_lazy_variables() -> None:
     model = Tied()
     assert sx.view.to_text(model) == (
         "Tied(  # 8 parameters\n"
@@ -63,7 +63,7 @@ def test_the_text_says_how_variables_are_laid_out(auto_mesh: Mesh) -> None:
     assert line.format("", "data=2, model=4") in sx.view.to_text(layer)
 
 
-def test_a_state_is_shown_as_the_variables_it_came_from() -> None:
+def test_state_is_shown_with_its_variable_types() -> None:
     layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     assert sx.view.to_text(sx.state({"layers": [layer]})) == (
         "State(  # 9 parameters\n"
@@ -79,7 +79,7 @@ def test_a_state_is_shown_as_the_variables_it_came_from() -> None:
     assert sx.view.to_text(sx.State({"a": 1})) == "State(\n  'a': 1,\n)"
 
 
-def test_a_structure_is_shown_as_the_model_without_values() -> None:
+def test_graphdef_is_shown_as_model_without_values() -> None:
     assert sx.view.to_text(sx.graphdef(Tied())) == (
         "GraphDef: Tied(\n"
         "  embed=Param(axes=('vocab', 'embed')),  # also at .layers[1], .head\n"
@@ -104,7 +104,7 @@ def test_meshes_and_shardings_are_shown_with_a_picture() -> None:
     assert sx.view.to_text(sharding) == f"P(None, 'model') over data=1, model=2\n{picture}"
 
 
-def test_a_state_of_shardings_says_each_in_a_line(auto_mesh: Mesh) -> None:
+def test_state_of_shardings_has_line_per_entry(auto_mesh: Mesh) -> None:
     layer = sx.nn.Linear(4, 8, use_bias=False, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
     shardings = sx.shardings(layer, auto_mesh, {"mlp": "model"})
     line = "P(None, 'model') over data=2, model=4"
@@ -122,7 +122,7 @@ def test_named_arrays_are_shown_by_their_names() -> None:
     )
 
 
-def test_the_marks_of_a_selection_are_on_what_is_selected() -> None:
+def test_selected_entries_are_marked() -> None:
     selection = sx.select(Tied()).at_instances_of(sx.Param)
     drawing = drawing_of(selection)
     assert drawing.name == "Selection of 1 place in Tied"
@@ -140,7 +140,7 @@ def test_tables_and_views_are_shown_as_they_print() -> None:
         assert value.html() in sx.view.to_html(value)
 
 
-def test_the_page_of_one_sharding_has_a_picture_to_point_at(auto_mesh: Mesh) -> None:
+def test_sharding_page_has_an_interactive_picture(auto_mesh: Mesh) -> None:
     layer = sx.nn.Linear(4, 8, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
     view = sx.view.sharding(layer.kernel, auto_mesh, {"mlp": "model"})
     page = sx.view.to_html(view)
@@ -157,7 +157,7 @@ def test_showing_outside_of_a_notebook_prints_the_text(capsys: pytest.CaptureFix
 
 @given(model=models())
 @settings(max_examples=10)
-def test_every_model_has_a_text_and_a_drawing_and_stays_as_it_is(model: Any) -> None:
+def test_every_model_displays_and_stays_unchanged(model: Any) -> None:
     lazy = [variable.is_lazy for _, variable in sx.iter_variables(model)]
     before = sx.graphdef(model)
     for value in (model, before):
@@ -199,7 +199,7 @@ def test_a_model_is_shown_while_it_is_traced() -> None:
     assert "Param(float32[2, 3], axes=('in', 'out'))" in seen[0]
 
 
-def test_states_and_structures_are_shown_while_a_model_is_traced() -> None:
+def test_states_and_structures_display_while_tracing() -> None:
     outside = Tied()
     expected = [sx.view.to_text(sx.graphdef(outside)), sx.view.to_text(sx.state(outside))]
     seen: list[str] = []
@@ -247,7 +247,7 @@ def test_a_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch
 # --- Notebooks, and without treescope ---
 
 
-def test_a_notebook_gets_html_and_a_terminal_the_repr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_gets_html_and_terminal_repr(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tied()
     # Another test may have imported IPython, whose terminals are shown the repr alone.
     monkeypatch.delitem(sys.modules, "IPython", raising=False)

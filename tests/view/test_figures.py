@@ -87,7 +87,7 @@ def test_only_the_ends_of_long_dimensions_are_read(
     assert masked.tolist() == [[False] + [True] * 9, [False] * 10, [True] * 10]
 
 
-def test_the_sharding_of_an_array_is_told_and_drawn(auto_mesh: Mesh) -> None:
+def test_array_sharding_is_described_and_drawn(auto_mesh: Mesh) -> None:
     place = NamedSharding(auto_mesh, PartitionSpec("data", "model"))
     array = jax.device_put(np.zeros((4, 8)), place)
     planned = jax.ShapeDtypeStruct(

@@ -44,7 +44,7 @@ def test_operations_of_a_program(f: Any, args: list[Any], expected: int) -> None
     assert count(f, *args) == expected
 
 
-def test_a_loop_counts_every_iteration_and_a_choice_its_longest_branch() -> None:
+def test_loop_counts_iterations_and_conditional_longest_branch() -> None:
     def loop(x: Any) -> Any:
         return jax.lax.fori_loop(0, 10, lambda i, x: x @ x, x)
 
@@ -57,7 +57,7 @@ def test_a_loop_counts_every_iteration_and_a_choice_its_longest_branch() -> None
     assert count(choice, index, ones(8, 8)) == 2 * 2 * 8**3
 
 
-def test_of_a_loop_of_unknown_length_one_iteration_counts_and_its_condition_does_not() -> None:
+def test_unknown_length_loop_counts_one_iteration_without_condition() -> None:
     def loop(x: Any) -> Any:
         return jax.lax.while_loop(lambda x: jnp.exp(x).sum() < 1e6, lambda x: 1.5 * x, x)
 
@@ -80,7 +80,7 @@ metadata={op_name="jit(dot)/dot_general"}, backend_config={"gemm_backend_config"
     assert dict(operations(text)) == {"jit(dot)/dot_general": 2 * 8 * 3 * 4}
 
 
-def test_where_there_are_no_loops_xla_counts_the_same() -> None:
+def test_without_loops_counts_equal_xla() -> None:
     model = sx.abstract(sx.models.Decoder(sx.models.DecoderConfig(), rngs=sx.Rngs(0)))
 
     def step(model: Any, tokens: Any) -> Any:
@@ -111,7 +111,7 @@ class Tower(sx.Module):
 TOKENS = jax.ShapeDtypeStruct((4,), jnp.int32)
 
 
-def test_a_module_takes_what_it_and_all_it_calls_take() -> None:
+def test_module_counts_include_its_callees() -> None:
     model = Tower(sx.Rngs(0))
     counts = module_operations(model, [TOKENS])
     layer = 2 * 4 * 8 * 8
@@ -122,7 +122,7 @@ def test_a_module_takes_what_it_and_all_it_calls_take() -> None:
     assert type(model) is Tower and model.unused.kernel.is_lazy  # nothing happened to it
 
 
-def test_layers_of_a_stack_count_as_often_as_they_run() -> None:
+def test_stacked_layers_count_per_iteration() -> None:
     stack = sx.nn.Stack(lambda: sx.nn.Linear(8, 8, use_bias=False, rngs=sx.Rngs(0)), 5)
     counts = module_operations(stack, [ones(4, 8)])
     assert counts[("stacked",)] == 5 * 2 * 4 * 8 * 8

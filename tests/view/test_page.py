@@ -76,7 +76,7 @@ def points(line: Mapping[str, str | None]) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in pairs]
 
 
-def test_a_page_has_facts_curve_picture_sample_and_table(tmp_path: Path) -> None:
+def test_page_has_facts_curve_picture_sample_and_table(tmp_path: Path) -> None:
     path = write(tmp_path / "report.html")
     page = Page(path.read_text(encoding="utf-8"))
     assert page.texts[0] == "a run"
@@ -121,7 +121,7 @@ def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
     assert "No losses were recorded." in page.texts
 
 
-def test_a_report_replaces_the_one_before_in_one_step(
+def test_new_report_replaces_previous_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "report.html", title="first")
@@ -140,7 +140,7 @@ def test_a_report_replaces_the_one_before_in_one_step(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_curve_falls_to_the_right_as_the_loss_does() -> None:
+def test_curve_falls_as_the_loss_does() -> None:
     page = Page(loss_svg(RECORDS, {}))
     training, held_out = map(points, page.all("polyline"))
     (x0, y0), (x1, y1) = training

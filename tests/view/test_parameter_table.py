@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._core.graph.paths import format_path
 from shardax.errors import PartitionCheckError
 from shardax.view.parameter_table import ParameterRow, format_bytes, format_count
 
@@ -40,13 +39,12 @@ def test_bytes_per_device_are_those_that_sharding_allocates(mesh: Mesh) -> None:
     assert set(bytes_by_device(model).values()) == {table.bytes_per_device}
     assert table.nbytes == sum(v.value.nbytes for _, v in sx.iter_variables(model))
     assert table.devices == mesh.size == len(bytes_by_device(model))
-    by_path = {row.path: row for row in table.rows}
-    for path, variable in sx.iter_variables(model):
-        row = by_path[format_path(path)]
-        assert row.bytes_per_device == variable.value.addressable_shards[0].data.nbytes
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    held = {jax.tree_util.keystr(path): x.addressable_shards[0].data.nbytes for path, x in leaves}
+    assert {row.path: row.bytes_per_device for row in table.rows} == held
 
 
-def test_a_row_says_what_and_where_a_parameter_is(auto_mesh: Mesh) -> None:
+def test_row_describes_parameter_and_its_placement(auto_mesh: Mesh) -> None:
     rows = {row.path: row for row in sx.view.table(decoder(), mesh=auto_mesh, rules=RULES).rows}
     assert rows[".layers[0].attn.q.kernel"] == ParameterRow(
         path=".layers[0].attn.q.kernel",
@@ -61,7 +59,7 @@ def test_a_row_says_what_and_where_a_parameter_is(auto_mesh: Mesh) -> None:
     )
 
 
-def test_the_text_has_a_line_for_each_row_and_ends_in_the_totals(auto_mesh: Mesh) -> None:
+def test_text_has_line_per_row_and_totals(auto_mesh: Mesh) -> None:
     table = sx.view.table(decoder(), mesh=auto_mesh, rules=RULES)
     lines = str(table).splitlines()
     assert lines[0].split() == [
@@ -89,13 +87,13 @@ def test_mesh_and_rules_in_scope_count(auto_mesh: Mesh) -> None:
         assert sx.view.table(decoder()) == sx.view.table(decoder(), mesh=auto_mesh, rules=RULES)
 
 
-def test_without_a_mesh_rules_show_specs_and_everything_is_on_one_device() -> None:
+def test_without_mesh_specs_are_shown_for_one_device() -> None:
     table = sx.view.table(decoder(), rules=RULES)
     assert {row.path: row.spec for row in table.rows}[".embed.embedding"] == "model, -"
     assert (table.devices, table.bytes_per_device) == (1, table.nbytes)
 
 
-def test_a_model_that_is_laid_out_is_shown_as_it_is(auto_mesh: Mesh) -> None:
+def test_placed_model_is_shown_as_placed(auto_mesh: Mesh) -> None:
     model = sx.shard(decoder(), auto_mesh, RULES)
     shown = sx.view.table(model)
     assert shown.devices == 8
@@ -119,7 +117,7 @@ def test_filters_choose_rows_and_totals_follow() -> None:
     assert sx.view.table(decoder(), sx.BatchStat).rows == ()
 
 
-def test_a_variable_of_several_arrays_has_a_row_for_each(auto_mesh: Mesh) -> None:
+def test_variable_of_several_arrays_has_several_rows(auto_mesh: Mesh) -> None:
     state = sx.Variable({"sum": jnp.zeros((2, 3)), "count": jnp.int32(0)})
     rows = sx.view.table({"metric": state}, mesh=auto_mesh, rules=RULES).rows
     assert [(row.path, row.shape, row.nbytes) for row in rows] == [
@@ -128,7 +126,7 @@ def test_a_variable_of_several_arrays_has_a_row_for_each(auto_mesh: Mesh) -> Non
     ]
 
 
-def test_a_named_array_in_a_variable_has_its_own_names(auto_mesh: Mesh) -> None:
+def test_named_array_in_variable_shows_own_names(auto_mesh: Mesh) -> None:
     weight = sx.Param(sx.named.zeros({"mlp": 16, "embed": 8}))
     (row,) = sx.view.table(weight, mesh=auto_mesh, rules={"mlp": "model", "embed": "data"}).rows
     assert (row.axes, row.spec, row.bytes_per_device) == ("embed, mlp", "data, model", 64)
@@ -155,7 +153,7 @@ def test_model_and_optimizer_are_shown_together(auto_mesh: Mesh) -> None:
     )
 
 
-def test_what_cannot_be_laid_out_is_said_by_path() -> None:
+def test_unplaceable_variable_is_reported_by_path() -> None:
     mesh = jax.make_mesh((1, 8), ("data", "model"))
     with pytest.raises(PartitionCheckError, match=r"\.layers\[1\]\.attn\.k\.kernel"):
         sx.view.table(decoder(), mesh=mesh, rules=RULES)

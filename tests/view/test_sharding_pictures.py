@@ -63,14 +63,14 @@ def svg_rows(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("shape", "spec", "devices"), CASES)
-def test_an_svg_has_one_labelled_rectangle_for_each_distinct_shard(
+def test_svg_has_labeled_rectangle_per_distinct_shard(
     auto_mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec, devices: list[list[str]]
 ) -> None:
     assert svg_rows(sx.view.sharding_svg(placed(auto_mesh, shape, spec))) == devices
 
 
 @pytest.mark.parametrize(("shape", "spec", "devices"), CASES)
-def test_a_text_has_one_labelled_box_for_each_distinct_shard(
+def test_text_has_labeled_box_per_distinct_shard(
     auto_mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec, devices: list[list[str]]
 ) -> None:
     lines = sharding_text(placed(auto_mesh, shape, spec)).splitlines()
@@ -100,7 +100,7 @@ def test_a_third_sharded_dimension_is_behind_the_face() -> None:
     assert svg_rows(sx.view.sharding_svg(array)) == [["0,1", "2,3"], ["4,5", "6,7"]]
 
 
-def test_an_array_on_one_device_and_an_empty_one_can_be_shown() -> None:
+def test_single_device_and_empty_arrays_are_drawn() -> None:
     assert svg_rows(sx.view.sharding_svg(jax.device_put(np.zeros(3)))) == [["0"]]
     assert "CPU 0" in sharding_text(jax.device_put(np.zeros((0, 3))))
 

@@ -49,7 +49,7 @@ mesh data=2, model=4; 512 B per device, 2.2 KiB in all"""
 # --- a model -------------------------------------------------------------------------------------
 
 
-def test_a_lazy_model_is_shown_as_it_would_be_laid_out_and_stays_lazy(auto_mesh: Mesh) -> None:
+def test_lazy_model_shows_future_layout_and_stays_lazy(auto_mesh: Mesh) -> None:
     model = Tower()
     assert str(sx.view.sharding(model, auto_mesh, RULES)) == TABLE
     assert str(sx.view.sharding(model, auto_mesh.abstract_mesh, RULES)) == TABLE
@@ -58,7 +58,7 @@ def test_a_lazy_model_is_shown_as_it_would_be_laid_out_and_stays_lazy(auto_mesh:
     assert all(variable.is_lazy for _, variable in sx.iter_variables(model))
 
 
-def test_a_live_model_is_shown_as_it_is_whatever_is_in_scope(auto_mesh: Mesh) -> None:
+def test_live_model_shows_actual_layout_regardless_of_scope(auto_mesh: Mesh) -> None:
     model = sx.shard(Tower(), auto_mesh, RULES)
     other = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(other), sx.axis_rules({"embed": "rows"}):
@@ -66,7 +66,7 @@ def test_a_live_model_is_shown_as_it_is_whatever_is_in_scope(auto_mesh: Mesh) ->
         assert "embed: rows" in str(sx.view.sharding(model, other))
 
 
-def test_every_array_has_a_row_with_what_one_device_holds(auto_mesh: Mesh) -> None:
+def test_every_array_row_shows_size_per_device(auto_mesh: Mesh) -> None:
     view = sx.view.sharding(Tower(), auto_mesh, RULES)
     assert [(row.path, row.shard_shape, row.copies, row.bytes_per_device) for row in view.rows] == [
         *(
@@ -82,7 +82,7 @@ def test_every_array_has_a_row_with_what_one_device_holds(auto_mesh: Mesh) -> No
     assert view.bytes_per_device == 512
 
 
-def test_layers_that_are_laid_out_differently_have_rows_of_their_own(auto_mesh: Mesh) -> None:
+def test_differently_placed_layers_have_separate_rows(auto_mesh: Mesh) -> None:
     model = sx.shard(Tower(), auto_mesh, RULES)
     middle: Any = model.layers[1]
     sx.shard(middle, auto_mesh, {})
@@ -96,7 +96,7 @@ def test_without_a_mesh_there_are_no_splits() -> None:
     assert "model" not in text
 
 
-def test_pytrees_states_streams_and_values_of_several_arrays_have_tables(auto_mesh: Mesh) -> None:
+def test_pytrees_states_streams_and_pytree_values_have_tables(auto_mesh: Mesh) -> None:
     array = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(auto_mesh, P("data")))
     view = sx.view.sharding({"plain": array, "stats": sx.Variable({"mean": jnp.ones(3)})})
     assert [(row.path, row.split) for row in view.rows] == [
@@ -107,7 +107,7 @@ def test_pytrees_states_streams_and_values_of_several_arrays_have_tables(auto_me
     assert len(sx.view.sharding(sx.Rngs(0)).rows) == 2
 
 
-def test_the_html_of_a_model_is_one_row_per_line_with_a_picture(auto_mesh: Mesh) -> None:
+def test_model_html_has_row_with_picture_per_line(auto_mesh: Mesh) -> None:
     view = sx.view.sharding(Tower(), auto_mesh, RULES)
     page = ElementTree.fromstring(f"<div>{view.html()}</div>")
     rows = list(page.iter("tr"))
@@ -120,7 +120,7 @@ def test_the_html_of_a_model_is_one_row_per_line_with_a_picture(auto_mesh: Mesh)
     assert "<script" not in view.html()
 
 
-def test_what_cannot_be_laid_out_is_told_by_path(auto_mesh: Mesh) -> None:
+def test_unplaceable_array_is_reported_by_path(auto_mesh: Mesh) -> None:
     narrow = sx.Param(jnp.ones((8, 15)), axes=("embed", "mlp"))
     with pytest.raises(PartitionCheckError, match=r"\.narrow"):
         sx.view.sharding({"narrow": narrow}, auto_mesh, RULES)
@@ -140,7 +140,7 @@ def test_an_array_is_a_picture_with_a_caption(auto_mesh: Mesh) -> None:
     assert sum("rect" in part.tag for part in figure.iter()) == 2
 
 
-def test_a_lazy_variable_is_shown_as_it_would_be(auto_mesh: Mesh) -> None:
+def test_lazy_variable_shows_future_layout(auto_mesh: Mesh) -> None:
     up = Layer().up
     expected = "float32[8, 16] as [4, 4] on each device, 1 copy; P('data', 'model')"
     assert str(sx.view.sharding(up, auto_mesh, RULES)).startswith(expected)
@@ -161,7 +161,7 @@ def test_a_lazy_variable_is_shown_as_it_would_be(auto_mesh: Mesh) -> None:
         (("x", "y", "z"), P()),
     ],
 )
-def test_a_mesh_without_devices_has_the_picture_of_one_with(axes: Any, spec: P) -> None:
+def test_abstract_mesh_has_picture_of_concrete_one(axes: Any, spec: P) -> None:
     sizes = {1: (8,), 2: (2, 4), 3: (2, 2, 2)}[len(axes)]
     mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
     real, planned = (
@@ -173,7 +173,7 @@ def test_a_mesh_without_devices_has_the_picture_of_one_with(axes: Any, spec: P) 
     assert sx.view.sharding_svg(planned) == sx.view.sharding_svg(real)
 
 
-def test_of_many_devices_those_in_the_middle_are_left_out() -> None:
+def test_middle_devices_are_elided_on_large_meshes() -> None:
     mesh = AbstractMesh((64, 16), ("data", "model"))
     sharding = NamedSharding(mesh, P("data", "model"))
     array = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=sharding)
@@ -200,7 +200,7 @@ def test_what_is_not_laid_out_cannot_be_shown() -> None:
 # --- States of shardings -------------------------------------------------------------------------
 
 
-def test_a_state_of_shardings_or_specs_prints_as_a_table(auto_mesh: Mesh) -> None:
+def test_state_of_shardings_or_specs_prints_as_table(auto_mesh: Mesh) -> None:
     layer = Layer()
     assert str(sx.shardings(layer, auto_mesh, RULES)) == (
         "State of shardings over the mesh data=2, model=4\n"

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests read as specifications: short names, public imports, and lists that name what exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.house.sources import ROOT
+from tests.suite import compat
+
+MOST_WORDS = 8
+MOST_FILES_INSIDE = 40
+PRIVATE_IMPORT = re.compile(r"^\s*(from|import) shardax[.\w]*\._", re.MULTILINE)
+
+
+def files() -> Iterator[Path]:
+    yield from sorted((ROOT / "tests").rglob("*.py"))
+
+
+def names_of_tests(file: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+    return [node.name for node in functions if node.name.startswith("test_")]
+
+
+def test_names_have_at_most_eight_words() -> None:
+    long = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in files()
+        for name in names_of_tests(file)
+        if len(list(filter(None, name.split("_")))) - 1 > MOST_WORDS
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_no_name_twice_in_a_file() -> None:
+    twice = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in files()
+        for name, count in Counter(names_of_tests(file)).items()
+        if count > 1
+    ]
+    assert not twice, "\n".join(twice)
+
+
+def test_few_files_import_private_modules() -> None:
+    inside = [
+        str(file.relative_to(ROOT))
+        for file in files()
+        if PRIVATE_IMPORT.search(file.read_text(encoding="utf-8"))
+    ]
+    assert len(inside) <= MOST_FILES_INSIDE, "\n".join(inside)
+
+
+def test_tests_chosen_for_ci_exist() -> None:
+    missing = []
+    for test in sorted(compat.read()):
+        path, _, name = test.partition("::")
+        file = ROOT / path
+        function = name.rpartition("::")[2].partition("[")[0]
+        if file.suffix == ".py" and path.startswith("tests/") and name:
+            if not file.exists() or function not in names_of_tests(file):
+                missing.append(test)
+        elif not file.exists():
+            missing.append(test)
+    assert not missing, "run `make coverage compat`:\n" + "\n".join(missing)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most CPU-seconds that one test may take, and the tests that may take more.
+
+A pytest plugin that the root ``conftest.py`` loads. CPU-seconds count all threads and the child
+processes that a test waited for, so that other work on the machine hardly moves them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.suite import cpu_seconds
+
+LIMIT = 20.0
+# Tests that take more, each with the reason.
+DEAR = {
+    "tests/house/test_style.py::test_the_code_is[well_typed]": (
+        "the type checker reads the package, JAX and NumPy as a whole"
+    ),
+    "tests/house/test_pages.py::test_pages_build_without_a_warning": (
+        "sphinx imports the package and builds every page"
+    ),
+    "tests/benchmarks/test_processes.py::test_the_cost_of_processes_is_measured": (
+        "jobs of one, two and four processes, each of which imports JAX"
+    ),
+    "tests/benchmarks/test_processes.py::test_job_with_killed_coordinator_resumes_bit_for_bit": (
+        "jobs of several processes that are killed and begin again"
+    ),
+    "tests/cli/test_resume.py::test_run_killed_three_times_resumes_bit_for_bit": (
+        "a run that is killed begins four times, each a process"
+    ),
+    "tests/distributed/test_launch.py::test_killed_process_restarts_all_from_the_newest_checkpoint": (  # noqa: E501
+        "a job of two processes begins twice"
+    ),
+    "tests/benchmarks/test_parallel.py::test_search_of_a_published_model_includes_its_layout": (
+        "a search compiles several layouts of a published model"
+    ),
+    "tests/benchmarks/test_parallel.py::test_every_parallel_form_is_timed_beside_raw_jax": (
+        "compiles each form of parallelism and its opponent"
+    ),
+}
+# Pages whose code is one test each, and searches or trains.
+DEAR |= {
+    f"docs/{page}.md::code": "a page is one test, and this one searches layouts or trains a model"
+    for page in ("demo", "generate", "parallelism", "plan", "plan-cases")
+}
+DEAR |= {
+    f"tests/docs/test_notebooks.py::test_notebook_reproduces_its_stored_outputs[{notebook}]": (
+        "a notebook is one test, and this one starts processes or searches layouts"
+    )
+    for notebook in ("many-processes", "planning")
+}
+# Another limit, for the test of this file.
+LIMIT_VARIABLE = "SHARDAX_TEST_CPU_SECONDS"
+
+
+class CpuLimit:
+    """Fails a test that took more CPU-seconds than the limit."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.start = 0.0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Notes the clock before a test and its fixtures."""
+        self.start = cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:
+        """Turns the last report of a dear test into a failure."""
+        report: Any = yield
+        spent = cpu_seconds() - self.start
+        if call.when == "teardown" and spent > self.limit and item.nodeid not in DEAR:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} took {spent:.0f} CPU-seconds; the limit is {self.limit:g}. Make it "
+                "cheaper (docs/contributing.md says how), or add it to DEAR in "
+                "tests/suite/limits.py with the reason."
+            )
+        return report
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the plugin."""
+    limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT))
+    config.pluginmanager.register(CpuLimit(limit), "suite-cpu-limit")
