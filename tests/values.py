@@ -16,8 +16,10 @@ M = TypeVar("M")
 def with_values(model: M, seed: int = 0) -> M:
     """Gives each ``Param`` a random value of NumPy in place, and returns the model.
 
-    No initializer is traced or compiled, which takes about 0.1 s for each new shape. Kernels have
-    the scale of LeCun's initializer; vectors are near one, so that scales and biases count.
+    No initializer is traced or compiled, which takes about 0.1 s for each new shape. Kernels of two
+    dimensions have the scale of LeCun's initializer; those of three (heads) have a larger one, so
+    that deep models need their own initializers. Vectors are near one, so that scales and biases
+    count.
     """
     generator = np.random.default_rng(seed)
     for _, variable in sx.iter_variables(model):

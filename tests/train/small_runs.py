@@ -59,12 +59,12 @@ def waves(key: Any, shape: Any, dtype: Any) -> Any:
 class Bigram(sx.Module):
     """Predicts a byte from the one before it, with dropout in between."""
 
-    def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, dropout: float = 0.0, seed: int = 0, init: Any = waves) -> None:
         rngs = sx.Rngs(seed)
-        self.embed = sx.nn.Embed(256, 16, embedding_init=waves, rngs=rngs)
+        self.embed = sx.nn.Embed(256, 16, embedding_init=init, rngs=rngs)
         self.dropout = sx.nn.Dropout(dropout, rngs=rngs)
         self.head = sx.nn.Linear(
-            16, 256, kernel_init=waves, kernel_axes=("embed", "vocab"), rngs=rngs
+            16, 256, kernel_init=init, kernel_axes=("embed", "vocab"), rngs=rngs
         )
 
     def __call__(self, tokens: Any) -> Any:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.values import with_values
 
@@ -192,7 +194,8 @@ def test_gradients_keep_the_shardings_of_parameters(mesh: Mesh) -> None:
     assert grads["kernel"].sharding.is_equivalent_to(kernel, 2)
 
 
-@pytest.mark.parametrize(("parts", "steps"), [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2)])
+@settings(max_examples=12)  # each shape compiles anew
+@given(parts=st.integers(1, 5), steps=st.integers(1, 5))
 def test_every_row_is_in_one_microbatch(parts: int, steps: int) -> None:
     rows = np.arange(parts * steps)
     found = split_batch({"rows": rows}, steps)["rows"]

@@ -255,9 +255,8 @@ def test_batch_statistics_of_a_shard_are_refused(steps: int) -> None:
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scanned"])
 def test_decoder_gradients_equal_those_of_one_device(scanned: bool) -> None:
-    layers = 2 if scanned else 1
     config = sx.models.DecoderConfig(
-        vocab_size=64, embed_dim=16, num_layers=layers, num_heads=2, mlp_dim=32, scan_layers=scanned
+        vocab_size=64, embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32, scan_layers=scanned
     )
     tokens = np.random.default_rng(0).integers(0, 64, (8, 17))
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
