@@ -94,7 +94,7 @@ KINDS = [name for name, *_ in _kinds(1)]
 @pytest.mark.parametrize("kind", KINDS)
 def test_steady_call_overhead_is_independent_of_model(kind: str) -> None:
     counts = []
-    for size in (2, 16):
+    for size in (2, 64):
         function, args, kwargs = next(rest for name, *rest in _kinds(size) if name == kind)
         counts.append(len(_steady(function, *args, **kwargs)))
     assert counts[0] == counts[1]
