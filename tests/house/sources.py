@@ -4,8 +4,9 @@
 *Import*: one imported name at one line, as an absolute dotted path; ``from a.b import c`` imports
 ``a.b.c``. Imports inside functions and under ``TYPE_CHECKING`` count like any other.
 *Module level*: where importing the module runs the code; not inside a function and not under
-``TYPE_CHECKING``. *Outline*: what the tests look at of one file, taken in one walk over its tree,
-which takes long and much memory for all files, so it is done once and the tree is let go.
+``TYPE_CHECKING``. *Outline*: what the tests look at of one file, taken in one walk over its
+statements. Parsing all files takes long and trees take much memory, so it is done once and the tree
+is let go.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PACKAGE = ROOT / "src" / "shardax"
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Fields with statements, or with parts that have them, in the order of the source.
+BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,12 @@ class Outline:
         undocumented: Public classes and functions of the module without docstring: (line, name).
         functions: Every function, inner ones too.
         statements: Every import statement, and whether it stands at module level.
-        jax_paths: Expressions with a dot that begin with ``jax`` or ``jaxlib``, as text.
     """
 
     docstring: str
     undocumented: list[tuple[int, str]]
     functions: list[FunctionLength] = field(default_factory=list)
     statements: list[tuple[ast.Import | ast.ImportFrom, bool]] = field(default_factory=list)
-    jax_paths: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,15 @@ class Source:
         return outline
 
     @functools.cached_property
+    def jax_paths(self) -> set[str]:
+        """Expressions with a dot that begin with ``jax`` or ``jaxlib``, as text."""
+        return {
+            ast.unparse(node)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Attribute) and _first_name(node) in ("jax", "jaxlib")
+        }
+
+    @functools.cached_property
     def imports(self) -> tuple[Import, ...]:
         """Every import in the file."""
         return tuple(
@@ -114,7 +124,7 @@ class Source:
 
 
 def _walk(tree: ast.Module, outline: Outline) -> None:
-    """Puts into the outline what is anywhere in the tree, from top to bottom."""
+    """Puts into the outline the statements of the tree, from top to bottom."""
     waiting: list[tuple[ast.AST, bool]] = [(tree, True)]
     while waiting:
         node, at_module_level = waiting.pop()
@@ -122,13 +132,13 @@ def _walk(tree: ast.Module, outline: Outline) -> None:
             outline.statements.append((node, at_module_level))
         elif isinstance(node, Function):
             outline.functions.append(FunctionLength(node.name, node.lineno, lines_of_code(node)))
-        elif isinstance(node, ast.Attribute) and _first_name(node) in ("jax", "jaxlib"):
-            outline.jax_paths.add(ast.unparse(node))
         inside = at_module_level and not (
-            isinstance(node, Function | ast.Lambda)
+            isinstance(node, Function)
             or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         )
-        waiting.extend((child, inside) for child in reversed([*ast.iter_child_nodes(node)]))
+        blocks = (getattr(node, name, ()) for name in BLOCKS)
+        inner = [child for block in blocks for child in block]
+        waiting.extend((child, inside) for child in reversed(inner))
 
 
 def _first_name(node: ast.AST) -> str:

@@ -140,7 +140,7 @@ def test_only_public_jax_is_used_except_where_listed() -> None:
         if (
             names := {
                 name
-                for name in {found.name for found in source.imports} | source.outline.jax_paths
+                for name in {found.name for found in source.imports} | source.jax_paths
                 if is_beyond_public_jax(name)
             }
         )

@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import entry_points, version
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -147,6 +149,7 @@ def test_model_is_trained_without_extra_packages() -> None:
     assert re.fullmatch(rf"loss .* on jax {version('jax')}\n", done.stdout), done.stderr
 
 
+ERROR = {"error": 1}
 SKIPPING = """
 import pytest
 
@@ -167,32 +170,66 @@ def test_hardware():
 """
 
 
-@pytest.mark.parametrize(
-    ("packages", "whole", "counts"),
-    [
-        ("1", "", "2 failed, 1 skipped, 1 error"),
-        ("1", "pytest.importorskip('no_such_package', reason='pip install nothing')", "1 error"),
-        ("1", "pytest.importorskip('no_such_package')", "1 error"),
-        ("but nothing other", "", "1 failed, 2 skipped, 1 error"),
-        ("but noth", "", "2 failed, 1 skipped, 1 error"),
-        (None, "", "4 skipped"),
-    ],
-)
-def test_skip_for_missing_package_fails_in_ci(
-    tmp_path: Path, packages: str | None, whole: str, counts: str
-) -> None:
-    program = tmp_path / "test_skipping.py"
-    program.write_text(SKIPPING.format(whole=whole), encoding="utf-8")
+# By folder: EVERY_PACKAGE, a line of the module, and how many tests end in which way.
+SKIPS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "every": ("1", "", {"failure": 2, "skipped": 1, "error": 1}),
+    "module": ("1", "pytest.importorskip('no_such_package', reason='pip install nothing')", ERROR),
+    "bare": ("1", "pytest.importorskip('no_such_package')", ERROR),
+    "but_one": ("but nothing other", "", {"failure": 1, "skipped": 2, "error": 1}),
+    "but_part": ("but noth", "", {"failure": 2, "skipped": 1, "error": 1}),
+    "unset": ("", "", {"skipped": 4}),
+}
+# One process for all, as it imports JAX: the variable changes from folder to folder.
+CHOOSING = f"""
+import os
+
+VALUES = { {name: value for name, (value, *_) in SKIPS.items()} }
+
+def choose(path):
+    os.environ.pop("EVERY_PACKAGE", None)
+    if VALUES.get(path.parent.name):
+        os.environ["EVERY_PACKAGE"] = VALUES[path.parent.name]
+
+def pytest_collectstart(collector):
+    choose(collector.path)
+
+def pytest_runtest_protocol(item):
+    choose(item.path)
+"""
+
+
+def test_skip_for_missing_package_fails_in_ci(tmp_path: Path) -> None:
+    (tmp_path / "choosing.py").write_text(CHOOSING, encoding="utf-8")
+    for name, (_, whole, _) in SKIPS.items():
+        (tmp_path / name).mkdir()
+        program = tmp_path / name / f"test_{name}.py"
+        program.write_text(SKIPPING.format(whole=whole), encoding="utf-8")
     environment = {
         k: v for k, v in os.environ.items() if k != "EVERY_PACKAGE" and "PYTEST" not in k
     }
     environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
+    command += ["-c", os.devnull]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", os.devnull, program],
+        [
+            *command,
+            "-p",
+            "conftest",
+            "-p",
+            "choosing",
+            "--junitxml",
+            tmp_path / "report.xml",
+            tmp_path,
+        ],
         cwd=tmp_path,
-        env=environment | ({"EVERY_PACKAGE": packages} if packages else {}),
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines()[-1].startswith(counts), done.stdout
+    found: dict[str, Counter[str]] = {name: Counter() for name in SKIPS}
+    for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase"):
+        module = re.search(r"test_(\w+)", f"{case.get('classname')} {case.get('name')}")
+        assert module is not None
+        found[module[1]].update(outcome.tag for outcome in case)
+    assert found == {name: counts for name, (_, _, counts) in SKIPS.items()}, done.stdout
