@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -199,14 +200,14 @@ def _package_that_is_missing(report: pytest.CollectReport | pytest.TestReport) -
 def _fail_if_a_package_is_missing(report: pytest.CollectReport | pytest.TestReport) -> None:
     """Where every package is installed, as by CI, a skip that asks for one is a failure.
 
-    ``EVERY_PACKAGE="but plan-tpu plan-gpu"`` names extras that another run has.
+    ``EVERY_PACKAGE="but torch plan-tpu"`` names packages and extras that another run has.
     """
     reason = _package_that_is_missing(report)
     elsewhere = os.environ.get("EVERY_PACKAGE", "").split()[1:]
     if (
         "EVERY_PACKAGE" in os.environ
         and reason
-        and not any(f"shardax[{extra}]" in reason for extra in elsewhere)
+        and not any(re.search(rf"shardax\[{name}\]|install {name}\b", reason) for name in elsewhere)
     ):
         report.outcome = "failed"
         report.longrepr = f"CI has to install what this test needs. {reason}"

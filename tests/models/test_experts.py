@@ -152,8 +152,8 @@ SEVERAL = {"output_router_logits": True}
 def test_training_loss_equals_that_of_transformers(
     name: str, scanned: bool, changes: dict[str, Any], tmp_path: Path
 ):
-    torch = pytest.importorskip("torch", reason="the peer is PyTorch")
-    pytest.importorskip("transformers", reason="the peer is transformers")
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    pytest.importorskip("transformers", reason="pip install transformers")
     tokens, mask = peers.batch()
     given = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask).long()}
     known = np.concatenate([mask[:, :1] & False, mask[:, 1:] & mask[:, :-1]], axis=1)

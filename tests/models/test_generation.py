@@ -83,7 +83,7 @@ def test_greedy_generation_takes_each_likeliest_token(model: Decoder, kind: str)
 def test_greedy_tokens_equal_those_of_transformers(
     family: str, penalties: list[float | None], tmp_path: Path
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="the peer is transformers")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
     import torch
 
     sizes = {
@@ -120,7 +120,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 
 def test_filters_keep_the_tokens_of_transformers() -> None:
-    process = pytest.importorskip("transformers", reason="the peer is transformers").generation
+    process = pytest.importorskip("transformers", reason="pip install transformers").generation
     import torch
 
     logits = np.random.default_rng(0).normal(size=40).astype(np.float32) * 2

@@ -174,7 +174,7 @@ def test_inputs_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("mesh_kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("kv_heads", [4, 8])
 def test_every_option_equals_pytorch(mesh_kind: str | None, kv_heads: int):
-    torch = pytest.importorskip("torch", reason="the peer is PyTorch")
+    torch = pytest.importorskip("torch", reason="pip install torch")
     layer = sx.nn.MultiHeadAttention(
         16,
         8,

@@ -106,9 +106,9 @@ def test_split_experts_equal_one_device(mesh: Mesh, dispatch: str):
 
 
 def test_result_and_loss_equal_transformers():
-    torch = pytest.importorskip("torch", reason="the peer is PyTorch")
+    torch = pytest.importorskip("torch", reason="pip install torch")
     peer = pytest.importorskip(
-        "transformers.models.mixtral.modeling_mixtral", reason="the peer is transformers"
+        "transformers.models.mixtral.modeling_mixtral", reason="pip install transformers"
     )
     moe = make()
     y = call(moe, X)

@@ -2,12 +2,14 @@
 """The most CPU-seconds that one test may take, and the tests that may take more.
 
 A pytest plugin that the root ``conftest.py`` loads. CPU-seconds count all threads and the child
-processes that a test waited for, so that other work on the machine hardly moves them.
+processes that a test waited for. On a slower machine, or one whose cores others share, the same
+work takes more of them: the limit grows by what a fixed calculation then takes.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 from tests.suite import cpu_seconds
 
 LIMIT = 20.0
+# What ``fixed_calculation`` takes where LIMIT was chosen (AMD EPYC, Python 3.11).
+FIXED_SECONDS = 0.43
 # Tests that take more, each with the reason.
 DEAR = {
     "tests/house/test_style.py::test_the_code_is[well_typed]": (
@@ -44,6 +48,15 @@ DEAR = {
     ),
 }
 # Pages whose code is one test each, and searches or trains.
+# With the compilers of accelerators, and the newest JAX.
+DEAR |= {
+    "tests/plan/test_forms.py::test_host_offloaded_activations_lower_the_device_peak[tpu:v5e:2x4]": (
+        "libtpu compiles a program of several layers twice"
+    ),
+    "tests/plan/test_memory_boundary.py::test_peak_reaches_limit_where_compiler_starts_to_refuse": (
+        "libtpu compiles until a program does not fit"
+    ),
+}
 DEAR |= {
     f"docs/{page}.md::code": "a page is one test, and this one searches layouts or trains a model"
     for page in ("demo", "generate", "parallelism", "plan", "plan-cases")
@@ -56,6 +69,18 @@ DEAR |= {
 }
 # Another limit, for the test of this file.
 LIMIT_VARIABLE = "SHARDAX_TEST_CPU_SECONDS"
+
+
+def fixed_calculation() -> float:
+    """Returns the CPU-seconds of a calculation that is the same everywhere."""
+    start = time.process_time()
+    sum(number * number for number in range(4_000_000))
+    return time.process_time() - start
+
+
+def slowness() -> float:
+    """How much slower this machine is now than the one of the limit; at least 1."""
+    return max(1.0, fixed_calculation() / FIXED_SECONDS)
 
 
 class CpuLimit:
@@ -76,10 +101,11 @@ class CpuLimit:
         """Turns the last report of a dear test into a failure."""
         report: Any = yield
         spent = cpu_seconds() - self.start
-        if call.when == "teardown" and spent > self.limit and item.nodeid not in DEAR:
+        is_dear = call.when == "teardown" and spent > self.limit and item.nodeid not in DEAR
+        if is_dear and spent > (limit := self.limit * slowness()):
             report.outcome = "failed"
             report.longrepr = (
-                f"{item.nodeid} took {spent:.0f} CPU-seconds; the limit is {self.limit:g}. Make it "
+                f"{item.nodeid} took {spent:.1f} CPU-seconds; the limit is {limit:.1f}. Make it "
                 "cheaper (docs/contributing.md says how), or add it to DEAR in "
                 "tests/suite/limits.py with the reason."
             )

@@ -6,8 +6,11 @@ treescope draws into a shadow root, so what is on the page is looked up there.
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,32 @@ def test_a_model_unfolds_and_folds(open_page: Callable[..., Any]) -> None:
     click(page, "Embed(")
     assert text(page).count("\n") == lines
     assert errors(page) == []
+
+
+def test_page_that_arrives_in_pieces_is_whole(browser: Any) -> None:
+    page = sx.view.to_html(Model())
+    # Between the tag of a script and its text, as a busy browser or network would.
+    pieces = re.split(r"(?<=<script type=\"application/octet-stream\">)", page)
+    assert len(pieces) > 2
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            for piece in pieces:
+                self.wfile.write(piece.encode())
+                self.wfile.flush()
+                time.sleep(0.1)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("localhost", 0), Server) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        browser.get(f"http://localhost:{server.server_port}/")
+        wait_for(lambda: "# 84 parameters" in text(browser))
+    assert errors(browser) == []
 
 
 def test_the_pointer_reads_a_value_off_a_picture(open_page: Callable[..., Any]) -> None:

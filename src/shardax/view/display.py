@@ -14,7 +14,7 @@ from typing import Any
 
 from shardax._select.selection import Selection
 from shardax.view import figures
-from shardax.view.page import fragment, html_page
+from shardax.view.page import fragment, html_page, inserted_at_once
 from shardax.view.parameter_table import ParameterTable
 from shardax.view.shardings import ShardingView, sharding_text
 
@@ -89,7 +89,10 @@ def to_html(value: Any, title: str | None = None) -> str:
         >>> "<title>Linear</title>" in page
         True
     """
-    return html_page(title or type(value).__name__, html_fragment(value))
+    body = html_fragment(value)
+    return html_page(
+        title or type(value).__name__, inserted_at_once(body) if "<script" in body else body
+    )
 
 
 def html_fragment(value: Any) -> str:

@@ -33,6 +33,18 @@ def html_page(title: str, body: str, style: str = "") -> str:
     return Template(template).substitute(title=escape(title), body=body, style=style)
 
 
+def inserted_at_once(body: str) -> str:
+    """Returns HTML that a browser inserts whole, however the page arrives.
+
+    Elements of treescope run a script when they are connected to the document. While a page is
+    parsed that can be before their script has arrived; a template's content has no such moment.
+    """
+    return (
+        f"<template>{body}</template><script>{{const here = document.currentScript;"
+        "here.replaceWith(here.previousElementSibling.content);}</script>"
+    )
+
+
 def fragment(content: str) -> str:
     """Returns HTML for a page or the output of a notebook."""
     return f'<div class="shardax-view"><style>{_FRAGMENT}</style>{content}</div>'
