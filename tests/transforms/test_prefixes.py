@@ -119,7 +119,7 @@ def test_entries_may_be_given_per_path(way: Way, form: str) -> None:
 
 def test_equal_entries_from_different_mappings_serve_a_shared_variable(way: Way) -> None:
     model = Tied()
-    model.embed[...] = jnp.ones((8, 8))
+    model.embed.value = jnp.ones((8, 8))
     prefixes = (
         way.mapping({sx.Param: way.other}),
         {"m": way.mapping({"none": way.bad, ...: way.other})},
@@ -172,7 +172,7 @@ def test_unequal_entries_of_a_shared_variable_name_both_paths(way: Way) -> None:
 
 def test_a_variable_of_one_model_is_chosen_by_all_its_paths(way: Way) -> None:
     model = Tied()
-    model.embed[...] = jnp.ones((8, 8))
+    model.embed.value = jnp.ones((8, 8))
     by_embed = way.mapping({sx.PathContains("embed"): way.other})
     way(_square, (by_embed,))(model)
     by_head = way.mapping({sx.PathContains("head"): way.other, ...: way.one})

@@ -34,7 +34,7 @@ def test_a_shared_model_is_written_once_where_lanes_agree() -> None:
 
 def test_axes_may_be_chosen_by_filter() -> None:
     model = lanes()
-    model.calls[...] = jnp.int32(0)
+    model.calls.value = jnp.int32(0)
     axes = sx.StateAxes({sx.Param: 0, ...: None})
     sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(model, XS)
     assert values(model)[("calls",)] == 1
@@ -42,7 +42,7 @@ def test_axes_may_be_chosen_by_filter() -> None:
 
 def test_axes_may_be_chosen_by_path() -> None:
     model = lanes()
-    model.calls[...] = jnp.int32(0)
+    model.calls.value = jnp.int32(0)
     for axes in (sx.State({"factor": 0, "calls": None}), {"factor": 0, "calls": None}):
         sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(model, XS)
     exact = sx.StateAxes(sx.State({"factor": 0, "calls": None}))
@@ -171,7 +171,7 @@ def test_methods_partials_and_callable_modules_are_functions_too() -> None:
         __call__ = once
 
     model, many = Doubler(), Doubler()
-    many.factor[...], many.calls[...] = jnp.full(3, 2.0), jnp.zeros(3, jnp.int32)
+    many.factor.value, many.calls.value = jnp.full(3, 2.0), jnp.zeros(3, jnp.int32)
     expected = (2 * XS).tolist()
     assert sx.vmap(model)(XS).tolist() == expected
     assert sx.vmap(model.once)(XS).tolist() == expected
@@ -250,7 +250,7 @@ def test_attributes_may_be_added_changed_and_removed() -> None:
 
 def test_a_variable_that_moves_keeps_the_axis_that_it_came_with() -> None:
     model = lanes()
-    model.calls[...] = jnp.int32(0)
+    model.calls.value = jnp.int32(0)
 
     def move(m: Scale, x: Any) -> None:
         m.weight = m.factor
@@ -277,7 +277,7 @@ def test_what_is_attached_to_a_shared_module_has_one_part_per_lane_if_it_differs
 @pytest.mark.parametrize("calls", [1, 3])
 def test_sown_values_are_stacked_however_often_lanes_sow(calls: int) -> None:
     bound, passed, mapped = (Sower(jnp.float32(2)) for _ in range(3))
-    mapped.weight[...] = jnp.full(3, 2.0)
+    mapped.weight.value = jnp.full(3, 2.0)
     for _ in range(calls):
         sx.vmap(bound)(XS)
         sx.vmap(lambda m, x: m(x), in_axes=(None, 0))(passed, XS)

@@ -91,7 +91,7 @@ def test_a_traced_value_does_not_leak_through_a_plain_transform() -> None:
 
 def test_a_variable_reached_twice_is_one_whatever_the_spelling_of_its_axis() -> None:
     model = Tied()
-    model.embed[...] = jnp.arange(3.0)
+    model.embed.value = jnp.arange(3.0)
 
     def bump(a: Tied, b: Tied) -> Any:
         a.embed += 1
@@ -104,7 +104,7 @@ def test_a_variable_reached_twice_is_one_whatever_the_spelling_of_its_axis() -> 
 
 def test_two_axes_for_one_variable_name_both_paths() -> None:
     model = Tied()
-    model.embed[...] = jnp.arange(3.0)
+    model.embed.value = jnp.arange(3.0)
     with pytest.raises(InconsistentAliasingError) as caught:
         sx.vmap(lambda a, b: None, in_axes=(0, None))(model, {"b": model})
     assert "different in_axes" in str(caught.value)
