@@ -22,6 +22,7 @@ import numpy as np
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import MetricState
+from shardax.nn.parameters import IGNORE_INDEX
 from shardax.partition.errors import did_you_mean
 from shardax.train.errors import MetricError
 
@@ -242,8 +243,8 @@ def update_from_batch(
     known = _known_keywords(metric) or {"logits", "labels", "weights"}
     own = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
     if known == {"logits", "labels", "weights"} and own:
-        weights = {} if batch.get("mask") is None else {"weights": batch["mask"]}
-        metric.update(logits=model(batch["inputs"]), labels=batch["targets"], **weights)
+        logits, weights = model(batch["inputs"]), target_weights(batch)
+        metric.update(logits=logits, labels=batch["targets"], weights=weights)
     elif known == {"loss", "weights"}:
         metric.update(loss=loss, weights=count)
     else:
@@ -253,6 +254,20 @@ def update_from_batch(
             f"tell. Say what to give it: eval_metrics={{{name!r}: (metric, lambda model, batch: "
             "{'values': ...})}."
         )
+
+
+def target_weights(batch: Any) -> Any:
+    """Weights of a batch's targets, by its mask and ``ignore_index``; None if all count."""
+    if not isinstance(batch, Mapping):
+        return None
+    mask, targets = batch.get("mask"), batch.get("targets")
+    dtype = getattr(targets, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.signedinteger) or not targets.ndim:
+        return mask
+    counted = targets != IGNORE_INDEX
+    if mask is None:
+        return counted
+    return mask * counted if mask.shape == targets.shape else mask
 
 
 def _known_keywords(metric: Any) -> set[str] | None:
