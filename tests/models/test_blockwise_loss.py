@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_those_of_all_logits_whatever_the_shapes(
     of_hidden, of_kernel = dtypes.split()
     hidden = jnp.asarray(random.normal(size=(*leading, sizes[0])), of_hidden)
     kernel = jnp.asarray(random.normal(size=sizes), of_kernel)
-    targets = jnp.asarray(random.integers(-sizes[1], sizes[1], leading), jnp.int32)
+    targets = jnp.asarray(random.integers(0, sizes[1], leading), jnp.int32)
     mask = jnp.asarray(random.integers(0, 3, leading), jnp.float32) if masked else None
     over = (0, 1, 3) if masked else (0, 1)
     blockwise = functools.partial(blockwise_cross_entropy, block_size=block_size)
@@ -107,7 +107,7 @@ def test_small_cotangents_do_not_vanish_in_float16() -> None:
 # --- targets and masks ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [24, -25, -100, 2**31 - 1])
+@pytest.mark.parametrize("target", [24, -1, -25, 2**31 - 1])
 def test_a_target_that_is_no_entry_is_nan_in_both_and_nothing_if_masked(target: int) -> None:
     targets = TARGETS.copy()
     targets[1, 3] = target

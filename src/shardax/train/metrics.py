@@ -243,8 +243,11 @@ def update_from_batch(
     known = _known_keywords(metric) or {"logits", "labels", "weights"}
     own = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
     if known == {"logits", "labels", "weights"} and own:
-        logits, weights = model(batch["inputs"]), target_weights(batch)
-        metric.update(logits=logits, labels=batch["targets"], weights=weights)
+        # A metric of the user's gets weights where the batch has a mask.
+        is_own = _known_keywords(metric) is not None
+        weights = target_weights(batch) if is_own or batch.get("mask") is not None else None
+        options = {} if weights is None else {"weights": weights}
+        metric.update(logits=model(batch["inputs"]), labels=batch["targets"], **options)
     elif known == {"loss", "weights"}:
         metric.update(loss=loss, weights=count)
     else:
@@ -257,7 +260,8 @@ def update_from_batch(
 
 
 def target_weights(batch: Any) -> Any:
-    """Weights of a batch's targets, by its mask and ``ignore_index``; None if all count."""
+    """Weights of a batch's targets; None if all count."""
+    # By its mask, and 0 for what losses ignore.
     if not isinstance(batch, Mapping):
         return None
     mask, targets = batch.get("mask"), batch.get("targets")

@@ -62,7 +62,8 @@ def check_name(name: Any, who: str) -> None:
 
 
 def count_targets(batch: Any) -> jax.Array:
-    """Number of targets: what a batch's mask leaves, else rows by their part that counts."""
+    """Number of targets that a mask leaves; else of rows."""
+    # Of rows only the share whose targets are not ignored.
     weights = target_weights(batch)
     if isinstance(batch, Mapping) and batch.get("mask") is not None:
         return jnp.sum(weights)
