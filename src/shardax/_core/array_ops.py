@@ -82,7 +82,7 @@ def realise(value: Any, owner: Any) -> Any:
 
 
 def assigned(old: Any, new: Any, owner: str) -> Any:
-    """Returns a new value in the structure, shapes and dtypes of the old, or raises."""
+    """Returns the value of ``old[...] = new``, in the old form."""
     if not isinstance(old, _ARRAYS):
         return _assigned_tree(old, new, owner)
     if isinstance(new, jax.Array) and new.dtype == old.dtype and new.shape == old.shape:
@@ -101,7 +101,7 @@ def assigned(old: Any, new: Any, owner: str) -> Any:
 
 
 def cast_part(old: jax.Array, new: Any, owner: str) -> Any:
-    """Returns what ``old[i] = new`` writes, in the dtype of the old, or raises."""
+    """Returns what ``old[i] = new`` writes, in the old dtype."""
     value = as_value(new, owner)
     if not isinstance(value, _ARRAYS) or value.dtype == old.dtype:
         return new
@@ -159,7 +159,7 @@ def _misfit_of_dtype(old: Any, new: Any, value: Any) -> str | None:
 
 
 def _is_castable(new: Any, dtype: Any, target: Any) -> bool:
-    """Whether a cast keeps the kind of numbers, or a Python number exactly."""
+    """Whether a cast loses no kind of number."""
     if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in (dtype, target)):
         return False  # keys of random numbers
     if isinstance(new, _NUMBERS) and jnp.issubdtype(target, jnp.integer):
@@ -184,6 +184,12 @@ def _placed_like(value: jax.Array, old: Any) -> jax.Array:
     if isinstance(old, jax.Array) and old.committed and not isinstance(value, Tracer):
         return jax.device_put(value, old.sharding)
     return value
+
+
+def wider_dtype(first: Any, second: Any) -> Any:
+    """Returns what two dtypes promote to, also where a user forbids promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(first, second)
 
 
 def snapshot(value: Any) -> Any:
