@@ -62,9 +62,9 @@ def test_reads_whole_or_at_an_index() -> None:
     assert variable[jnp.asarray([1, 1]), 0].tolist() == [3, 3]
 
 
-def test_whole_write_takes_the_given_dtype() -> None:
+def test_replacing_a_value_takes_its_dtype() -> None:
     variable = sx.Param(jnp.ones(2, jnp.float32), axes=("embed",))
-    variable[...] = jnp.ones(2, jnp.bfloat16)
+    variable.value = jnp.ones(2, jnp.bfloat16)
     assert variable.dtype == jnp.bfloat16
     variable.value = np.arange(2)
     assert variable.dtype == jnp.int32
@@ -97,7 +97,7 @@ def test_writing_a_value_is_never_a_structural_change() -> None:
     sx.graphdef(sx.List([variable]))
     before = structure_epoch()
     variable.value = jnp.ones(5, jnp.int8)
-    variable[...] = {"now": jnp.ones(2), "a": (jnp.zeros(1),)}
+    variable.value = {"now": jnp.ones(2), "a": (jnp.zeros(1),)}
     variable.value = _ones((3,))
     assert structure_epoch() == before
 

@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_those_of_all_logits(
     of_hidden, of_kernel = map(jnp.dtype, dtypes.split())
     hidden = random.normal(size=(*leading, sizes[0])).astype(of_hidden)
     kernel = random.normal(size=sizes).astype(of_kernel)
-    targets = random.integers(-sizes[1], sizes[1], leading, np.int32)
+    targets = random.integers(0, sizes[1], leading, np.int32)
     mask = random.integers(0, 3, leading).astype(np.float32)
     blockwise = functools.partial(blockwise_cross_entropy, block_size=block_size)
 
@@ -130,7 +130,7 @@ def both_losses(targets: Any, mask: Any) -> Any:
     return [step(*given) for step in steps], [step(*given, mask) for step in steps]
 
 
-@pytest.mark.parametrize("target", [24, -25, -100, 2**31 - 1])
+@pytest.mark.parametrize("target", [24, -1, -25, 2**31 - 1])
 def test_unknown_target_gives_nan_unless_masked(target: int) -> None:
     targets, mask = TARGETS.copy(), np.ones_like(MASK)
     targets[1, 3], mask[1, 3] = target, 0

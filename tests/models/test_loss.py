@@ -12,7 +12,7 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerInputError
-from shardax.models import cross_entropy, next_token_loss
+from shardax.models import blockwise_cross_entropy, cross_entropy, next_token_loss
 
 LOGITS = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32) * 3
 TARGETS = np.random.default_rng(1).integers(0, 8, (4, 6), np.int32)
@@ -78,3 +78,53 @@ def test_shapes_that_do_not_fit_are_refused():
         cross_entropy(LOGITS, TARGETS[:, 1:])
     with pytest.raises(LayerInputError, match=r"mask of shape \(4,\)"):
         cross_entropy(LOGITS, TARGETS, MASK[:, 0])
+
+
+def _logits_loss(targets, mask=None, **options):
+    return cross_entropy(jnp.asarray(LOGITS), targets, mask, **options)
+
+
+def _blocks_loss(targets, mask=None, **options):
+    hidden = jnp.asarray(LOGITS)
+    kernel = jnp.eye(8)
+    return blockwise_cross_entropy(hidden, kernel, targets, mask, block_size=4, **options)
+
+
+def _model_loss(targets, mask=None, **options):
+    batch = {"inputs": np.zeros((4, 6), np.int32), "targets": targets}
+    batch |= {} if mask is None else {"mask": mask}
+    return next_token_loss(lambda tokens: jnp.asarray(LOGITS), batch, **options)
+
+
+@pytest.mark.parametrize("loss", [_logits_loss, _blocks_loss, _model_loss])
+def test_targets_of_the_ignore_index_are_left_out(loss):
+    mean = pytest.approx(surprises()[MASK].mean(), rel=1e-5)
+    assert float(loss(np.where(MASK, TARGETS, -100))) == mean
+    assert float(loss(np.where(MASK, TARGETS, -1), ignore_index=-1)) == mean
+    assert float(loss(np.full((4, 6), -100))) == 0
+    half = np.arange(24).reshape(4, 6) % 2 == 0
+    both = pytest.approx(surprises()[MASK & half].mean(), rel=1e-5)
+    assert float(loss(np.where(MASK, TARGETS, -100), half)) == both
+
+
+@pytest.mark.parametrize("loss", [_logits_loss, _blocks_loss, _model_loss])
+def test_other_targets_out_of_range_give_nan(loss):
+    for bad in (-1, -8, 8, -101):
+        targets = TARGETS.copy()
+        targets[0, 0] = bad
+        assert np.isnan(loss(targets)), bad
+        mask = targets == TARGETS
+        expected = pytest.approx(surprises()[mask].mean(), rel=1e-5)
+        assert float(loss(targets, mask)) == expected
+    targets[0, 0] = -100
+    assert np.isnan(loss(targets, ignore_index=None))
+    assert float(loss(TARGETS.astype(np.uint8))) == pytest.approx(surprises().mean(), rel=1e-5)
+
+
+def test_ignored_targets_have_no_gradient():
+    targets = np.where(MASK, TARGETS, -100)
+    expected = jax.grad(cross_entropy)(jnp.asarray(LOGITS), TARGETS, MASK)
+    gradient = jax.grad(cross_entropy)(jnp.asarray(LOGITS), targets)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    blocks = jax.grad(blockwise_cross_entropy)(jnp.asarray(LOGITS), jnp.eye(8), targets)
+    np.testing.assert_allclose(blocks, expected, rtol=1e-5, atol=1e-7)

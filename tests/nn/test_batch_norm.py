@@ -372,3 +372,17 @@ def test_remat_keeps_gradients_and_moves_statistics_once() -> None:
     expected = sx.jit(sx.grad(loss))(plain, x)
     close(found.flat(), expected.flat())
     close(statistics(norm), statistics(plain))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, sx.jit], ids=["eager", "jit"])
+def test_features_masked_whole_use_running_statistics(wrap: Any) -> None:
+    x, norm = floats(8, 2), sx.nn.BatchNorm(2, epsilon=0.0)
+    mean, var = np.array([0.5, 2.0], np.float32), np.array([4.0, 9.0], np.float32)
+    norm.mean[...], norm.var[...] = mean, var
+    run = wrap(lambda norm, x, mask: norm(x, mask=mask))
+    expected = (x - np.array([x[:, 0].mean(), 2.0])) / np.array([x[:, 0].std(), 3.0])
+    close(run(norm, x, np.array([[True, False]])), expected)
+    close(norm.mean[1], 2.0)
+    norm.mean[...], norm.var[...] = mean, var
+    close(run(norm, x, np.zeros((8, 1), bool)), (x - mean) / np.sqrt(var))
+    close((norm.mean.value, norm.var.value), (mean, var))

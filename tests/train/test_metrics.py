@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 import shardax as sx
 from shardax.errors import MetricError
 from shardax.train.metrics import Accuracy, Average, MultiMetric, Perplexity, Welford
+from shardax.train.step_numbers import EvalNumbers, count_targets
 
 ROWS = 12  # one size, since each compiles anew; weights of zero make it smaller
 VALUES = hnp.arrays(np.float32, ROWS, elements=st.floats(-1e3, 1e3, width=32))
@@ -161,3 +162,16 @@ def test_subclass_may_take_any_keyword() -> None:
     both = MultiMetric(rows=Rows(), loss=Average("loss"))
     both.update(rows=[1.0, 3.0], loss=5.0, more="ignored")
     assert {name: float(value) for name, value in both.compute().items()} == {"rows": 2, "loss": 5}
+
+
+def test_ignored_targets_count_in_no_metric() -> None:
+    logits = jnp.asarray([[[0.0, 1.0]] * 4])
+    batch = {"inputs": jnp.zeros((1, 4), int), "targets": jnp.array([[1, 0, -100, -100]])}
+    numbers = EvalNumbers({"accuracy": Accuracy()})
+    metrics = numbers.reset()
+    loss = lambda model, batch: (jnp.float32(1), {})  # noqa: E731
+    _, count, _ = numbers.measure(lambda tokens: logits, metrics, batch, loss)
+    assert float(count) == 0.5  # of a row
+    assert float(metrics["accuracy"].compute()) == 0.5
+    batch["mask"] = jnp.array([[1, 0, 1, 1]])
+    assert float(count_targets(batch)) == 1

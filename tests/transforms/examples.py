@@ -87,8 +87,8 @@ def step(model: Many) -> None:
 def lanes(count: int = 3) -> Scale:
     """Returns a Scale with a factor and a count per lane; the factors are 1, 2, 3, ..."""
     model = Scale()
-    model.factor[...] = jnp.arange(1.0, count + 1)[:, None] * jnp.ones((count, 2))
-    model.calls[...] = jnp.zeros(count, jnp.int32)
+    model.factor.value = jnp.arange(1.0, count + 1)[:, None] * jnp.ones((count, 2))
+    model.calls.value = jnp.zeros(count, jnp.int32)
     return model
 
 

@@ -119,7 +119,7 @@ def test_entries_may_be_given_per_path(way: Way, form: str) -> None:
 
 def test_shared_variable_accepts_equal_entries(way: Way) -> None:
     model = Tied()
-    model.embed[...] = jnp.ones((8, 8))
+    model.embed.value = jnp.ones((8, 8))
     prefixes = (
         way.mapping({sx.Param: way.other}),
         {"m": way.mapping({"none": way.bad, ...: way.other})},
@@ -172,7 +172,7 @@ def test_unequal_entries_of_shared_variable_name_paths(way: Way) -> None:
 
 def test_filters_match_all_paths_of_a_variable(way: Way) -> None:
     model = Tied()
-    model.embed[...] = jnp.ones((8, 8))
+    model.embed.value = jnp.ones((8, 8))
     by_embed = way.mapping({sx.PathContains("embed"): way.other})
     way(_square, (by_embed,))(model)
     by_head = way.mapping({sx.PathContains("head"): way.other, ...: way.one})

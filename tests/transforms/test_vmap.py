@@ -35,7 +35,7 @@ def test_shared_model_is_written_where_lanes_agree() -> None:
 
 def test_axes_may_be_chosen_by_filter() -> None:
     model = lanes()
-    model.calls[...] = jnp.int32(0)
+    model.calls.value = jnp.int32(0)
     axes = sx.StateAxes({sx.Param: 0, ...: None})
     sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(model, XS)
     assert values(model)[("calls",)] == 1
@@ -43,7 +43,7 @@ def test_axes_may_be_chosen_by_filter() -> None:
 
 def test_axes_may_be_chosen_by_path() -> None:
     model = lanes()
-    model.calls[...] = jnp.int32(0)
+    model.calls.value = jnp.int32(0)
     for axes in (sx.State({"factor": 0, "calls": None}), {"factor": 0, "calls": None}):
         sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(model, XS)
     exact = sx.StateAxes(sx.State({"factor": 0, "calls": None}))
@@ -172,7 +172,7 @@ def test_methods_partials_and_callable_modules_are_functions_too() -> None:
         __call__ = once
 
     model, many = Doubler(), Doubler()
-    many.factor[...], many.calls[...] = jnp.full(3, 2.0), jnp.zeros(3, jnp.int32)
+    many.factor.value, many.calls.value = jnp.full(3, 2.0), jnp.zeros(3, jnp.int32)
     expected = (2 * XS).tolist()
     assert sx.vmap(model)(XS).tolist() == expected
     assert sx.vmap(model.once)(XS).tolist() == expected
@@ -251,7 +251,7 @@ def test_attributes_may_be_added_changed_and_removed() -> None:
 
 def test_moved_variable_keeps_its_in_axis() -> None:
     model = lanes()
-    model.calls[...] = jnp.int32(0)
+    model.calls.value = jnp.int32(0)
 
     def move(m: Scale, x: Any) -> None:
         m.weight = m.factor
@@ -278,7 +278,7 @@ def test_attached_values_that_differ_are_stacked() -> None:
 @pytest.mark.parametrize("calls", [1, 3])
 def test_sown_values_are_stacked_however_often_lanes_sow(calls: int) -> None:
     bound, passed, mapped = (Sower(jnp.float32(2)) for _ in range(3))
-    mapped.weight[...] = jnp.full(3, 2.0)
+    mapped.weight.value = jnp.full(3, 2.0)
     for _ in range(calls):
         sx.vmap(bound)(XS)
         sx.vmap(lambda m, x: m(x), in_axes=(None, 0))(passed, XS)

@@ -91,7 +91,7 @@ def test_traced_value_does_not_leak_through_jax_vmap() -> None:
 
 def test_equivalent_axes_of_shared_variable_are_accepted() -> None:
     model = Tied()
-    model.embed[...] = jnp.arange(3.0)
+    model.embed.value = jnp.arange(3.0)
 
     def bump(a: Tied, b: Tied) -> Any:
         a.embed += 1
@@ -104,7 +104,7 @@ def test_equivalent_axes_of_shared_variable_are_accepted() -> None:
 
 def test_two_axes_for_one_variable_name_both_paths() -> None:
     model = Tied()
-    model.embed[...] = jnp.arange(3.0)
+    model.embed.value = jnp.arange(3.0)
     with pytest.raises(InconsistentAliasingError) as caught:
         sx.vmap(lambda a, b: None, in_axes=(0, None))(model, {"b": model})
     assert "different in_axes" in str(caught.value)

@@ -167,7 +167,7 @@ def test_streams_and_parameters_split_independently() -> None:
             return self.scale * x + jax.random.normal(self.rngs.noise())
 
     model, many = Noisy(), Noisy()
-    many.scale[...] = jnp.ones(3)
+    many.scale.value = jnp.ones(3)
     zeros = jnp.zeros(3)
     split = sx.StateAxes({sx.Param: None, ...: 0})
     assert len(set(sx.vmap(_drop, in_axes=(split, 0))(model, zeros).tolist())) == 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,117 @@ def realise(value: Any, owner: Any) -> Any:
     return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
 
 
+def assigned(old: Any, new: Any, owner: str) -> Any:
+    """Returns the value of ``old[...] = new``, in the old form."""
+    if not isinstance(old, _ARRAYS):
+        return _assigned_tree(old, new, owner)
+    if isinstance(new, jax.Array) and new.dtype == old.dtype and new.shape == old.shape:
+        return new
+    value = as_value(new, owner)
+    problem = _misfit_of_shape(old, value) or _misfit_of_dtype(old, new, value)
+    if problem:
+        _refuse_assignment(old, owner, problem)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=value.sharding)
+    if value.shape == old.shape and value.dtype == old.dtype:
+        return value  # also one that is lazy
+    array = value.compute() if isinstance(value, LazyValue) else value
+    array = array if array.dtype == old.dtype else array.astype(old.dtype)
+    return _placed_like(jnp.broadcast_to(array, old.shape), old)
+
+
+def cast_part(old: jax.Array, new: Any, owner: str) -> Any:
+    """Returns what ``old[i] = new`` writes, in the old dtype."""
+    value = as_value(new, owner)
+    if not isinstance(value, _ARRAYS) or value.dtype == old.dtype:
+        return new
+    problem = _misfit_of_dtype(old, new, value)
+    if problem:
+        _refuse_assignment(old, owner, problem)
+    array = value.compute() if isinstance(value, LazyValue) else value
+    return array.astype(old.dtype)
+
+
+def _refuse_assignment(old: Any, owner: str, problem: str) -> NoReturn:
+    raise VariableValueError(
+        f"v[...] = x keeps shape and dtype, but a {owner} of {old.dtype}{list(old.shape)} was "
+        f"given {problem}; nothing was written. To replace the value write v.value = x."
+    )
+
+
+_ARRAYS = (jax.Array, np.ndarray, LazyValue, jax.ShapeDtypeStruct)
+
+
+def _assigned_tree(old: Any, new: Any, owner: str) -> Any:
+    """Returns ``assigned`` of a pytree, leaf by leaf."""
+    value = as_value(new, owner)
+    leaves, structure = jax.tree.flatten(old)
+    if not leaves:
+        return value  # there is no form to keep
+    if jax.tree.structure(value) == structure:
+        return jax.tree.map(lambda leaf, part: assigned(leaf, part, owner), old, value)
+    if hasattr(old, "at"):
+        return old.at[...].set(new)  # by names
+    raise VariableValueError(
+        f"v[...] = x keeps the structure of a value, but a {owner} of {structure} was given "
+        f"{jax.tree.structure(value)}; nothing was written. To replace the value write "
+        f"v.value = x."
+    )
+
+
+def _misfit_of_shape(old: Any, value: Any) -> str | None:
+    """Describes a value that does not broadcast to an array."""
+    if not isinstance(value, _ARRAYS):
+        return f"a {type(value).__name__}"
+    sizes = zip(reversed(value.shape), reversed(old.shape), strict=False)
+    if len(value.shape) > len(old.shape) or any(size not in (1, wide) for size, wide in sizes):
+        return f"the shape {list(value.shape)}, which does not broadcast to it"
+    return None
+
+
+def _misfit_of_dtype(old: Any, new: Any, value: Any) -> str | None:
+    """Describes numbers that an array's dtype cannot hold."""
+    if value.dtype == old.dtype or _is_castable(new, value.dtype, old.dtype):
+        return None
+    if isinstance(new, _NUMBERS):
+        return f"the number {new}, which it cannot hold"
+    return f"{value.dtype}, which it cannot hold (v[...] = x.astype(v.dtype) casts nevertheless)"
+
+
+def _is_castable(new: Any, dtype: Any, target: Any) -> bool:
+    """Whether a cast loses no kind of number."""
+    if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in (dtype, target)):
+        return False  # keys of random numbers
+    if isinstance(new, _NUMBERS) and jnp.issubdtype(target, jnp.integer):
+        limits = jnp.iinfo(target)
+        return not isinstance(new, complex) and limits.min <= new <= limits.max and new == int(new)
+    if isinstance(new, _NUMBERS) and jnp.issubdtype(target, jnp.bool_):
+        return new in (0, 1)
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    rank, target_rank = (
+        next(rank for rank, kind in enumerate(kinds) if jnp.issubdtype(number_type, kind))
+        for number_type in (dtype, target)
+    )
+    return rank <= target_rank
+
+
+def _placed_like(value: jax.Array, old: Any) -> jax.Array:
+    """Lays a value that was broadcast out as the old one."""
+    if isinstance(old, Tracer):
+        sharding = jax.typeof(old).sharding
+        is_explicit = any(entry is not None for entry in sharding.spec)
+        return jax.sharding.reshard(value, sharding) if is_explicit else value
+    if isinstance(old, jax.Array) and old.committed and not isinstance(value, Tracer):
+        return jax.device_put(value, old.sharding)
+    return value
+
+
+def wider_dtype(first: Any, second: Any) -> Any:
+    """Returns what two dtypes promote to, also where a user forbids promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(first, second)
+
+
 def snapshot(value: Any) -> Any:
     """Copies a value that could change in place."""
     if isinstance(value, (jax.Array, LazyValue)):
@@ -118,7 +229,7 @@ def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any
 
     def in_place(self: Any, other: Any) -> Any:
         with in_one_step():
-            self.value = plain(self, other)
+            self[...] = plain(self, other)
         return self
 
     return plain, reflected, in_place

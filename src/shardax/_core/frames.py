@@ -95,6 +95,10 @@ class Frame:
         self.captured.append(CapturedVariable(outer, copy, value))
         return copy
 
+    def reached(self, stand_in: Any) -> Any:
+        """Returns the stand-in of an argument that was reached by a closure."""
+        return stand_in
+
 
 def own(value: Any) -> Any:
     """Returns a value with dicts, lists and other nodes of its own."""
@@ -224,11 +228,11 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
         )
     known = frame.copies.get(id(variable))
     if known is not None:
-        return _usable(known)
+        return frame.reached(_usable(known))
     outer = resolve(variable, frame.parent)
     known = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
     if known is not None:
-        stand_in = _usable(known)
+        stand_in = frame.reached(_usable(known))
     else:
         stand_in = frame.capture(outer) if outer._parent is None else outer._stand_in(frame)
     frame.copies[id(variable)] = (variable, stand_in)

@@ -28,7 +28,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardax._core import _jax
-from shardax._core.array_ops import ArrayLike, as_value, leaf_of, realise, snapshot
+from shardax._core.array_ops import (
+    ArrayLike,
+    as_value,
+    assigned,
+    cast_part,
+    leaf_of,
+    realise,
+    snapshot,
+)
 from shardax._core.cross_process import packed
 from shardax._core.errors import MetadataError, StateMismatchError, VariableValueError
 from shardax._core.frames import (
@@ -214,10 +222,14 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if isinstance(new, Variable):
             new = new.value
         if index is Ellipsis:
-            self.value = new
+            if type(new) is Init and new.metadata is not None:
+                _with_box(type(self), self.axes or (), {}, new)
+            self._write(assigned(self._here()._value, new, kind_of(self)), check=True)
             return
         with in_one_step():
             value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
+            if isinstance(value, jax.Array):
+                new = cast_part(value, new, kind_of(self))
             if hasattr(value, "at"):
                 self._write(value.at[index].set(new), check=True)
             elif isinstance(value, (dict, list)):
@@ -227,7 +239,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             else:
                 raise VariableValueError(
                     f"Cannot write at index {index!r} of a value of type {type(value).__name__}; "
-                    f"write it whole: v[...] = new."
+                    f"replace it: v.value = new."
                 )
 
     # --- metadata --------------------------------------------------------------------------------
@@ -364,7 +376,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if problem:
             raise StateMismatchError(
                 f"The {kind_of(self)} {problem}; nothing was changed. To change shape or "
-                f"dtype on purpose, write it whole: v[...] = array."
+                f"dtype on purpose, replace the value: v.value = array."
             )
         self._write(fitting)
 

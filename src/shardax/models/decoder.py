@@ -22,12 +22,12 @@ from typing import Any
 
 from shardax._core.init.rng import Rngs
 from shardax.models.transformer import (
-    Rope,
     Transformer,
     TransformerConfig,
     TransformerLayer,
     check_config,
 )
+from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy
 from shardax.partition.rules import Rules
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardax._core.errors import ShardaxError
-from shardax.models.transformer import Rope, TransformerConfig
+from shardax.models.transformer import TransformerConfig
+from shardax.nn.rope import Rope
 
 
 class PretrainedError(ShardaxError, ValueError):

@@ -40,7 +40,8 @@ from shardax.partition.rules import mesh_axes_of
 class GenerationError(ShardaxError, ValueError):
     """Tokens cannot be generated.
 
-    A prompt is empty, or an option is out of range.
+    A prompt is empty or has tokens that the model has not, an option is out of range, or logits are
+    NaN.
     """
 
 
@@ -61,6 +62,7 @@ class _Progress(NamedTuple):
     added: jax.Array  # (batch, bucket), -1 after a row has stopped
     last: jax.Array  # (batch,)
     stopped: jax.Array  # (batch,)
+    failed: jax.Array  # (batch,), whether a logit was NaN
     seen: jax.Array | None  # (batch, vocab), where repetition has a penalty
 
 
@@ -109,8 +111,8 @@ def generate(
         next token of each row, -1 in rows that have ended.
 
     Raises:
-        GenerationError: If a prompt is empty or holds other than integers, or an option is out of
-            range.
+        GenerationError: If a prompt is empty or holds other than integers of the vocabulary, an
+            option is out of range, or the model returns NaN.
 
     Example:
         >>> import jax, shardax as sx
@@ -126,6 +128,7 @@ def generate(
     rows = _as_prompts(prompts)
     _check_options(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
     _check_length(model, max(row.size for row in rows) + max_new_tokens)
+    _check_vocabulary(model, rows)
     filters = _Filters(
         temperature == 0,
         top_k,
@@ -165,7 +168,7 @@ class _Steps:
             cache, progress = self._start()
             if self.limit > 1:
                 progress = self._advance(cache, progress, self.limit)
-            return _host(progress.added)[:, : self.limit]
+            return self._added(progress)[:, : self.limit]
 
     def stream(self) -> Iterator[np.ndarray]:
         """Yields the next token of each row, -1 after its end."""
@@ -177,10 +180,21 @@ class _Steps:
                     cache, progress = self._start()
                 else:
                     progress = self._advance(cache, progress, step + 1)
-                added = _host(progress.added)[:, step]
+                added = self._added(progress)[:, step]
             if (added < 0).all():
                 return
             yield added
+
+    def _added(self, progress: _Progress) -> np.ndarray:
+        """Returns the tokens so far, or raises if logits were NaN."""
+        failed = np.flatnonzero(_host(progress.failed))
+        if failed.size:
+            raise GenerationError(
+                f"The model returned logits that are NaN for the prompts {failed.tolist()}, so no "
+                f"token of them is likelier than another. Its parameters are NaN or too large for "
+                f"its dtype, or it does not know a token or position that it was given."
+            )
+        return _host(progress.added)
 
     def _start(self) -> tuple[Any, _Progress]:
         """Reads the prompts and samples the first token."""
@@ -245,6 +259,7 @@ def _first(
         _by_rows(jnp.full((batch, room), -1, np.int32)),
         tokens[:, -1],
         _by_rows(jnp.zeros(batch, bool)),
+        _by_rows(jnp.zeros(batch, bool)),
         seen,
     )
     return _add(progress, logits, numbers, filters)
@@ -257,7 +272,7 @@ def _others(
     """Adds tokens until there are ``limit`` or all rows have stopped."""
 
     def goes_on(progress: _Progress) -> jax.Array:
-        return (progress.step < limit) & ~jnp.all(progress.stopped)
+        return (progress.step < limit) & ~jnp.all(progress.stopped | progress.failed)
 
     def body(progress: _Progress) -> _Progress:
         logits = model(progress.last[:, None], cache=cache)[:, -1]
@@ -268,7 +283,8 @@ def _others(
 
 def _add(progress: _Progress, logits: jax.Array, numbers: Any, filters: _Filters) -> _Progress:
     """Samples the next token of each row."""
-    step, added, _, stopped, seen = progress
+    step, added, _, stopped, failed, seen = progress
+    failed |= jnp.isnan(logits).any(axis=-1) & ~stopped
     chosen = _sample(logits.astype(jnp.float32), step, seen, numbers, filters)
     chosen = jnp.where(stopped, -1, chosen)
     added = jax.lax.dynamic_update_slice_in_dim(added, chosen[:, None], step, axis=1)
@@ -276,7 +292,7 @@ def _add(progress: _Progress, logits: jax.Array, numbers: Any, filters: _Filters
         vocab = jax.lax.broadcasted_iota(np.int32, (1, seen.shape[1]), 1)
         seen |= chosen[:, None] == vocab
     stopped |= jnp.any(chosen[:, None] == numbers["stop"][None], axis=1)
-    return _Progress(step + 1, added, jnp.maximum(chosen, 0), stopped, seen)
+    return _Progress(step + 1, added, jnp.maximum(chosen, 0), stopped, failed, seen)
 
 
 def _sample(
@@ -383,6 +399,8 @@ def _as_prompts(prompts: Any) -> list[np.ndarray]:
             )
         if row.min() < 0:
             raise GenerationError(f"Tokens must not be negative, but a prompt has {row.min()}.")
+        if row.max() > np.iinfo(np.int32).max:
+            raise GenerationError(f"Tokens are int32, but a prompt has {row.max()}.")
     return [row.astype(np.int32) for row in rows]
 
 
@@ -432,3 +450,16 @@ def _check_length(model: Any, length: int) -> None:
             f"Prompt and max_new_tokens make {length} tokens, but the model has max_positions="
             f"{most}."
         )
+
+
+def _check_vocabulary(model: Any, rows: list[np.ndarray]) -> None:
+    """Raises for tokens outside the model's embedding."""
+    size = getattr(getattr(model, "embed", None), "num_embeddings", None)
+    if not isinstance(size, int):
+        return  # what it does not know gives NaN
+    for place, row in enumerate(rows):
+        if row.max() >= size:
+            raise GenerationError(
+                f"The prompt {place} has the token {row.max()}, but the model knows {size} tokens, "
+                f"0 to {size - 1}. Is it the tokenizer of another model?"
+            )

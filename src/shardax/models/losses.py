@@ -27,26 +27,29 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE, varying_axes
 from shardax.nn.linear import align, as_array, explicit_entries, with_layout
-from shardax.nn.parameters import LayerInputError, as_size
+from shardax.nn.parameters import IGNORE_INDEX, LayerInputError, as_size
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import SpecEntry, mesh_axes_of
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> jax.Array:
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, mask: Any = None, ignore_index: int | None = IGNORE_INDEX
+) -> jax.Array:
     """Mean negative log-likelihood of the targets, in nats.
 
     The log-softmax is in float32.
 
     Args:
         logits: Shape (..., vocab), floating.
-        targets: Integers of shape (...), from 0; negative ones count from the end. One that is no
-            entry of the vocabulary makes the loss NaN, unless it is masked.
+        targets: Integers of shape (...), from 0. One that is no entry of the vocabulary, also a
+            negative one, makes the loss NaN, unless it is masked or ignored.
         mask: Booleans or weights of shape (...): the mean is over the targets where it is not
             zero, weighted by it. None: over all.
+        ignore_index: The target that is left out as if it were masked; None for none.
 
     Returns:
-        A float32 scalar; 0 if everything is masked.
+        A float32 scalar; 0 if everything is masked or ignored.
 
     Raises:
         LayerInputError: If the shapes do not fit.
@@ -56,7 +59,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
         >>> print(f"{cross_entropy(logits, jnp.array([0, 0])):.4f} = (log 2 + log 4) / 2")
         1.0397 = (log 2 + log 4) / 2
     """
-    targets, mask = _checked("cross_entropy", "logits", logits, targets, mask)
+    name = "cross_entropy"
+    targets, mask = _checked(name, "logits", logits, targets, mask, ignore_index)
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     # Over Explicit axes the logits, which are large, stay where they are.
     chosen = _pick(log_probabilities, targets)
@@ -64,7 +68,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: Any = None) -> ja
 
 
 def blockwise_cross_entropy(
-    hidden: Any, kernel: Any, targets: Any, mask: Any = None, block_size: int = 512
+    hidden: Any,
+    kernel: Any,
+    targets: Any,
+    mask: Any = None,
+    block_size: int = 512,
+    ignore_index: int | None = IGNORE_INDEX,
 ) -> jax.Array:
     """Cross-entropy of ``hidden @ kernel`` that never holds all logits.
 
@@ -83,9 +92,10 @@ def blockwise_cross_entropy(
         mask: Booleans or weights of shape (...), as for ``cross_entropy``.
         block_size: At most how many tokens of a device are in work at a time; of all devices
             where nothing says how tokens are split.
+        ignore_index: As for ``cross_entropy``.
 
     Returns:
-        A float32 scalar; 0 if everything is masked.
+        A float32 scalar; 0 if everything is masked or ignored.
 
     Raises:
         LayerInputError: If the shapes do not fit.
@@ -107,13 +117,15 @@ def blockwise_cross_entropy(
         )
     if not jnp.issubdtype(hidden.dtype, jnp.floating):
         raise LayerInputError(f"{name} takes floating hidden states, not {hidden.dtype}.")
-    targets, mask = _checked(name, "hidden", hidden, targets, mask)
+    targets, mask = _checked(name, "hidden", hidden, targets, mask, ignore_index)
     blocks = _blocks_of(hidden, kernel, block_size)
     return _mean(_token_losses(blocks, hidden, kernel, targets), mask)
 
 
-def _checked(name: str, what: str, array: Any, targets: Any, mask: Any) -> tuple[Any, Any]:
-    """Returns targets and mask laid out as the tokens, or raises."""
+def _checked(
+    name: str, what: str, array: Any, targets: Any, mask: Any, ignore_index: int | None
+) -> tuple[Any, Any]:
+    """Returns targets and their weights laid out as the tokens, or raises."""
     shape = array.shape[:-1]
     for other, given in (("targets", targets), ("mask", mask)):
         if given is not None and jnp.shape(given) != shape:
@@ -131,7 +143,16 @@ def _checked(name: str, what: str, array: Any, targets: Any, mask: Any) -> tuple
         leading = range(array.ndim - 1)
         targets = align(targets, array, leading)
         weights = None if weights is None else align(weights, array, leading)
-    return targets, weights
+    if ignore_index is None or not _holds(targets.dtype, ignore_index):
+        return targets, weights
+    counted = (targets != ignore_index).astype(jnp.float32)
+    return targets, counted if weights is None else weights * counted
+
+
+def _holds(dtype: Any, number: int) -> bool:
+    """Whether an integer dtype has a number."""
+    limits = jnp.iinfo(dtype)
+    return limits.min <= number <= limits.max
 
 
 def _mean(losses: jax.Array, weights: Any) -> jax.Array:
@@ -146,7 +167,9 @@ def _mean(losses: jax.Array, weights: Any) -> jax.Array:
 def _pick(scores: jax.Array, targets: jax.Array) -> jax.Array:
     """Returns the entries at the targets, NaN where there is none."""
     if explicit_entries(scores) is None:
-        return jnp.take_along_axis(scores, targets[..., None], axis=-1)
+        size = scores.shape[-1]
+        places = jnp.where(targets < 0, jnp.asarray(size, targets.dtype), targets)
+        return jnp.take_along_axis(scores, places[..., None], axis=-1)
     # JAX cannot look up along a dimension that Explicit mesh axes may split.
     return _pick_by_sum(scores, targets)[..., None]
 
@@ -160,10 +183,9 @@ def _pick_by_sum(scores: jax.Array, targets: jax.Array) -> jax.Array:
 def _hits(scores: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns where the targets are, and which of them are anywhere."""
     size = scores.shape[-1]
-    wrapped = jnp.where(targets < 0, targets + size, targets)
     shape = (*(1,) * targets.ndim, size)
     vocab = jax.lax.broadcasted_iota(targets.dtype, shape, targets.ndim)
-    return vocab == wrapped[..., None], (wrapped >= 0) & (wrapped < size)
+    return vocab == targets[..., None], (targets >= 0) & (targets < size)
 
 
 class _Blocks(NamedTuple):
@@ -382,7 +404,8 @@ def _backward(blocks: _Blocks, *arrays: jax.Array) -> Any:
             rows = blocks.take(x, index)
             logits = _logits(rows, weights)
             hits, is_there = _hits(logits, blocks.take(wanted, index))
-            change = jnp.exp(logits - blocks.take(offsets, index)[..., None]) - hits
+            probabilities = jnp.exp(logits - blocks.take(offsets, index)[..., None])
+            change = probabilities - hits.astype(jnp.float32)
             factor = jnp.where(is_there, blocks.take(factors, index), 0)[..., None]
             change = jnp.where(factor == 0, 0, change * factor)
             for_rows = _dot(change.astype(rows.dtype), weights, ((x.ndim - 1,), (1,)), ((), ()))
@@ -418,7 +441,7 @@ def _dot(first: jax.Array, second: jax.Array, contracted: Any, batch: Any) -> ja
     )
 
 
-def next_token_loss(model: Any, batch: Any) -> jax.Array:
+def next_token_loss(model: Any, batch: Any, ignore_index: int | None = IGNORE_INDEX) -> jax.Array:
     """The training loss of a language model on one batch.
 
     Args:
@@ -427,6 +450,7 @@ def next_token_loss(model: Any, batch: Any) -> jax.Array:
             targets being the inputs one position on; and optionally ``mask`` of that shape, as for
             ``cross_entropy``. ``segment_ids`` and ``positions``, which packed rows have, are given
             to the model by these names.
+        ignore_index: As for ``cross_entropy``.
 
     Returns:
         The mean loss in nats per token, a float32 scalar.
@@ -451,7 +475,7 @@ def next_token_loss(model: Any, batch: Any) -> jax.Array:
             "read across documents. Give its __call__ these keyword arguments, or write a loss."
         )
     logits = model(batch["inputs"], **packed)
-    return cross_entropy(logits, batch["targets"], batch.get("mask"))
+    return cross_entropy(logits, batch["targets"], batch.get("mask"), ignore_index)
 
 
 def _takes(model: Any, names: Any) -> bool:

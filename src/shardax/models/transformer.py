@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from shardax._core._jax import Tracer
 from shardax._core.containers import List
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -33,10 +34,8 @@ from shardax._transforms.errors import LayerConfigError
 from shardax.nn.attention import (
     AttentionCache,
     MultiHeadAttention,
-    Rotation,
     attention_sizes,
     positions_within,
-    rotation,
 )
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
@@ -44,13 +43,22 @@ from shardax.nn.linear import Linear, add_bias, align, as_array, at_least_float3
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
-from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
+from shardax.nn.parameters import (
+    LayerInputError,
+    as_size,
+    make_parameter,
+    ones,
+    refuse_input,
+    zeros,
+)
+from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy, Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 
+PLAIN_ROPE = Rope()
 NORMS = ("rms", "rms_offset", "layer")
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first")
@@ -72,68 +80,6 @@ ACTIVATIONS = {"exact_gelu": exact_gelu, "quick_gelu": quick_gelu}
 def find_activation(name: str) -> Callable[[Any], Any]:
     """Returns an activation by its name in a config."""
     return ACTIVATIONS[name] if name in ACTIVATIONS else getattr(jax.nn, name)
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding, and how it is stretched to longer texts.
-
-    Attributes:
-        base: Base of the wavelengths.
-        fraction: The part of a head that is turned.
-        kind: ``"default"``, ``"linear"``, ``"llama3"`` or ``"yarn"``.
-        factor: By how much the longest wavelengths are stretched.
-        low: Llama3: wavelengths above ``length / low`` are stretched. YaRN: ``beta_slow``.
-        high: Llama3: wavelengths below ``length / high`` are kept. YaRN: ``beta_fast``.
-        length: Length of the texts before stretching.
-        attention_factor: YaRN: multiplies cosine and sine; None follows from ``factor``.
-        truncate: YaRN: whether the bounds of the ramp are whole numbers.
-
-    Example:
-        >>> Rope(kind="linear", factor=2.0).rotation(jnp.arange(3), 4).cosine.shape
-        (1, 3, 1, 2)
-    """
-
-    base: float = 10_000.0
-    fraction: float = 1.0
-    kind: str = "default"
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 4.0
-    length: float = 0.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    def rotation(self, positions: jax.Array, head_dim: int) -> Rotation:
-        """Computes the rotations of integer positions."""
-        size = int(head_dim * self.fraction)
-        if self.kind == "default":
-            return rotation(positions, size, self.base)
-        turned = rotation(positions, size, self.base, frequencies=self._frequencies(size))
-        factor = 1.0
-        if self.kind == "yarn":
-            factor = self.attention_factor
-            factor = max(0.1 * math.log(self.factor) + 1, 1.0) if factor is None else factor
-        return turned if factor == 1 else Rotation(*(factor * each for each in turned))
-
-    def _frequencies(self, size: int) -> np.ndarray:
-        """Returns the angle of each pair per position."""
-        plain = 1 / self.base ** (np.arange(0, size, 2) / size)
-        if self.kind == "linear":
-            return np.asarray(plain / self.factor, np.float32)
-        if self.kind == "llama3":
-            turns = self.length * plain / (2 * math.pi)
-            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
-        else:
-            ends = [
-                size * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
-                for turns in (self.high, self.low)
-            ]
-            first, last = (math.floor(ends[0]), math.ceil(ends[1])) if self.truncate else ends
-            first, last = max(first, 0), min(last, size - 1)
-            width = last - first or 0.001
-            kept = 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
-        return np.asarray(kept * plain + (1 - kept) * plain / self.factor, np.float32)
 
 
 @dataclass(frozen=True)
@@ -229,7 +175,7 @@ class TransformerConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    rope: Rope | None = Rope()
+    rope: Rope | None = PLAIN_ROPE
     local_rope: Rope | None = None
     max_positions: int = 0
     window: int | None = None
@@ -601,7 +547,9 @@ class Transformer(Module):
             ``"first"``, (batch, num_classes); without a head, (batch, time, embed).
 
         Raises:
-            LayerInputError: If the tokens are not integers of that rank, or images of that shape.
+            LayerInputError: If the tokens are not integers of that rank, or images of that shape,
+                or are more than ``max_positions``. In a compiled program that counts positions by a
+                mask or a cache, those that are too many have NaN.
         """
         given = (mask, positions, cache, token_types, segment_ids)
         return self._logits(self._states(as_array(tokens), *given))
@@ -694,7 +642,10 @@ class Transformer(Module):
             counted = jnp.cumsum(real, -1, dtype=jnp.int32)
             positions = jnp.maximum(counted + _last_positions(cache), 0)
         if positions is None:
+            self._check_positions(np.int32(tokens.shape[-1] - 1))
             positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+        else:
+            self._check_positions(positions)
         mask = None if mask is None else mask[..., None, None, :]
         positions = as_array(positions)
         given = {} if mask is None else {"mask": mask}
@@ -703,13 +654,29 @@ class Transformer(Module):
                 given[name] = rope.rotation(positions, config.head_dim)
         return given, positions
 
+    def _check_positions(self, positions: Any) -> None:
+        """Raises if known positions are more than the learned ones."""
+        count = self._parts.max_positions
+        if not count or isinstance(positions, Tracer) or not np.size(positions):
+            return
+        if not getattr(positions, "is_fully_addressable", True):
+            return
+        last = int(np.max(positions))
+        if last >= count:
+            raise LayerInputError(
+                f"{type(self).__name__} has max_positions={count}, but was given tokens up to the "
+                f"position {last}. Cut them, tokens[:, :{count}], or make the model with more "
+                f"positions."
+            )
+
     def _embed_tokens(self, tokens: jax.Array, positions: Any, token_types: Any) -> jax.Array:
         config = self._parts
         x = self.embed(tokens)
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.max_positions:
-            x = add_bias(x, self.positions(positions))
+            places = jnp.where(positions == -1, 0, positions)  # -1 is padding
+            x = add_bias(x, self.positions(places))
         if config.token_types:
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.embed_norm is None else self.embed_norm(x)
@@ -830,7 +797,7 @@ def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHe
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         causal=config.causal,
-        rope_base=None if rope is None else rope.base,
+        rope=rope,
         use_bias=config.qkv_bias,
         out_bias=config.out_bias,
         window=config.window if is_local else None,

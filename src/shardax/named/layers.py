@@ -30,6 +30,7 @@ from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot, softmax
 from shardax.named.make import arange, where
 from shardax.nn import linear, parameters
+from shardax.nn.embedding import look_up
 from shardax.partition.errors import AxisNamesError
 
 
@@ -264,8 +265,8 @@ class Embed(Module):
         """Looks integers up.
 
         Args:
-            indices: Integers with any axes but those of the result. A negative one counts from the
-                end; one out of range gives NaN, as it must not pass unseen.
+            indices: Integers with any axes but those of the result. One out of range, also a
+                negative one, gives NaN, as it must not pass unseen.
 
         Returns:
             An array with the axes of the indices and the output axes, in the compute dtype.
@@ -281,11 +282,8 @@ class Embed(Module):
             )
         (table,) = linear.cast_all(self.dtype, self.embedding.value)
         data, rest = indices.data, range(1, table.ndim)
-        found = table.at[data].get(
-            mode="fill",
-            fill_value=jnp.nan,
-            out_sharding=linear.joined_sharding(((data, range(data.ndim)), (table, rest))),
-        )
+        out_sharding = linear.joined_sharding(((data, range(data.ndim)), (table, rest)))
+        found = look_up(table, data, out_sharding)
         return NamedArray._make(found, (*indices.dims, *self.output_axes.names))
 
     def attend(self, x: NamedArray) -> NamedArray:

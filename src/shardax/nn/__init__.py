@@ -9,9 +9,6 @@ as it is on meshes with Auto and with Explicit axes.
 from shardax.nn.attention import AttentionCache as AttentionCache
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
 from shardax.nn.attention import QueryKeyValue as QueryKeyValue
-from shardax.nn.attention import Rotation as Rotation
-from shardax.nn.attention import rotate as rotate
-from shardax.nn.attention import rotation as rotation
 from shardax.nn.conv import Conv as Conv
 from shardax.nn.conv import ConvTranspose as ConvTranspose
 from shardax.nn.conv import avg_pool as avg_pool
@@ -35,6 +32,10 @@ from shardax.nn.recurrent import Bidirectional as Bidirectional
 from shardax.nn.recurrent import GRUCell as GRUCell
 from shardax.nn.recurrent import LSTMCell as LSTMCell
 from shardax.nn.recurrent import SimpleCell as SimpleCell
+from shardax.nn.rope import Rope as Rope
+from shardax.nn.rope import Rotation as Rotation
+from shardax.nn.rope import rotate as rotate
+from shardax.nn.rope import rotation as rotation
 from shardax.nn.stack import Stack as Stack
 from shardax.nn.stack import stack_layers as stack_layers
 from shardax.nn.stack import stack_state as stack_state

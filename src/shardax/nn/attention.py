@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention and rotary position embedding.
+"""Multi-head attention, and its cache.
 
 Vaswani et al., "Attention Is All You Need", 2017. Grouped-query attention (Ainslie et al., 2023)
 has fewer heads of keys and values than heads of queries; consecutive query heads share one. The
 weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel where
 there is one.
-
-Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
-Embedding", 2021) in the half-split form: the first half of a head is the real part and the second
-half the imaginary part of ``head_dim / 2`` complex numbers. The i-th is turned by the angle
-``position * base ** (-2 * i / head_dim)``, so that the product of a query and a key depends on the
-difference of their positions alone.
 
 ``AttentionCache`` keeps the keys and values of earlier calls. What may be read of it follows from
 the position that each slot holds, never from the slot's number; so padding, and a ring whose slots
@@ -38,118 +32,16 @@ from shardax._core.module import Module
 from shardax._core.variable import Cache
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn.dropout import Dropout
-from shardax.nn.linear import Linear, as_array, at_least_float32, explicit_entries
+from shardax.nn.linear import Linear, as_array, at_least_float32, cast_all, explicit_entries
 from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
 from shardax.nn.ring_attention import ring_attention, ring_axis
+from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import current_context
-
-
-class Rotation(NamedTuple):
-    """Cosine and sine of the angles of positions.
-
-    Each is float32 of shape (batch or 1, time, 1, head_dim / 2); the 1 before the last dimension is
-    for the heads.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> rotation(jnp.arange(8), 16).cosine.shape
-        (1, 8, 1, 8)
-    """
-
-    cosine: jax.Array
-    sine: jax.Array
-
-
-def rotation(
-    positions: jax.Array, head_dim: int, base: float = 10_000.0, frequencies: Any = None
-) -> Rotation:
-    """Computes the rotations of positions.
-
-    Args:
-        positions: Integers of shape (time,) or (batch, time).
-        head_dim: Size of a head, even.
-        base: Sets the longest wavelength, ``2 * pi * base`` positions nearly.
-        frequencies: Angles per position, of shape (at most head_dim / 2,), instead of those that
-            ``base`` gives. With fewer, the rest of a head is not turned.
-
-    Returns:
-        The rotation of each position.
-
-    Raises:
-        LayerConfigError: If ``head_dim`` is odd.
-        LayerInputError: If positions or frequencies have another shape.
-
-    Example:
-        >>> rotation(jnp.arange(5), head_dim=8).cosine.shape
-        (1, 5, 1, 4)
-    """
-    check_head_dim("Rotary position embedding", head_dim)
-    if positions.ndim not in (1, 2):
-        raise LayerInputError(
-            f"Rotary position embedding takes positions of shape (time,) or (batch, time), but was "
-            f"given {positions.dtype}{list(positions.shape)}."
-        )
-    half = head_dim // 2
-    if frequencies is None:
-        frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    frequencies = as_array(frequencies).astype(jnp.float32)
-    if frequencies.ndim != 1 or not 0 < frequencies.shape[0] <= half:
-        refuse_input(
-            "Rotary position embedding",
-            f"frequencies of shape (at most {half},), half of head_dim={head_dim}",
-            frequencies,
-            "",
-        )
-    new = (0, 2, 3) if positions.ndim == 1 else (2, 3)
-    spread = jax.lax.expand_dims(positions.astype(jnp.float32), new)
-    angles = spread * jax.lax.expand_dims(frequencies, (0, 1, 2))
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
-
-
-def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """Turns queries or keys, in float32.
-
-    With fewer angles than half a head, what is behind twice their number is left as it is.
-
-    Args:
-        x: Shape (batch, time, heads, head_dim), or without the batch.
-        by: The rotations of the positions; those of a batch only with a batch.
-
-    Returns:
-        The shape and dtype of ``x``.
-
-    Example:
-        >>> x = jnp.ones((2, 5, 3, 8))
-        >>> y = rotate(x, rotation(jnp.arange(5), head_dim=8))
-        >>> y.shape, bool(jnp.allclose(y[:, 0], x[:, 0]))
-        ((2, 5, 3, 8), True)
-    """
-    cosine, sine = by
-    if x.ndim == 3:
-        cosine, sine = jnp.squeeze(cosine, 0), jnp.squeeze(sine, 0)
-    half = cosine.shape[-1]
-    if 2 * half > x.shape[-1]:
-        refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
-    # No part without elements, as its gradient would be a part of the program.
-    cuts = [end for end in (half, 2 * half) if end < x.shape[-1]]
-    real, imaginary, *rest = jnp.split(x, cuts, axis=-1)
-    real, imaginary = real.astype(jnp.float32), imaginary.astype(jnp.float32)
-    turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
-    turned = [one.astype(x.dtype) for one in turned]
-    return jnp.concatenate([*turned, *rest], axis=-1)
 
 
 def softmax(scores: jax.Array) -> jax.Array:
     """Returns the softmax over the last dimension, the weights of attention."""
     return jax.nn.softmax(scores, axis=-1)
-
-
-def check_head_dim(layer: str, head_dim: int) -> None:
-    """Raises if heads of this size cannot be split into halves."""
-    if head_dim % 2:
-        raise LayerConfigError(
-            f"{layer} needs an even head_dim, to split heads into halves, but head_dim={head_dim}."
-        )
 
 
 class QueryKeyValue(NamedTuple):
@@ -181,8 +73,9 @@ class MultiHeadAttention(Module):
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads``; None for as many.
         head_dim: Size of a head; None for ``features / num_heads``.
         causal: Whether a position reads only from itself and earlier ones.
-        rope_base: Base of the rotary position embedding (``shardax.nn.attention``); None for no
+        rope_base: Base of the rotary position embedding (``shardax.nn.rope``); None for no
             positions.
+        rope: The whole embedding instead, where it is scaled or turns a part of a head.
         use_bias: Whether the projections of queries, keys and values have biases.
         out_bias: Whether the projection of the result has one; None for as ``use_bias``.
         window: How many positions a position reads at most: itself and those before it. Needs
@@ -191,7 +84,7 @@ class MultiHeadAttention(Module):
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         query_norm: Makes the norm of the queries, a function without arguments that returns a
             Module for shape (..., heads, head_dim): ``lambda: nn.RMSNorm(head_dim)``. It comes
-            after the projection and before the rotation.
+            after the projection, whose dtype its result is cast to, and before the rotation.
         key_norm: Likewise of the keys.
         dropout: Rate of dropout on the weights, while training.
         implementation: That of ``jax.nn.dot_product_attention``: None, "xla" or "cudnn" (on GPUs).
@@ -227,6 +120,8 @@ class MultiHeadAttention(Module):
         ((2, 5, 16), (16, 2, 4))
     """
 
+    rope: Rope | None = None
+
     def __init__(
         self,
         features: int,
@@ -236,6 +131,7 @@ class MultiHeadAttention(Module):
         head_dim: int | None = None,
         causal: bool = False,
         rope_base: float | None = None,
+        rope: Rope | None = None,
         use_bias: bool = False,
         out_bias: bool | None = None,
         window: int | None = None,
@@ -279,7 +175,7 @@ class MultiHeadAttention(Module):
         self.features, self.num_heads, self.num_kv_heads = features, heads, kv_heads
         self.head_dim = head_dim
         self.causal = bool(causal)
-        self.rope_base = rope_base
+        self._take_rope(rope_base, rope)
         self.window = None if window is None else as_size("MultiHeadAttention", "window", window)
         self.softcap, self.scale, self.precision = softcap, scale, precision
         self.implementation = implementation
@@ -356,8 +252,8 @@ class MultiHeadAttention(Module):
         """
         source = x if context is None else context
         query, key, value = self.q(x), self.k(source), self.v(source)
-        query = query if self.query_norm is None else self.query_norm(query)
-        key = key if self.key_norm is None else self.key_norm(key)
+        query, key = _normed(self.query_norm, query), _normed(self.key_norm, key)
+        query, key, value = cast_all(None, query, key, value)
         if self.rope_base is None and not isinstance(positions, Rotation):
             return QueryKeyValue(query, key, value)
         turned = self._rotation(x, positions)
@@ -396,7 +292,9 @@ class MultiHeadAttention(Module):
         causal = self.causal and ordered
         window = self.window if ordered else None
         dropped = self.dropout is not None and not self.dropout.deterministic
-        if self.softmax is softmax and self.softcap is None and not dropped:
+        # Compiled for CPU or TPU, that of JAX has no float16.
+        is_fused = query.dtype != jnp.float16 or self.implementation == "cudnn"
+        if is_fused and self.softmax is softmax and self.softcap is None and not dropped:
             return self._fused(query, key, value, mask, causal, window)
         if self.implementation == "cudnn":
             refuse_input(
@@ -528,13 +426,33 @@ class MultiHeadAttention(Module):
                 f"has no soft cap. Use implementation=None."
             )
 
+    def _take_rope(self, rope_base: float | None, rope: Rope | None) -> None:
+        """Sets the rotary position embedding, or raises if it cannot be."""
+        if rope is not None and rope_base is not None:
+            raise LayerConfigError(
+                f"MultiHeadAttention has rope_base={rope_base} and rope={rope}: give one of them."
+            )
+        self.rope_base = rope_base if rope is None else rope.base
+        # Set only where it says more: a layer with a plain one looks as it did before.
+        if rope is not None and rope != Rope(rope.base):
+            self.rope = rope
+            size = rope.rotated_size(self.head_dim)
+            if size % 2 or not 0 < size <= self.head_dim:
+                raise LayerConfigError(
+                    f"MultiHeadAttention turns an even part of a head, but rope.fraction="
+                    f"{rope.fraction} of head_dim={self.head_dim} is {size}."
+                )
+
+    def _rope(self) -> Rope:
+        base = Rope.base if self.rope_base is None else self.rope_base
+        return Rope(base) if self.rope is None else self.rope
+
     def _rotation(self, x: jax.Array, positions: Any) -> Rotation:
         if isinstance(positions, Rotation):
             return positions
-        base = 10_000.0 if self.rope_base is None else self.rope_base
         if positions is None:
             positions = jnp.arange(x.shape[-2], dtype=jnp.int32)
-        return rotation(as_array(positions), self.head_dim, base)
+        return self._rope().rotation(as_array(positions), self.head_dim)
 
     def _check(self, x: jax.Array, name: str, ndim: int | None = None) -> None:
         ranks = (2, 3) if ndim is None else (ndim,)
@@ -763,16 +681,18 @@ def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
 def _dot_product_attention(
     query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any, near: Any, how: Any
 ) -> jax.Array:
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        scale=scale,
-        is_causal=causal,
-        local_window_size=near,
-        implementation=how,
-    )
+    # All three have one dtype; what JAX promotes within, also where a user forbids it, are scores.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=scale,
+            is_causal=causal,
+            local_window_size=near,
+            implementation=how,
+        )
 
 
 @functools.partial(jax.jit, inline=INLINE)
@@ -789,6 +709,11 @@ def _gathered(x: jax.Array, axis: int) -> jax.Array:
     rest = list(entries)
     rest[axis] = None
     return jax.sharding.reshard(x, PartitionSpec(*rest))
+
+
+def _normed(norm: Any, heads: jax.Array) -> jax.Array:
+    """Applies a norm to queries or keys, in their dtype."""
+    return heads if norm is None else norm(heads).astype(heads.dtype)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core._jax import INLINE
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -89,8 +91,8 @@ class Embed(Module):
         """Looks vectors up.
 
         Args:
-            indices: Integers of any shape. A negative one counts from the end; one out of range
-                gives NaN, as it must not pass unseen.
+            indices: Integers of any shape. One out of range, also a negative one, gives NaN, as it
+                must not pass unseen.
             out_sharding: Sharding of the result over Explicit mesh axes; by default that of the
                 indices, then that of the table's features.
 
@@ -140,9 +142,14 @@ def look_up(table: jax.Array, indices: jax.Array, out_sharding: Any = None) -> j
     """Returns rows of a table; NaN for an index out of range."""
     if out_sharding is None:
         out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
-    if out_sharding is None:
-        return jnp.take(table, indices, axis=0)
-    return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=out_sharding)
+    return _rows(table, indices, out_sharding)
+
+
+# A unit as ``jnp.take`` is, so that lookups of one shape are traced once.
+@functools.partial(jax.jit, static_argnums=2, inline=INLINE)
+def _rows(table: jax.Array, indices: jax.Array, out_sharding: Any) -> jax.Array:
+    options = {} if out_sharding is None else {"out_sharding": out_sharding}
+    return table.at[indices].get(mode="fill", wrap_negative_indices=False, **options)
 
 
 def sinusoidal(

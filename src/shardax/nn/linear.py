@@ -193,7 +193,10 @@ def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...
 
 def at_least_float32(dtype: Any) -> np.dtype:
     """Returns the dtype in which statistics over a ``dtype`` array are computed."""
-    return jnp.promote_types(dtype, jnp.float32)
+    # Not by JAX's promotion, which a user may forbid: these casts are meant.
+    dtype = jnp.dtype(dtype)
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+    return dtype if is_wide else jnp.dtype(jnp.float32)
 
 
 def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:

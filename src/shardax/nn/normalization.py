@@ -418,7 +418,8 @@ class BatchNorm(_Norm):
             x: Any shape of rank 1 or more; the dimension ``axis`` has size ``features``.
             use_running_average: Overrides the attribute for this call.
             mask: Which elements count for the statistics; booleans that broadcast to ``x``, such
-                as (batch, length, 1). All are normalised.
+                as (batch, length, 1). All are normalised; a feature without any that counts, by
+                the running statistics.
 
         Returns:
             The same shape, in the compute dtype.
@@ -464,14 +465,20 @@ class BatchNorm(_Norm):
         mean = average(x)
         # Of centred values, so that a large common offset costs no precision.
         var = average(jnp.square(x - _spread(mean, x, dimension)))
-        for statistic, batch in ((self.mean, mean), (self.var, var)):
-            before = statistic.value
-            batch = align(jax.lax.stop_gradient(batch).astype(before.dtype), before)
-            after = self.momentum * before + (1 - self.momentum) * batch
-            if count is not None:  # a batch without any element leaves it
-                after = jnp.where(align(count, before) > 0, after, before)
-            statistic.value = after
-        return mean, var
+        return self._followed(self.mean, mean, count), self._followed(self.var, var, count)
+
+    def _followed(self, statistic: BatchStat[Any], batch: jax.Array, count: Any) -> jax.Array:
+        """Updates a running statistic; returns the one to normalize by."""
+        running = statistic.value
+        new = align(jax.lax.stop_gradient(batch).astype(running.dtype), running)
+        new = self.momentum * running + (1 - self.momentum) * new
+        if count is None:
+            statistic.value = new
+            return batch
+        has_elements = align(count, running) > 0
+        statistic.value = jnp.where(has_elements, new, running)
+        running = align(running.astype(batch.dtype), batch)
+        return jnp.where(count > 0, batch, running)
 
     def _over_axis(self, collective: Any, x: jax.Array) -> jax.Array:
         if self.axis_name is None:

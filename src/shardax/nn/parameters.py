@@ -35,6 +35,9 @@ class LayerInputError(ShardaxError, ValueError):
 ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
+IGNORE_INDEX = -100
+"""The target that losses and metrics leave out, as in PyTorch and Hugging Face."""
+
 AxisNames = tuple[str | None, ...]
 Sizes = int | tuple[int, ...]
 

@@ -24,7 +24,7 @@ from shardax._transforms.control.scan import scan
 from shardax._transforms.errors import LayerConfigError
 from shardax._transforms.lift.prefix import Carry
 from shardax.nn import parameters
-from shardax.nn.linear import Linear, as_array, explicit_entries, take_features
+from shardax.nn.linear import Linear, as_array, at_least_float32, explicit_entries, take_features
 from shardax.nn.mlp import Activation, find_activation
 
 
@@ -33,7 +33,9 @@ def _orthogonal_gates(key: jax.Array, shape: Sequence[int], dtype: Any = np.floa
     first, gates, last = shape
     init = jax.nn.initializers.orthogonal()
     keys = jax.random.split(key, gates)
-    return jax.vmap(lambda key: init(key, (first, last), dtype), out_axes=1)(keys)
+    wide = at_least_float32(dtype)  # there is no QR decomposition of narrower numbers
+    matrices = jax.vmap(lambda key: init(key, (first, last), wide), out_axes=1)(keys)
+    return matrices.astype(dtype)
 
 
 class _Cell(Module):

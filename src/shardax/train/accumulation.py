@@ -26,6 +26,7 @@ from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.prefix import Carry
+from shardax.nn.linear import at_least_float32
 from shardax.train.errors import AccumulationError
 
 
@@ -148,7 +149,7 @@ def split_batch(batch: Any, steps: int) -> Any:
 def _zeros_for_sum(shape: jax.ShapeDtypeStruct) -> jax.Array:
     dtype = shape.dtype
     if jnp.issubdtype(dtype, jnp.inexact):
-        dtype = jnp.promote_types(dtype, jnp.float32)
+        dtype = at_least_float32(dtype)
     # Under Explicit mesh axes the sharding is part of the type, and what is summed must start with
     # it.
     return jnp.zeros(shape.shape, dtype, out_sharding=shape.sharding)

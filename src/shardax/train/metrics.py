@@ -22,6 +22,7 @@ import numpy as np
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import MetricState
+from shardax.nn.parameters import IGNORE_INDEX
 from shardax.partition.errors import did_you_mean
 from shardax.train.errors import MetricError
 
@@ -242,8 +243,11 @@ def update_from_batch(
     known = _known_keywords(metric) or {"logits", "labels", "weights"}
     own = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
     if known == {"logits", "labels", "weights"} and own:
-        weights = {} if batch.get("mask") is None else {"weights": batch["mask"]}
-        metric.update(logits=model(batch["inputs"]), labels=batch["targets"], **weights)
+        # A metric of the user's gets weights where the batch has a mask.
+        is_own = _known_keywords(metric) is not None
+        weights = target_weights(batch) if is_own or batch.get("mask") is not None else None
+        options = {} if weights is None else {"weights": weights}
+        metric.update(logits=model(batch["inputs"]), labels=batch["targets"], **options)
     elif known == {"loss", "weights"}:
         metric.update(loss=loss, weights=count)
     else:
@@ -253,6 +257,21 @@ def update_from_batch(
             f"tell. Say what to give it: eval_metrics={{{name!r}: (metric, lambda model, batch: "
             "{'values': ...})}."
         )
+
+
+def target_weights(batch: Any) -> Any:
+    """Weights of a batch's targets; None if all count."""
+    # By its mask, and 0 for what losses ignore.
+    if not isinstance(batch, Mapping):
+        return None
+    mask, targets = batch.get("mask"), batch.get("targets")
+    dtype = getattr(targets, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.signedinteger) or not targets.ndim:
+        return mask
+    counted = targets != IGNORE_INDEX
+    if mask is None:
+        return counted
+    return mask * counted if mask.shape == targets.shape else mask
 
 
 def _known_keywords(metric: Any) -> set[str] | None:

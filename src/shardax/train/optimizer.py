@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from shardax._core._jax import Tracer
+from shardax._core.array_ops import wider_dtype
 from shardax._core.frames import local, resolve
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
@@ -282,7 +283,7 @@ class _Masters(NamedTuple):
         """Returns new parameters and the new state."""
         wide = jax.tree.map(_current, params, state.masters)
         grads = jax.tree.map(_as_wide, wide, grads)
-        updates, inner = update(grads, state.inner, wide, **extra)
+        updates, inner = _updated(update, grads, state.inner, wide, **extra)
         wide = jax.tree.map(_apply, updates, wide, is_leaf=lambda item: item is None)
         new = jax.tree.map(lambda p, w: laid_out_as(p, w.astype(p.dtype)), params, wide)
         masters = jax.tree.map(
@@ -296,13 +297,20 @@ class _Masters(NamedTuple):
         return param.astype(self.dtype) if is_narrow else None
 
 
+def _updated(update: Any, *args: Any, **extra: Any) -> Any:
+    """Runs a transformation of optax, which promotes counts to floats."""
+    # Also where a user forbids promotion in the own code.
+    with jax.numpy_dtype_promotion("standard"):
+        return update(*args, **extra)
+
+
 def _step_of(transformation: Any, update: Any) -> Any:
     """Returns the function from gradients to new parameters and state."""
     if isinstance(transformation, _Masters):
         return functools.partial(transformation.step, update)
 
     def step(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
-        updates, new_state = update(grads, state, params, **extra)
+        updates, new_state = _updated(update, grads, state, params, **extra)
         new = jax.tree.map(_apply, updates, params, is_leaf=lambda item: item is None)
         return new, new_state
 
@@ -347,7 +355,7 @@ def _current(param: Any, master: Any) -> Any:
 def _as_wide(wide: Any, grad: Any) -> Any:
     """Returns a gradient as wide as the master, laid out alike."""
     grad = jnp.asarray(grad)
-    return laid_out_as(wide, grad.astype(jnp.promote_types(grad.dtype, wide.dtype)))
+    return laid_out_as(wide, grad.astype(wider_dtype(grad.dtype, wide.dtype)))
 
 
 def _floating(dtype: Any) -> np.dtype:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Literal
+from shardax._core.array_ops import wider_dtype
 from shardax._core.graph.paths import Path, PathKey, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import named_sharding
@@ -208,7 +209,7 @@ def _outputs(equation: Any, inputs: Sequence[InitialValue]) -> list[InitialValue
             return [InitialValue((), np.asarray(only.number).astype(params["new_dtype"]))]
         if name == "convert_element_type" and only.is_copy:
             narrow, wide = equation.invars[0].aval.dtype, params["new_dtype"]
-            if jnp.promote_types(narrow, wide) == wide:
+            if wider_dtype(narrow, wide) == wide:
                 return [only]
     needs = tuple(sorted({position for each in inputs for position in each.needs}))
     return [InitialValue(needs)] * len(equation.outvars)

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardax._core.state.split_merge import iter_variables
 from shardax.train.errors import TrainerError
-from shardax.train.metrics import Metric, update_from_batch
+from shardax.train.metrics import Metric, target_weights, update_from_batch
 from shardax.train.speed import THROUGHPUTS
 
 _OWN = ("step", "loss", "grad_norm", "learning_rate", "memory")
@@ -62,9 +62,13 @@ def check_name(name: Any, who: str) -> None:
 
 
 def count_targets(batch: Any) -> jax.Array:
-    """Number of targets: what a batch's mask leaves, else its rows."""
-    mask = batch.get("mask") if isinstance(batch, Mapping) else None
-    return jnp.asarray(jax.tree.leaves(batch)[0].shape[0]) if mask is None else jnp.sum(mask)
+    """Number of targets that a mask leaves; else of rows."""
+    # Of rows only the share whose targets are not ignored.
+    weights = target_weights(batch)
+    if isinstance(batch, Mapping) and batch.get("mask") is not None:
+        return jnp.sum(weights)
+    rows = jnp.asarray(jax.tree.leaves(batch)[0].shape[0])
+    return rows if weights is None else rows * jnp.mean(weights)
 
 
 def gradient_norm(gradients: Any) -> jax.Array:

@@ -31,7 +31,7 @@ from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, kind_of, local
-from shardax._core.graph.flatten import GraphDef, build, is_object
+from shardax._core.graph.flatten import GraphDef, build, flatten, is_object
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.state import State
@@ -40,7 +40,12 @@ from shardax._transforms.errors import ClosureError, DifferentiationError, Outpu
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.arguments import by_position, join_argument, split_argument
+from shardax._transforms.lift.arguments import (
+    by_position,
+    join_argument,
+    root_places,
+    split_argument,
+)
 from shardax._transforms.lift.prefix import expand
 
 
@@ -108,11 +113,16 @@ _REPEATED = frozenset({"scan", "while"})
 class VjpFrame(Frame):
     """The frame of a function or its ``fwd``."""
 
-    __slots__ = ("rule",)
+    __slots__ = ("by_closure", "rule")
 
     def __init__(self, rule: CustomVjp, name: str) -> None:
         super().__init__(name)
         self.rule = rule
+        self.by_closure: set[int] = set()  # ``id`` of stand-ins of arguments
+
+    def reached(self, stand_in: Any) -> Any:
+        self.by_closure.add(id(stand_in))
+        return stand_in
 
 
 class BackwardFrame(Frame):
@@ -158,6 +168,8 @@ class CustomVjpCall:
         self.targets = [diff.DiffArgument(self.call, item) for item in chosen]
         self.indices = sorted({entry.leaf for target in self.targets for entry in target.entries})
         self.positions = [target.position for target in self.targets if target.has_plain]
+        # How differentiable Variables arrive without a gradient too, by their index.
+        self.second_ways = self._arrivals_without_gradient()
         self.effects: engine.Effects | None = None
         self.emit: frozenset[int] = frozenset()
         self.known: list[tuple[Any, int]] = []
@@ -178,6 +190,7 @@ class CustomVjpCall:
             named,
         )
         used = self._explore(differentiable, nondifferentiable)
+        differentiable = (self._guarded_twice(differentiable[0]), differentiable[1])
         transformed = jax.custom_vjp(functools.partial(self._run, 0, self._leave))
         transformed.defvjp(functools.partial(self._run, 1, self._leave_forward), self._backward)
         result, written, fresh = transformed(differentiable, self._guarded(nondifferentiable, used))
@@ -202,6 +215,9 @@ class CustomVjpCall:
         def leave(context: engine.RunContext) -> Any:
             outputs, packed = self._forward(context)
             self.known, self.emit = context.known(), frozenset(outputs.effects.written)
+            for index in self.indices:
+                if id(context.variable(index)) in context.frame.by_closure:
+                    self.second_ways[index] = "by a closure"
             return outputs, packed
 
         try:
@@ -228,10 +244,41 @@ class CustomVjpCall:
         for label, part in labelled:
             names += [f"the argument {label!r}"] * len(jax.tree.leaves(part))
         guarded = [
-            forbid_gradient(leaf, name) if needed else leaf
+            forbid_gradient(leaf, _LOST.format(name=name)) if needed else leaf
             for leaf, name, needed in zip(leaves, names, used, strict=True)
         ]
         return treedef.unflatten(guarded)
+
+    def _arrivals_without_gradient(self) -> dict[int, str]:
+        """Returns how chosen Variables arrive in arguments that do not choose them."""
+        arguments, chosen = self.call.arguments, {}
+        for target in self.targets:
+            chosen[target.label] = {entry.leaf for entry in target.entries}
+        indices = {id(leaf): i for i, leaf in enumerate(self.call.graph.flat.leaves)}
+        differentiable, ways = set(self.indices), {}
+        bound = [f for f in self.call.functions if not isinstance(f, types.FunctionType)]
+        if bound:
+            leaves = {indices[id(leaf)] for leaf in engine.InputGraph(bound).flat.leaves}
+            ways |= dict.fromkeys(leaves & differentiable, "in the function itself")
+        labelled = zip(self.call.labels, arguments.templates, strict=True)
+        for label, template in [*labelled, *arguments.named]:
+            for root, _ in root_places(label, template):
+                leaves = {indices[id(leaf)] for leaf in flatten(arguments.roots[root]).leaves}
+                lost = leaves.intersection(differentiable) - chosen.get(label, set())
+                ways |= dict.fromkeys(lost, f"in the argument {label!r}")
+        return ways
+
+    def _guarded_twice(self, values: Sequence[Any]) -> list[Any]:
+        """Forbids gradients of Variables that arrive without one, too."""
+        guarded = list(values)
+        for place, index in enumerate(self.indices):
+            if index in self.second_ways:
+                kind = kind_of(self.call.graph.leaves[index])
+                name = f"the {kind} at {format_path(self.written_paths[index])}"
+                text = _LOST_IN_PART.format(name=name, way=self.second_ways[index])
+                forbid = functools.partial(forbid_gradient, message=text)
+                guarded[place] = jax.tree.map(forbid, values[place])
+        return guarded
 
     def _run(
         self,
@@ -406,7 +453,21 @@ def _fresh_paths(context: engine.RunContext, effects: engine.Effects) -> list[Pa
     return [found.get(key, (str(place),)) for place, key in enumerate(effects.fresh_ids)]
 
 
-def forbid_gradient(value: Any, name: str) -> Any:
+_LOST = (
+    "A gradient is asked for {name}, which a function made by sx.custom_vjp uses but whose rule "
+    "gives none: it would be lost. Make it differentiable (pass it as an argument, outside "
+    "nondiff_argnums, with wrt=... or sx.DiffState(argnum, filter) choosing it) and let bwd return "
+    "its gradient, or None; or cut it before the call with jax.lax.stop_gradient."
+)
+_LOST_IN_PART = (
+    "A gradient is asked for {name}, which a function made by sx.custom_vjp gets twice: in a "
+    "differentiable argument and {way}, for which the rule gives no gradient, so a part of it "
+    "would be lost. Read it by the differentiable argument alone; or pass it by two that are not "
+    "in nondiff_argnums, and let bwd return its whole gradient for one, and None for the other."
+)
+
+
+def forbid_gradient(value: Any, message: str) -> Any:
     """Returns a value that it is an error to differentiate."""
     if not isinstance(value, Tracer) or not diff.is_differentiable(value):
         return value
@@ -417,13 +478,7 @@ def forbid_gradient(value: Any, name: str) -> Any:
 
     @same.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
-        raise DifferentiationError(
-            f"A gradient is asked for {name}, which a function made by sx.custom_vjp uses but "
-            f"whose rule gives none: it would be lost. Make it differentiable (pass it as an "
-            f"argument, outside nondiff_argnums, with wrt=... or sx.DiffState(argnum, filter) "
-            f"choosing it) and let bwd return its gradient, or None; or cut it before the call "
-            f"with jax.lax.stop_gradient."
-        )
+        raise DifferentiationError(message)
 
     return same(value)
 

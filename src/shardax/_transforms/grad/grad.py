@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.array_ops import wider_dtype
 from shardax._core.errors import StateMismatchError
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of
@@ -108,7 +109,7 @@ class Tangents:
         weak = not hasattr(given, "dtype") or (
             isinstance(given, jax.Array) and jax.typeof(given).weak_type
         )
-        fits = dtype == wanted or (weak and jnp.promote_types(dtype, wanted) == wanted)
+        fits = dtype == wanted or (weak and wider_dtype(dtype, wanted) == wanted)
         if shape == tuple(jnp.shape(like)) and fits:
             return given if dtype == wanted else jnp.asarray(given, wanted)
         raise TangentError(

@@ -24,11 +24,13 @@ from shardax._core.state.split_merge import iter_variables, merge, split
 from shardax._core.state.state import State
 from shardax._core.variable import Intermediate, Param, RngState, Variable
 from shardax._transforms.grad.grad import value_and_grad
+from shardax.nn.linear import at_least_float32
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
 from shardax.train.errors import DataParallelError
 from shardax.train.gradients.sums import GradientPlan, Region, plan_of, sum_over
+from shardax.train.metrics import target_weights
 from shardax.train.optimizer import laid_out_as
 from shardax.train.step_numbers import count_targets
 
@@ -49,9 +51,9 @@ def data_parallel_value_and_grad(
 
     Every device has the rows that the mesh axes ``over`` give it. The result is that of the whole
     batch, up to rounding: the loss of a device, a mean, is weighted by its number of targets, which
-    are those that a ``mask`` in the batch leaves, else rows. Random streams give every device
-    numbers of its own. What the function writes must be the same on all devices, as counts are;
-    statistics of a device's own rows are refused.
+    are those that a ``mask`` in the batch and ``ignore_index`` leave, else rows. Random streams
+    give every device numbers of its own. What the function writes must be the same on all devices,
+    as counts are; statistics of a device's own rows are refused.
 
     Axes that ``over`` does not name are left to the compiler, and split the model by rules as
     everywhere. Parameters are whole along those that it names.
@@ -251,25 +253,25 @@ class _DeviceCall:
             next(waiting) if is_object else item
             for is_object, item in zip(self.is_object, plain, strict=True)
         ]
-        has_mask = isinstance(batch, Mapping) and batch.get("mask") is not None
+        has_counts = target_weights(batch) is not None
 
         def counted(model: Any, microbatch: Any, *rest: Any) -> Any:
             value, gradients = self.whole(model, microbatch, *rest)
             value, aux = value if self.has_aux else (value, None)
             count = jnp.float32(1)
-            if has_mask:
+            if has_counts:
                 count = count_targets(microbatch).astype(jnp.float32)
                 value, gradients = _weighted((value, gradients), count)
             if self.steps > 1:
                 gradients = self._split_at_once(gradients)
-            count = region.varying(count) if has_mask else count
+            count = region.varying(count) if has_counts else count
             return ((value, count), aux), region.varying(gradients)
 
         summed = accumulate(counted, self.steps, has_aux=True, reduce="sum")
         ((value, count), aux), gradients = summed(model, batch, *rest)
         written = self._written(entering, (model, *objects))
         # Where no mask says otherwise, every microbatch counts as one.
-        total = jax.lax.psum(count, region.over) if has_mask else count * region.count
+        total = jax.lax.psum(count, region.over) if has_counts else count * region.count
         value = jax.lax.psum(region.varying(value), region.over) / total.astype(value.dtype)
         return value, region.varying(aux), self._by_path(gradients), total, written
 
@@ -328,7 +330,7 @@ class _DeviceCall:
         for path, gradient in pairs.items():
             plan = self.plans[path]
             wire = self.wire or gradient.dtype
-            gradient = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+            gradient = gradient.astype(at_least_float32(gradient.dtype))
             if any(last in axes for axes in plan.leaving):
                 split_now = functools.partial(
                     sum_over, plan=plan, over=(last,), wire=wire, sizes=region.mesh.shape
@@ -371,7 +373,7 @@ def _weighted(tree: Any, count: Any) -> Any:
     """Means times their number of targets; nothing where there is none."""
 
     def weighted(x: Any) -> Any:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(at_least_float32(x.dtype))
         return jnp.where(count > 0, wide * count, 0)
 
     return jax.tree.map(weighted, tree)

@@ -24,6 +24,7 @@ from shardax._core.state.split_merge import clone, iter_modules, iter_variables,
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState, Variable
 from shardax._transforms.jit.jit import jit
+from shardax.nn.linear import at_least_float32
 from shardax.partition.context import axis_rules
 from shardax.partition.rules import Rules
 from shardax.train.errors import PipelineError
@@ -261,7 +262,9 @@ class ChunkPrograms:
         self.programs = [
             ChunkProgram(found, place, trained) for place in range(len(found.programs))
         ]
-        sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x.dtype)), trained)
+        sums = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, at_least_float32(x.dtype)), trained
+        )
         # Makes sums of gradients, in float32 at least.
         self.zeros = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
@@ -318,10 +321,6 @@ def joined(treedef: Any, floating: list[Any], rest: list[Any]) -> Any:
 
 def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _is_key(value: Any) -> bool:

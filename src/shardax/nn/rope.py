@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding, and how it is stretched to longer texts.
+
+Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+Embedding", 2021) in the half-split form: the first half of a head is the real part and the second
+half the imaginary part of ``head_dim / 2`` complex numbers. The i-th is turned by the angle
+``position * base ** (-2 * i / head_dim)``, so that the product of a query and a key depends on the
+difference of their positions alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax._transforms.errors import LayerConfigError
+from shardax.nn.linear import as_array
+from shardax.nn.parameters import LayerInputError, refuse_input
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of the angles of positions.
+
+    Each is float32 of shape (batch or 1, time, 1, head_dim / 2); the 1 before the last dimension is
+    for the heads.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> rotation(jnp.arange(8), 16).cosine.shape
+        (1, 8, 1, 8)
+    """
+
+    cosine: jax.Array
+    sine: jax.Array
+
+
+def rotation(
+    positions: jax.Array, head_dim: int, base: float = 10_000.0, frequencies: Any = None
+) -> Rotation:
+    """Computes the rotations of positions.
+
+    Args:
+        positions: Integers of shape (time,) or (batch, time).
+        head_dim: Size of a head, even.
+        base: Sets the longest wavelength, ``2 * pi * base`` positions nearly.
+        frequencies: Angles per position, of shape (at most head_dim / 2,), instead of those that
+            ``base`` gives. With fewer, the rest of a head is not turned.
+
+    Returns:
+        The rotation of each position.
+
+    Raises:
+        LayerConfigError: If ``head_dim`` is odd.
+        LayerInputError: If positions or frequencies have another shape.
+
+    Example:
+        >>> rotation(jnp.arange(5), head_dim=8).cosine.shape
+        (1, 5, 1, 4)
+    """
+    check_head_dim("Rotary position embedding", head_dim)
+    if positions.ndim not in (1, 2):
+        raise LayerInputError(
+            f"Rotary position embedding takes positions of shape (time,) or (batch, time), but was "
+            f"given {positions.dtype}{list(positions.shape)}."
+        )
+    half = head_dim // 2
+    if frequencies is None:
+        frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = as_array(frequencies).astype(jnp.float32)
+    if frequencies.ndim != 1 or not 0 < frequencies.shape[0] <= half:
+        refuse_input(
+            "Rotary position embedding",
+            f"frequencies of shape (at most {half},), half of head_dim={head_dim}",
+            frequencies,
+            "",
+        )
+    new = (0, 2, 3) if positions.ndim == 1 else (2, 3)
+    spread = jax.lax.expand_dims(positions.astype(jnp.float32), new)
+    angles = spread * jax.lax.expand_dims(frequencies, (0, 1, 2))
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+    """Turns queries or keys, in float32.
+
+    With fewer angles than half a head, what is behind twice their number is left as it is.
+
+    Args:
+        x: Shape (batch, time, heads, head_dim), or without the batch.
+        by: The rotations of the positions; those of a batch only with a batch.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Example:
+        >>> x = jnp.ones((2, 5, 3, 8))
+        >>> y = rotate(x, rotation(jnp.arange(5), head_dim=8))
+        >>> y.shape, bool(jnp.allclose(y[:, 0], x[:, 0]))
+        ((2, 5, 3, 8), True)
+    """
+    cosine, sine = by
+    if x.ndim == 3:
+        cosine, sine = jnp.squeeze(cosine, 0), jnp.squeeze(sine, 0)
+    half = cosine.shape[-1]
+    if 2 * half > x.shape[-1]:
+        refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
+    # No part without elements, as its gradient would be a part of the program.
+    cuts = [end for end in (half, 2 * half) if end < x.shape[-1]]
+    real, imaginary, *rest = jnp.split(x, cuts, axis=-1)
+    real, imaginary = real.astype(jnp.float32), imaginary.astype(jnp.float32)
+    turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
+    turned = [one.astype(x.dtype) for one in turned]
+    return jnp.concatenate([*turned, *rest], axis=-1)
+
+
+def check_head_dim(layer: str, head_dim: int) -> None:
+    """Raises if heads of this size cannot be split into halves."""
+    if head_dim % 2:
+        raise LayerConfigError(
+            f"{layer} needs an even head_dim, to split heads into halves, but head_dim={head_dim}."
+        )
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, and how it is stretched to longer texts.
+
+    Attributes:
+        base: Base of the wavelengths.
+        fraction: The part of a head that is turned.
+        kind: ``"default"``, ``"linear"``, ``"llama3"`` or ``"yarn"``.
+        factor: By how much the longest wavelengths are stretched.
+        low: Llama3: wavelengths above ``length / low`` are stretched. YaRN: ``beta_slow``.
+        high: Llama3: wavelengths below ``length / high`` are kept. YaRN: ``beta_fast``.
+        length: Length of the texts before stretching.
+        attention_factor: YaRN: multiplies cosine and sine; None follows from ``factor``.
+        truncate: YaRN: whether the bounds of the ramp are whole numbers.
+
+    Example:
+        >>> Rope(kind="linear", factor=2.0).rotation(jnp.arange(3), 4).cosine.shape
+        (1, 3, 1, 2)
+    """
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    length: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def rotated_size(self, head_dim: int) -> int:
+        """Returns how much of a head is turned."""
+        return int(head_dim * self.fraction)
+
+    def rotation(self, positions: jax.Array, head_dim: int) -> Rotation:
+        """Computes the rotations of integer positions."""
+        size = self.rotated_size(head_dim)
+        if self.kind == "default":
+            return rotation(positions, size, self.base)
+        turned = rotation(positions, size, self.base, frequencies=self._frequencies(size))
+        factor = 1.0
+        if self.kind == "yarn":
+            factor = self.attention_factor
+            factor = max(0.1 * math.log(self.factor) + 1, 1.0) if factor is None else factor
+        return turned if factor == 1 else Rotation(*(factor * each for each in turned))
+
+    def _frequencies(self, size: int) -> np.ndarray:
+        """Returns the angle of each pair per position."""
+        plain = 1 / self.base ** (np.arange(0, size, 2) / size)
+        if self.kind == "linear":
+            return np.asarray(plain / self.factor, np.float32)
+        if self.kind == "llama3":
+            turns = self.length * plain / (2 * math.pi)
+            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        else:
+            ends = [
+                size * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+                for turns in (self.high, self.low)
+            ]
+            first, last = (math.floor(ends[0]), math.ceil(ends[1])) if self.truncate else ends
+            first, last = max(first, 0), min(last, size - 1)
+            width = last - first or 0.001
+            kept = 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
+        return np.asarray(kept * plain + (1 - kept) * plain / self.factor, np.float32)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a model, called by themselves, rotate positions as within it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.values import with_values
+
+import shardax as sx
+from shardax.errors import LayerConfigError
+from shardax.models import Rope, Transformer, TransformerConfig
+
+TOKENS = np.arange(24).reshape(2, 12)
+ROPES = {
+    "plain": Rope(100.0),
+    "linear": Rope(100.0, kind="linear", factor=4.0),
+    "llama3": Rope(100.0, kind="llama3", factor=8.0, length=8.0),
+    "yarn": Rope(100.0, kind="yarn", factor=4.0, low=1.0, high=32.0, length=16.0),
+    "partial": Rope(100.0, fraction=0.5),
+    "none": None,
+}
+
+
+def _model(**options: Any) -> Transformer:
+    sizes = {"embed_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16, "num_layers": 2}
+    return with_values(Transformer(TransformerConfig(**{**sizes, **options}), rngs=sx.Rngs(0)))
+
+
+def _close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["layers", "stack"])
+@pytest.mark.parametrize("kind", list(ROPES))
+def test_layers_alone_are_those_of_the_model(kind: str, scanned: bool) -> None:
+    model = _model(rope=ROPES[kind], scan_layers=scanned)
+    x = model.embed(TOKENS)
+    if scanned:
+        x = model.layers(x)
+    else:
+        for layer in model.layers:
+            x = layer(x)
+    _close(model.head(model.final_norm(x)), model(TOKENS))
+
+
+def test_attention_alone_rotates_as_its_rope() -> None:
+    rope = ROPES["llama3"]
+    attention = _model(rope=rope, num_layers=1).layers[0].attn
+    x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
+    expected = attention(x, positions=rope.rotation(jnp.arange(6), 8))
+    _close(attention(x), expected)
+    cache = sx.nn.AttentionCache(2, 6, 2, 8)
+    parts = [attention(x[:, :4], cache=cache), attention(x[:, 4:], cache=cache)]
+    _close(jnp.concatenate(parts, 1), expected)
+    plain = attention(x, positions=Rope(rope.base).rotation(jnp.arange(6), 8))
+    assert float(jnp.abs(plain - expected).max()) > 0.01
+
+
+def test_local_layers_alone_have_their_own_rope() -> None:
+    local = Rope(10.0, fraction=0.5)
+    options = {"window": 4, "local_layers": (True, False), "local_rope": local}
+    model = _model(rope=ROPES["linear"], **options)
+    x = model.embed(TOKENS)
+    for layer in model.layers:
+        x = layer(x)
+    _close(model.head(model.final_norm(x)), model(TOKENS))
+
+
+def test_rope_of_attention_is_checked() -> None:
+    make = lambda **options: sx.nn.MultiHeadAttention(16, 2, rngs=sx.Rngs(0), **options)  # noqa: E731
+    with pytest.raises(LayerConfigError, match="give one of them"):
+        make(rope=Rope(), rope_base=100.0)
+    with pytest.raises(LayerConfigError, match=r"fraction=0\.4 of head_dim=8 is 3"):
+        make(rope=Rope(fraction=0.4))
+    given, plain = make(rope=Rope(100.0)), make(rope_base=100.0)
+    assert sx.graphdef(given) == sx.graphdef(plain)
