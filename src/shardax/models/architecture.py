@@ -128,7 +128,7 @@ def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
     if config.source is None:
         return _describe_new(replace(config, **facts))
     content = json.loads(config.source)
-    family = families.find_family(content.get("model_type"), "config.json")
+    family = families.family_of(content, "config.json")
     source = family.config(content, "config.json")
     unapplied = [
         f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
@@ -178,12 +178,12 @@ def parameter_places(model: Any, config: TransformerConfig) -> list[ParameterPla
     held = {id(place.variable) for place in comparison.places}
     for path, variable in iter_variables(model):
         kind = getattr(variable, "variable_type", type(variable))
-        if id(variable) not in held and not issubclass(kind, _RECORDS):
-            comparison.wrong.setdefault(format_path(path), "has no tensor in its family")
+        is_named = any(path[: len(above)] == above for above in comparison.wrong)
+        if id(variable) not in held and not is_named and not issubclass(kind, _RECORDS):
+            comparison.wrong[path] = "has no tensor in its family"
     if comparison.wrong:
-        raise refused(
-            [f"{path} {what}" for path, what in comparison.wrong.items()], comparison.advice
-        )
+        problems = [f"{format_path(path)} {what}" for path, what in comparison.wrong.items()]
+        raise refused(problems, comparison.advice)
     return comparison.places
 
 
@@ -533,7 +533,12 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
             content[name] = getattr(config, family.fields[name])
     if "max_position_embeddings" in family.defaults:
         content.setdefault("max_position_embeddings", 2048)
-    return _written(family, content, config)
+    content = _written(family, content, config)
+    if "rope_parameters" in family.fields_read(content) and config.rope is not None:
+        content.setdefault(
+            "rope_parameters", rope_fields(config.rope)
+        )  # readers differ in defaults
+    return content
 
 
 # --- the comparison -------------------------------------------------------------------------------
@@ -546,7 +551,7 @@ class _Comparison:
         free = _FREE_ATTRIBUTES if is_local_read else _FREE_ATTRIBUTES | {"is_local"}
         self.free = free
         self.places: list[ParameterPlace] = []
-        self.wrong: dict[str, str] = {}
+        self.wrong: dict[Path, str] = {}
         self.advice = ""
 
     def compare(
@@ -559,7 +564,7 @@ class _Comparison:
         within: Path = (),
     ) -> None:
         """Compares a Module with the built one, and what is below them."""
-        where = format_path((*place.path, *within))
+        where = (*place.path, *within)
         if self._is_another_class(module, built, where):
             return
         attributes = {**vars(module), **module._array_attributes}
@@ -574,16 +579,16 @@ class _Comparison:
                 self._take(value, expected, place, at, below)
             elif not _is_same(name, value, expected):
                 text = f"is {_text(value)}, but {_text(expected)} in its config.json"
-                self.wrong[format_path((*place.path, *below))] = text
+                self.wrong[*place.path, *below] = text
         for name in vars(module).keys() - vars(built).keys():
             if hasattr(type(built), name) and name not in self.free:
-                self.wrong[format_path((*place.path, *within, name))] = "replaces what is computed"
+                self.wrong[*where, name] = "replaces what is computed"
 
     def _take(
         self, variable: Any, expected: Any, place: LayerPlace, path: Path, within: Path
     ) -> None:
         """Notes a parameter, or what is wrong with it."""
-        where = format_path((*place.path, *within))
+        where = (*place.path, *within)
         if not isinstance(variable, Variable):
             self.wrong[where] = f"is {_text(variable)}, not a Param"
             return
@@ -598,7 +603,7 @@ class _Comparison:
             )
         self.places.append(ParameterPlace(path, variable, place.layers, place.position))
 
-    def _is_another_class(self, module: Any, built: Any, where: str) -> bool:
+    def _is_another_class(self, module: Any, built: Any, where: Path) -> bool:
         kind, expected = type(module), type(built)
         if not isinstance(module, expected):
             is_lora = kind.__name__ == "LoRA"
@@ -610,7 +615,7 @@ class _Comparison:
                 continue
             for name in vars(cls).keys() - _CLASS_NAMES:
                 if hasattr(expected, name):
-                    self.wrong[where or "the model"] = (
+                    self.wrong[where] = (
                         f"is a {kind.__name__}, whose {name} is not a {expected.__name__}'s"
                     )
                     return True

@@ -14,6 +14,7 @@ before an axis says that the parts in it stand one after the other, in the order
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -808,11 +809,25 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
 
 def find_family(model_type: Any, where: str) -> Family:
     """Returns the family of a type of models, or raises."""
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    raise PretrainedError(
+        f"{where} has model_type={brief(model_type)}, but known are {', '.join(sorted(FAMILIES))}."
+    )
+
+
+def family_of(content: Mapping[str, Any], where: str) -> Family:
+    """Returns the family of a ``config.json``, or raises with how to add it."""
+    kind, names = content.get("model_type"), content.get("architectures")
+    try:
+        return find_family(kind, where)
+    except PretrainedError as error:
+        if not isinstance(kind, str):
+            raise
+        like = next(iter(difflib.get_close_matches(kind, FAMILIES, 1, 0.0)), "llama")
+        parts = {name: {} for name in names} if isinstance(names, list) else {}
         raise PretrainedError(
-            f"{where} has model_type={brief(model_type)}, but known are "
-            f"{', '.join(sorted(FAMILIES))}. One that differs from a known type in names alone is "
-            f"read as that type after sx.models.register({brief(model_type)}, like='llama', "
-            f"architectures={{'THE_CLASS_IN_ITS_CONFIG': {{}}}})."
-        )
-    return FAMILIES[model_type]
+            f"{error} If its layers and tensors are those of a known type, say of which, such as "
+            f"sx.models.register({kind!r}, like={like!r}, architectures={parts!r}); if they "
+            f"differ, docs/pretrained.md says how to describe them."
+        ) from None

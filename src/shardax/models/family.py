@@ -186,7 +186,7 @@ class _Reading:
             problem = type_problem(name, value)
             neutral_here = is_neutral(name, value, neutral) if problem is None else None
             if neutral_here is False:
-                only = f", only {neutral[name][0]!r}" if name in neutral else ""
+                only = f", only {neutral[name][0]!r}" if name in neutral else " for this family"
                 self._note(f"{name}={brief(value)} is not supported{only}")
             elif problem is not None:
                 self._note(problem)
@@ -260,6 +260,11 @@ def read_rope(
         theta, part = take("rope_theta", None), take("partial_rotary_factor", None)
         base, fraction = theta if theta else base, fraction if part is None else part
         values = scaling or parameters or {}
+        if theta and values.get("rope_theta") not in (None, theta):
+            raise PretrainedError(
+                f"rope_theta={theta!r} stands beside rope_theta={values['rope_theta']!r} in a table, "
+                f"which transformers would take: leave one of them out"
+            )
     left = {name: value for name, value in values.items() if value is not None}
     kind = left.pop("rope_type", left.get("type", "default"))
     left.pop("type", None)

@@ -35,7 +35,7 @@ from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
 from shardax.models.config_fields import brief
 from shardax.models.decoder import DECODER_RULES
-from shardax.models.families import find_family
+from shardax.models.families import family_of
 from shardax.models.family import Family, PretrainedError
 from shardax.models.transformer import Transformer, TransformerConfig
 from shardax.nn.stack import Stack
@@ -113,7 +113,7 @@ def from_pretrained(
     folder = find_directory(directory)
     content = _read_json(folder / CONFIG)
     with _Files(folder) as files:
-        family = find_family(content.get("model_type"), str(folder / CONFIG))
+        family = family_of(content, str(folder / CONFIG))
         config = family.config(content, str(folder / CONFIG), len(files.names))
         stored = files.common_dtype() if param_dtype is None else param_dtype
         config = replace(
@@ -469,7 +469,7 @@ class _Table:
             wrong.append(f"missing are {_listed(missing)}")
         if strict and unused:
             wrong.append(f"the model has no place for {_listed(unused)}")
-        is_lenient_enough = not wrong
+        fits_leniently = not wrong
         for name in self.by_name:
             if name in files.names:
                 shape, expected = files.shape(name), self.shape(name)
@@ -483,7 +483,7 @@ class _Table:
         if wrong:
             hint = (
                 ""
-                if is_lenient_enough
+                if fits_leniently
                 else " sx.models.from_pretrained(folder, strict=False) initialises what is missing "
                 "at random and leaves out what has no place; it warns with the names."
             )
@@ -493,15 +493,15 @@ class _Table:
                 offsets = self.offset(entry, (entry.layers or (0,))[0], axis)
                 files.offsets[entry.path, axis] = offsets
         # A parameter of which a part is missing is initialised whole.
-        partly = {name for name in missing for name in self._beside(name)}
-        drawn = sorted({*missing, *partly}, key=list(self.by_name).index)
-        passed = [f"initialised at random, as no tensor is there: {_listed(drawn)}"] * bool(drawn)
-        passed += [f"not read, as the model has no place: {_listed(unused)}"] * bool(unused)
-        return (
-            f"The model of {where} is not the one in the files: {'; '.join(passed)}."
-            if passed
-            else None
-        )
+        drawn = {beside for name in missing for beside in self._beside(name)}
+        passed = {
+            "initialised at random, as no tensor is there": list(
+                filter(drawn.__contains__, self.by_name)
+            ),
+            "not read, as the model has no place": unused,
+        }
+        parts = [f"{what}: {_listed(names)}" for what, names in passed.items() if names]
+        return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _beside(self, name: str) -> Iterator[str]:
         """Yields the tensors that are read into the same parameters as another."""
