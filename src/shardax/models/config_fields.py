@@ -34,7 +34,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "attn_logit_softcapping": (None,),
     "chunk_size_feed_forward": (0,),
-    "clip_qkv": (None,),
     "final_logit_softcapping": (None,),
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),

@@ -636,7 +636,8 @@ FAMILIES: dict[str, Family] = {
         architectures=_heads("GPT2LMHeadModel", "GPT2Model"),
         neutral={"scale_attn_by_inverse_layer_idx": (False,)},
         harmless=(
-            *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout"),
+            *("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
+            *("summary_activation", "summary_first_dropout"),
             *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
         ),
         prefix="transformer.",
@@ -756,7 +757,7 @@ FAMILIES: dict[str, Family] = {
             "ViTModel": {"head": None, "pooler": True},
         },
         neutral={"pooler_act": ("tanh",)},
-        harmless=("encoder_stride", "pooler_output_size", "tie_word_embeddings"),
+        harmless=("encoder_stride", "pooler_output_size", "tie_word_embeddings", "vocab_size"),
         prefix="vit.",
         buffers=(),
     ),

@@ -262,8 +262,8 @@ def read_rope(
         values = scaling or parameters or {}
         if theta and values.get("rope_theta") not in (None, theta):
             raise PretrainedError(
-                f"rope_theta={theta!r} stands beside rope_theta={values['rope_theta']!r} in a table, "
-                f"which transformers would take: leave one of them out"
+                f"rope_theta={theta!r} stands beside a table with rope_theta="
+                f"{values['rope_theta']!r}, which transformers takes: leave one of them out"
             )
     left = {name: value for name, value in values.items() if value is not None}
     kind = left.pop("rope_type", left.get("type", "default"))
