@@ -33,7 +33,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 @contextlib.contextmanager
 def draft_folder(place: Path) -> Iterator[Path]:
-    """Make a folder under a temporary name, on the disk of a place, and remove what stays in it."""
+    """Make a temporary folder beside a place, removed at the end."""
     if place.is_dir():  # the folder above may be of another disk, or not ours
         draft = place / f".draft.{secrets.token_hex(4)}.tmp"
     else:
@@ -47,7 +47,7 @@ def draft_folder(place: Path) -> Iterator[Path]:
 
 
 def move_files(draft: Path, place: Path, last: str) -> None:
-    """Rename a draft to its place, or move its files into the folder there, one of them last."""
+    """Move a draft to its place, or its files into that folder."""
     flush_folder(draft)
     if not place.is_dir():
         draft.rename(place)
@@ -59,7 +59,7 @@ def move_files(draft: Path, place: Path, last: str) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush a folder and its files, so that no rename overtakes them."""
+    """Flush a folder and its files, against renames that overtake them."""
     for item in (*folder.iterdir(), folder):
         flush(item)
 
@@ -77,7 +77,7 @@ def flush(path: Path) -> None:
 def write_tensors(
     path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write arrays by name as safetensors; a disk that fails is an ``OSError``."""
+    """Write arrays by name as safetensors, or raise an ``OSError``."""
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
     specs = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is, read off its layers: a config, a ``config.json``, and its parameters by place.
+"""The architecture of a model, read off its layers.
 
 A model can be edited after it was loaded, and its config says what it was before. So the config
 that is written is made of the layers. A ``Transformer`` built of what was written is then compared
@@ -30,8 +30,13 @@ from shardax._core.variable import (
     Variable,
 )
 from shardax.models import families
-from shardax.models.config_fields import activation_name, published_activation
-from shardax.models.family import Family, PretrainedError, rope_fields
+from shardax.models.family import (
+    Family,
+    PretrainedError,
+    activation_name,
+    published_activation,
+    rope_fields,
+)
 from shardax.models.transformer import (
     OffsetRMSNorm,
     Transformer,
@@ -118,11 +123,7 @@ def layers_of(model: Any) -> list[LayerPlace]:
 
 
 def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
-    """Returns the ``config.json`` of a model, its family, and what it reads back as.
-
-    Raises:
-        PretrainedError: If no ``config.json`` says what the model is.
-    """
+    """Returns a model's ``config.json``, its family, and its config read back."""
     config = config_of(model)
     facts = _facts(model, config)
     if config.source is None:
@@ -155,12 +156,7 @@ def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
 
 
 def parameter_places(model: Any, config: TransformerConfig) -> list[ParameterPlace]:
-    """Returns the parameters of a model where one made of a config has its own.
-
-    Raises:
-        PretrainedError: If the model differs from that one in anything that changes its logits;
-            names the paths.
-    """
+    """Returns a model's parameters by place, or raises for lost ones."""
     plain = replace(
         config,
         scan_layers=False,
@@ -170,7 +166,7 @@ def parameter_places(model: Any, config: TransformerConfig) -> list[ParameterPla
         attention_dropout=0.0,
         expert_dispatch="dropless",
     )
-    comparison = _Comparison(config.local_rope is not None)
+    comparison = _ArchitectureCheck(config.local_rope is not None)
     built = Transformer(plain, rngs=Rngs(0))
     comparison.compare(model, built, LayerPlace(model, (), (), None), ("layers", "rest"))
     for index, place in enumerate(layers_of(model)):
@@ -188,7 +184,7 @@ def parameter_places(model: Any, config: TransformerConfig) -> list[ParameterPla
 
 
 def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
-    """Returns the error of a model that cannot be written, to be raised."""
+    """Returns the error of a model without a published form."""
     shown = "; ".join(problems[:8])
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
     return PretrainedError(
@@ -201,7 +197,7 @@ def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
 
 
 def _facts(model: Any, config: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a config that the layers themselves say."""
+    """Returns fields of a config as the layers have them."""
     places = layers_of(model)
     if not places:
         raise refused(["it has no layers"])
@@ -331,7 +327,7 @@ def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
 
 
 def _differences(config: TransformerConfig, read: TransformerConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns the fields of an architecture that differ, with both values."""
+    """Returns differing fields of two architectures, with both values."""
     ours, theirs = _relevant(config), _relevant(read)
     return {
         name: (ours.get(name), theirs.get(name))
@@ -341,7 +337,7 @@ def _differences(config: TransformerConfig, read: TransformerConfig) -> dict[str
 
 
 def _relevant(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a config that its model depends on."""
+    """Returns the fields of a config with meaning for its logits."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
     kinds = [config.kind_of(index) for index in range(config.num_layers)]
     for name in ("window", "local_layers"):
@@ -382,10 +378,8 @@ def _said(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _written(family: Family, content: Mapping[str, Any], config: TransformerConfig) -> Any:
-    """Returns a ``config.json`` with what a config says instead.
-
-    Fields that cannot say it stay as they are; who asks reads the result and compares.
-    """
+    """Returns a ``config.json`` that is changed to say a config."""
+    # Fields that cannot say it stay as they are: callers read the result back and compare.
     read, result = family.config(content, "config.json"), dict(content)
     names = family.fields_read(content)
     changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(read, f.name)}
@@ -453,7 +447,7 @@ _OLDER_ROPE_FIELDS = (
 
 
 def _local_layers(family: Family, content: Mapping[str, Any]) -> list[bool] | None:
-    """Returns which layers are local by a ``config.json``, None if it cannot be read."""
+    """Returns local layers by ``config.json``, None if it is unreadable."""
     try:
         config = family.config(content, "config.json")
     except PretrainedError:
@@ -462,7 +456,7 @@ def _local_layers(family: Family, content: Mapping[str, Any]) -> list[bool] | No
 
 
 def _architecture(family: Family, config: TransformerConfig, content: Mapping[str, Any]) -> str:
-    """Returns the architecture whose head is that of a config."""
+    """Returns the architecture with the head of a config."""
     parts = sorted({name for each in family.architectures.values() for name in each} | {"head"})
     defaults = {f.name: f.default for f in fields(config)}
 
@@ -492,7 +486,7 @@ _CANDIDATES = tuple(_CANDIDATES_TEXT.split())
 
 
 def _describe_new(config: TransformerConfig) -> tuple[dict[str, Any], Family, TransformerConfig]:
-    """Finds the family that says what a config that was not read says."""
+    """Finds the family of a config without a file."""
     closest: dict[str, tuple[Any, Any]] | None = None
     for kind in _CANDIDATES:
         family = families.FAMILIES[kind]
@@ -517,7 +511,7 @@ def _other_family(config: TransformerConfig) -> str | None:
 
 
 def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[str, Any]:
-    """Returns a whole ``config.json`` of a family, as near to a config as it can be."""
+    """Returns a family's ``config.json`` nearest to a config."""
     content: dict[str, Any] = {
         "architectures": [next(iter(family.architectures))],
         "model_type": kind,
@@ -544,8 +538,8 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 # --- the comparison -------------------------------------------------------------------------------
 
 
-class _Comparison:
-    """What of a model is not as in one built of its config."""
+class _ArchitectureCheck:
+    """Differences of a model from one built of its config."""
 
     def __init__(self, is_local_read: bool) -> None:
         free = _FREE_ATTRIBUTES if is_local_read else _FREE_ATTRIBUTES | {"is_local"}

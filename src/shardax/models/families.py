@@ -19,8 +19,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardax.models.config_fields import ACTIVATION_NAMES, brief
-from shardax.models.family import Family, PretrainedError, Taker, read_rope
+from shardax.models.family import ACTIVATION_NAMES, Family, PretrainedError, Taker, brief, read_rope
 
 # --- what several families share ------------------------------------------------------------------
 
@@ -818,7 +817,7 @@ def find_family(model_type: Any, where: str) -> Family:
 
 
 def family_of(content: Mapping[str, Any], where: str) -> Family:
-    """Returns the family of a ``config.json``, or raises with how to add it."""
+    """Returns the family of a ``config.json``, or raises with advice."""
     kind, names = content.get("model_type"), content.get("architectures")
     try:
         return find_family(kind, where)

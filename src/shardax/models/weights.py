@@ -33,10 +33,9 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
-from shardax.models.config_fields import brief
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.families import family_of
-from shardax.models.family import Family, PretrainedError
+from shardax.models.family import Family, PretrainedError, brief
 from shardax.models.transformer import Transformer, TransformerConfig
 from shardax.nn.stack import Stack
 from shardax.partition.context import current_rules
@@ -387,7 +386,7 @@ class _Table:
 
     @classmethod
     def of_edited(cls, model: Any, family: Family, config: TransformerConfig) -> _Table:
-        """Returns the table of a model as it is, or raises if files cannot say it."""
+        """Returns the table of an edited model, or raises for lost parts."""
         table = cls(config, family, None)
         for part in parameter_places(model, config):
             in_layer = part.path[0] == "layers"
@@ -452,10 +451,7 @@ class _Table:
         return sum(other.axis_sizes()[axis] for other in others[: others.index(entry)])
 
     def check(self, files: _Files, where: str, strict: bool) -> str | None:
-        """Raises with all that is wrong with the tensors; returns what a lenient read passes over.
-
-        Completes what reading needs.
-        """
+        """Raises with all problems of the tensors, or returns a warning."""
         self.check_complete()
         missing = [name for name in self.by_name if name not in files.names]
         used = {*self.by_name, *self._duplicates(files)}
@@ -535,7 +531,7 @@ class _Table:
 
 
 def _layer_of(entry: _Entry) -> tuple[Any, ...]:
-    """Returns the layer of a parameter, or of a stacked one the first."""
+    """Returns the layer of a parameter, of several the first."""
     unrolled = entry.layers and entry.path[0] == "layers" and isinstance(entry.path[1], int)
     return (entry.path[1],) if unrolled else entry.layers[:1]
 
@@ -658,7 +654,7 @@ _OTHER_FORMATS = frozenset([".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", "
 
 
 def _check_inside(folder: Path, title: str) -> None:
-    """Raises if a file of tensors is not in its folder, by its name or by a link."""
+    """Raises if a file of tensors leads out of its folder."""
     home = folder.resolve()
     target = (folder / title).resolve()
     # In the cache of a hub the files of a snapshot are links to blobs beside it.
@@ -809,7 +805,7 @@ def _bytes_of(place: tuple[_Entry, int, int]) -> int:
 
 
 def _write_files(table: _Table, draft: Path | None, max_file_bytes: int) -> None:
-    """Gathers the tensors of a model file by file, and writes them if there is a folder."""
+    """Gathers tensors file by file, and writes them into the draft."""
     sizes = {name: sum(map(_bytes_of, places)) for name, places in table.by_name.items()}
     files: list[list[str]] = [[]]
     filled = 0
