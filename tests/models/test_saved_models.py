@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.models import peers
 from tests.models.published import MODELS
 from tests.values import with_values
 
@@ -395,3 +396,32 @@ def test_a_failing_save_leaves_what_was_there(is_there: bool, loaded: Any, tmp_p
     assert (folder / "tokenizer.json").exists() is is_there
     with pytest.raises(PretrainedError, match="holds tensors already"):
         save_pretrained(copy.deepcopy(model), folder)
+
+
+# --- in transformers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tied", "layer removed", "vocabulary", "epsilon", "window"])
+def test_edits_have_the_logits_of_transformers(name: str, loaded: Any, tmp_path: Path):
+    pytest.importorskip("torch", reason="pip install torch")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    model = loaded()
+    EDITS[name][0](model)
+    save_pretrained(model, tmp_path / "saved")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
+    np.testing.assert_allclose(run(model, TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2", "qwen2", "qwen3_moe", "phi3", "gpt_neox"])
+def test_fewer_layers_have_the_logits_of_transformers(name: str, tmp_path: Path):
+    pytest.importorskip("torch", reason="pip install torch")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    peers.make(tmp_path / "peer", name)
+    model = from_pretrained(tmp_path / "peer")
+    del model.layers[0]
+    model.set_attributes(epsilon=1e-3)
+    save_pretrained(model, tmp_path / "saved")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
+    np.testing.assert_allclose(run(model, TOKENS), expected, rtol=0, atol=2e-5)
