@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic file writes."""
+"""Atomic writes of files and folders."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import numpy as np
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
@@ -21,3 +29,70 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
     finally:
         draft.unlink(missing_ok=True)
     return target
+
+
+@contextlib.contextmanager
+def draft_folder(place: Path) -> Iterator[Path]:
+    """Make a temporary folder beside a place, removed at the end."""
+    if place.is_dir():  # the folder above may be of another disk, or not ours
+        draft = place / f".draft.{secrets.token_hex(4)}.tmp"
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}.tmp")
+    draft.mkdir()
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def move_files(draft: Path, place: Path, last: str) -> None:
+    """Move a draft to its place, or its files into that folder."""
+    flush_folder(draft)
+    if not place.is_dir():
+        draft.rename(place)
+        flush(place.parent)
+        return
+    for file in sorted(draft.iterdir(), key=lambda file: file.name == last):
+        file.replace(place / file.name)
+    flush(place)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder and its files, against renames that overtake them."""
+    for item in (*folder.iterdir(), folder):
+        flush(item)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    with contextlib.suppress(OSError):  # some file systems cannot do it for folders
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_tensors(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> None:
+    """Write arrays by name as safetensors, or raise an ``OSError``."""
+    from safetensors import SafetensorError, TensorSpec, serialize_file
+
+    specs = {
+        name: TensorSpec(
+            dtype=array.dtype.name,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in arrays.items()
+    }
+    try:
+        serialize_file(specs, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))  # its class has no number
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
+    path.chmod(0o666 & path.parent.stat().st_mode)  # that of other new files; it is made private

@@ -18,7 +18,7 @@ if _typing.TYPE_CHECKING:
     from shardax.distributed.errors import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
-    from shardax.models.families import *  # noqa: F403
+    from shardax.models.family import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
     from shardax.named.base import *  # noqa: F403
     from shardax.nn.parameters import *  # noqa: F403
@@ -63,7 +63,7 @@ _NAMES = {
         "WorkerAuthenticationError WorkerCallError WorkerConfigError WorkerCrashedError "
         "WorkerMessageError WorkerPickleError WorkerStartError WorkerTimeoutError"
     ),
-    "shardax.models.families": "PretrainedError",
+    "shardax.models.family": "PretrainedError",
     "shardax.models.generation": "GenerationError",
     "shardax.named.base": "NamedAxesError NamedIndexError NamesRemainError",
     "shardax.nn.parameters": "LayerInputError",

@@ -7,6 +7,7 @@ import copy
 import json
 import pathlib
 import pickle
+import resource
 from typing import Any
 
 import jax
@@ -400,3 +401,21 @@ def test_arrays_come_back_from_their_file(
             found = np.asarray(read.read(name, form, None))
             assert (found.dtype, found.shape) == (array.dtype, array.shape)
             assert found.tobytes() == array.tobytes()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: pathlib.Path):
+    layer = sx.nn.Linear(64, 64, rngs=None)
+    layer.kernel.value, layer.bias.value = jnp.ones((64, 64)), jnp.ones(64)
+    x = jax.ShapeDtypeStruct((1, 64), jnp.float32)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # no file grows beyond it
+    try:
+        with pytest.raises(sx.errors.ExportError, match=r"not written to .*layer: \[Errno"):
+            sx.host.export(layer, x, to=tmp_path / "layer")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    sx.host.export(layer, x, to=tmp_path / "layer")  # when it can be written
+    np.testing.assert_array_equal(
+        sx.host.load(tmp_path / "layer")(jnp.ones((1, 64))), [[65.0] * 64]
+    )

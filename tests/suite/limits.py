@@ -50,7 +50,7 @@ DEAR = {
 # Pages whose code is one test each, and searches or trains.
 # With the compilers of accelerators, and the newest JAX.
 DEAR |= {
-    "tests/plan/test_forms.py::test_host_offloaded_activations_lower_the_device_peak[tpu:v5e:2x4]": (
+    "tests/plan/test_forms.py::test_host_offloaded_activations_lower_the_device_peak[tpu:v5e:2x4]": (  # noqa: E501
         "libtpu compiles a program of several layers twice"
     ),
     "tests/plan/test_memory_boundary.py::test_peak_reaches_limit_where_compiler_starts_to_refuse": (

@@ -8,314 +8,172 @@ here. In ``(heads dim) embed -> embed heads dim`` the first axis of the tensor i
 dimensions in one. ``0/3`` is the first of three equal parts, which axes alternate over; ``+``
 before an axis says that the parts in it stand one after the other, in the order of the rows.
 
-What a config says and no table knows is refused by name: a field either changes the model, is known
-to change nothing, or may only have the value that changes nothing.
+``Family`` and the reading of a ``config.json`` are in ``shardax.models.family``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import difflib
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardax._core.errors import ShardaxError
-from shardax.models.transformer import TransformerConfig
-from shardax.nn.rope import Rope
-
-
-class PretrainedError(ShardaxError, ValueError):
-    """A published model cannot be read, or a model be written.
-
-    The type of the model or a field of its config is unknown or unsupported, or tensors are
-    missing, left over or of another shape.
-    """
-
-
-# Fields of any config.json that change nothing in what a model computes.
-_HARMLESS = """
-_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id classifier_dropout
-cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-forced_eos_token_id gradient_checkpointing id2label initializer_range keys_to_ignore_at_inference
-label2id length_penalty max_length max_position_embeddings max_window_layers min_length model_type
-no_repeat_ngram_size num_beams num_return_sequences output_attentions output_hidden_states
-output_router_logits output_scores pad_token_id prefix problem_type remove_invalid_values
-repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
-task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
-transformers_version typical_p unk_token_id use_cache
-"""
-HARMLESS = frozenset(_HARMLESS.split())
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "chunk_size_feed_forward": (0,),
-    "is_decoder": (False,),
-    "is_encoder_decoder": (False,),
-    "pretraining_tp": (1,),
-    "pruned_heads": ({}, None),
-    "tie_encoder_decoder": (False,),
-    "use_bfloat16": (False,),
-    "use_bidirectional_attention": (None, False),
-}
-ACTIVATION_NAMES = {
-    "gelu": "exact_gelu",
-    "gelu_fast": "gelu",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-_ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "original_max_position_embeddings",
-        "truncate",
-    ),
-}
-
-Taker = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Family:
-    """What is known of a type of models."""
-
-    # By field of ``config.json`` those of ``TransformerConfig`` that it sets, separated by spaces.
-    fields: Mapping[str, str]
-    # The table of tensors.
-    tensors: str
-    # Fields of ``TransformerConfig`` that all models of the family share.
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Values of fields of ``config.json`` that may be left out.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Called with a function that takes a field by name; returns fields of ``TransformerConfig``.
-    derive: Callable[[Taker], Mapping[str, Any]] | None = None
-    # By name of the class the fields of ``TransformerConfig`` that it sets.
-    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # Fields of ``config.json`` that may only have one of these values.
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Fields that change nothing.
-    harmless: Iterable[str] = ()
-    # Of the names of tensors, in all models but those without a head.
-    prefix: str = "model."
-    # Ends of the names of tensors that are no parameters.
-    buffers: Iterable[str] = ("rotary_emb.inv_freq",)
-
-    def config(self, given: Mapping[str, Any], where: str) -> TransformerConfig:
-        """Reads a ``config.json``, or raises with all that is wrong in it."""
-        left, wrong = dict(given), []
-        missing = object()
-
-        def take(name: str, *default: Any) -> Any:
-            value = left.pop(name, given.get(name, missing))
-            if value is missing:
-                value = self.defaults.get(name, *default) if name in self.defaults or default else 1
-                if not default and name not in self.defaults:
-                    wrong.append(f"{name} is missing")
-            return value
-
-        values: dict[str, Any] = dict(self.fixed)
-        values.update(self._of_architecture(given, wrong))
-        for name, targets in self.fields.items():
-            value = take(name)
-            if "activation" in targets.split():
-                if name in given and value not in ACTIVATION_NAMES:
-                    wrong.append(f"{name}={value!r} is none of {', '.join(ACTIVATION_NAMES)}")
-                value = ACTIVATION_NAMES.get(value, "silu")
-            values.update(dict.fromkeys(targets.split(), value))
-        if self.derive is not None:
-            try:
-                values.update(self.derive(take))
-            except PretrainedError as error:
-                wrong.append(str(error))
-        for name, allowed in {**NEUTRAL, **self.neutral}.items():
-            value = left.pop(name, allowed[0])
-            if value not in allowed:
-                wrong.append(f"{name}={value!r} is not supported, only {allowed[0]!r}")
-        known = HARMLESS | set(self.harmless)
-        wrong += [
-            f"{name}={value!r} is unknown" for name, value in left.items() if name not in known
-        ]
-        if wrong:
-            raise PretrainedError(
-                f"{where} describes a model that cannot be read: {'; '.join(wrong)}. If a field "
-                f"changes nothing, say so: sx.models.register({given.get('model_type')!r}, "
-                f"like={given.get('model_type')!r}, harmless=[NAME])."
-            )
-        values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
-        if not values.get("head_dim"):
-            values["head_dim"] = values["embed_dim"] // values["num_heads"]
-        return TransformerConfig(**values, source=json.dumps(given))
-
-    def _of_architecture(self, given: Mapping[str, Any], wrong: list[str]) -> Mapping[str, Any]:
-        names = given.get("architectures") or [next(iter(self.architectures))]
-        if len(names) == 1 and names[0] in self.architectures:
-            return self.architectures[names[0]]
-        known = ", ".join(self.architectures)
-        wrong.append(f"architectures={names!r} is not supported, only one of {known}")
-        return {}
-
+from shardax.models.family import ACTIVATION_NAMES, Family, PretrainedError, Taker, brief, read_rope
 
 # --- what several families share ------------------------------------------------------------------
 
 
-def _rope(take: Taker, values: Mapping[str, Any] | None = None, **options: Any) -> Rope:
-    """Reads the rotary embedding in today's form or the older one."""
-    if values is None:
-        values = take("rope_parameters", None)
-        scaling = take("rope_scaling", None) or {}
-        theta, part = take("rope_theta", None), take("partial_rotary_factor", None)
-        if values is None:
-            values = dict[str, Any](scaling)
-        values = {**({} if theta is None else {"rope_theta": theta}), **values}
-        if part is not None:
-            values.setdefault("partial_rotary_factor", part)
-    left = {name: value for name, value in values.items() if value is not None}
-    kind = left.pop("rope_type", left.pop("type", "default"))
-    left.pop("type", None)
-    found: dict[Any, Any] = {
-        "base": float(left.pop("rope_theta", options.get("base", 10_000.0))),
-        "fraction": float(left.pop("partial_rotary_factor", options.get("fraction", 1.0))),
-    }
-    names = _ROPE_FIELDS.get(kind)
-    if names is None:
-        known = ", ".join(_ROPE_FIELDS)
-        raise PretrainedError(f"rope_type={kind!r} is not supported, only one of {known}")
-    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in left:
-        left["original_max_position_embeddings"] = take("max_position_embeddings")
-    if kind == "yarn":
-        left = {"beta_slow": 1.0, "beta_fast": 32.0, **left}
-    here = {
-        "low_freq_factor": "low",
-        "high_freq_factor": "high",
-        "beta_slow": "low",
-        "beta_fast": "high",
-        "original_max_position_embeddings": "length",
-    }
-    found |= {here.get(name, name): left.pop(name) for name in names if name in left}
-    absent = {"factor", "low_freq_factor", "high_freq_factor"} & set(names) - set(values)
-    if left or absent:
-        what = [f"{name}={value!r} is unknown" for name, value in left.items()]
-        what += [f"{name} is missing" for name in sorted(absent)]
-        raise PretrainedError(f"the rotary embedding of rope_type={kind!r}: {', '.join(what)}")
-    return Rope(kind=kind, **found)
-
-
-def _windows(take: Taker, layers: Callable[[int, int], bool] | None = None) -> dict[str, Any]:
+def _windows(take: Taker, layers: Callable[[int, int], bool]) -> dict[str, Any]:
     """Reads the window, and which layers have it."""
     window, types = take("sliding_window", None), take("layer_types", None)
     count = take("num_hidden_layers")
     if types is not None:
-        other = sorted(set(types) - {"full_attention", "sliding_attention"})
-        if other or len(types) != count:
-            raise PretrainedError(f"layer_types={types!r} is not supported for {count} layers")
-        local = tuple(each == "sliding_attention" for each in types)
-    elif layers is not None:
-        local = tuple(layers(index, count) for index in range(count))
+        others = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if others or len(types) != count:
+            raise PretrainedError(
+                f"layer_types={brief(types)} is not supported for {count} layers, only "
+                f"'full_attention' or 'sliding_attention' for each"
+            )
+        local = tuple(kind == "sliding_attention" for kind in types)
     else:
-        local = None
-    if window is None or (local is not None and not any(local)):
+        local = tuple(layers(index, count) for index in range(count))
+    if window is None or not any(local):
         return {}
-    return {"window": window, "local_layers": None if local is None or all(local) else local}
+    return {"window": window, "local_layers": None if all(local) else local}
+
+
+def _window(take: Taker) -> dict[str, Any]:
+    """Reads the window of a family whose layers are all alike."""
+    window, types = take("sliding_window", None), take("layer_types", None)
+    kind = "full_attention" if window is None else "sliding_attention"
+    if types is not None and set(types) != {kind}:
+        raise PretrainedError(
+            f"layer_types={brief(types)} is not supported, as transformers takes no notice of it: "
+            f"all layers have sliding_window={window!r}"
+        )
+    return {} if window is None else {"window": window}
 
 
 def _rotary(take: Taker) -> dict[str, Any]:
-    return {"rope": _rope(take)}
+    return {"rope": read_rope(take)}
 
 
-def _rotary_windows(take: Taker) -> dict[str, Any]:
-    return {"rope": _rope(take), **_windows(take)}
+def _rotary_window(take: Taker, base: float = 10_000.0) -> dict[str, Any]:
+    return {"rope": read_rope(take, base=base), **_window(take)}
 
 
 def _qwen(take: Taker) -> dict[str, Any]:
-    most, used = take("max_window_layers", 28), take("use_sliding_window", False)
-    found = _windows(take, lambda index, _: index >= most)
-    return {"rope": _rope(take), **(found if used else {})}
+    most, used = take("max_window_layers"), take("use_sliding_window")
+    windows = _windows(take, lambda index, _: index >= most)
+    return {"rope": read_rope(take), **(windows if used else {})}
 
 
 def _experts(take: Taker) -> dict[str, Any]:
     """Reads the experts of Qwen, and the layers without."""
-    step, plain = take("decoder_sparse_step", 1), take("mlp_only_layers", [])
+    step, plain = take("decoder_sparse_step"), take("mlp_only_layers") or ()
     count = take("num_hidden_layers")
-    used = take("use_sliding_window", False)
-    experts = take("num_local_experts", None)
-    experts = take("num_experts", 128) if experts is None else experts
-    take("num_experts", None)
-    dense = tuple(i for i in range(count) if i in (plain or ()) or (i + 1) % step)
-    windows = _windows(take) if used else {}
-    if not used:
-        take("sliding_window", None)
-    return {"rope": _rope(take), "num_experts": experts, "dense_layers": dense, **windows}
+    experts, older = take("num_experts"), take("num_local_experts", None)
+    windows = _window(take) if take("use_sliding_window") else {}
+    take("sliding_window", None)
+    dense = tuple(i for i in range(count) if i in plain or (i + 1) % step)
+    return {
+        "rope": read_rope(take),
+        "num_experts": experts if older is None else older,
+        "dense_layers": dense,
+        **windows,
+    }
 
 
-def _gemma(take: Taker) -> dict[str, Any]:
-    name, size = take("hidden_activation", None), take("hidden_size")
-    older = take("hidden_act", "gelu_pytorch_tanh")
-    name = older if name is None else name
-    if name not in ACTIVATION_NAMES or name == "gelu":
+def _gemma(take: Taker, name: str = "hidden_activation") -> dict[str, Any]:
+    """Reads what the Gemmas share; ``name`` is the field of the activation."""
+    size, activation = take("hidden_size"), take(name)
+    beside = take({"hidden_act", "hidden_activation"}.difference([name]).pop(), None)
+    names = {each for each in (activation, beside) if each is not None}
+    # The first files say "gelu" and mean its approximation, as transformers reads them.
+    names = {"gelu_pytorch_tanh" if each == "gelu" else each for each in names}
+    functions = {ACTIVATION_NAMES.get(each) for each in names}
+    if len(functions) != 1 or None in functions:
         raise PretrainedError(
-            f"hidden_act={name!r} is not supported, as it meant other functions in other versions; "
-            f"write hidden_activation='gelu_pytorch_tanh'"
+            f"{name}={brief(activation)} beside {brief(beside)} is not supported: write "
+            f"{name}='gelu_pytorch_tanh' alone"
         )
-    return {"activation": ACTIVATION_NAMES[name], "embed_scale": size**0.5}
+    return {"activation": functions.pop(), "embed_scale": size**0.5}
 
 
 def _gemma1(take: Taker) -> dict[str, Any]:
-    return {"rope": _rope(take), **_gemma(take)}
+    return {"rope": read_rope(take), **_gemma(take, "hidden_act")}
 
 
 def _gemma2(take: Taker) -> dict[str, Any]:
     scale = take("query_pre_attn_scalar") ** -0.5
     windows = _windows(take, lambda index, _: index % 2 == 0)
-    return {"rope": _rope(take), "attention_scale": scale, **_gemma(take), **windows}
+    return {"rope": read_rope(take), "attention_scale": scale, **_gemma(take), **windows}
 
 
 def _gemma3(take: Taker) -> dict[str, Any]:
-    every = take("sliding_window_pattern", None) or take("_sliding_window_pattern", 6)
-    take("_sliding_window_pattern", None)
-    found = _windows(take, lambda index, _: (index + 1) % every > 0)
-    given = take("rope_parameters", None)
-    if given is not None and "full_attention" in given:
-        ropes = [
-            _rope(take, given[name], base=base)
-            for name, base in (("full_attention", 1e6), ("sliding_attention", 1e4))
-        ]
-    else:
-        local = take("rope_local_base_freq", 10_000.0)
-        ropes = [_rope(take, None, base=1e6), Rope(local)]
+    every = take("sliding_window_pattern", None) or 6
+    newer, types = take("_sliding_window_pattern", None), take("layer_types", None)
+    if types is None and newer not in (None, every):
+        raise PretrainedError(
+            f"_sliding_window_pattern={newer!r} is not supported without layer_types, as "
+            f"transformers takes no notice of it: write sliding_window_pattern"
+        )
+    windows = _windows(take, lambda index, _: (index + 1) % every > 0)
+    scaling, parameters = take("rope_scaling", None) or {}, take("rope_parameters", None) or {}
+    theta, local = take("rope_theta", None), take("rope_local_base_freq", None)
+    kinds = ("full_attention", "sliding_attention")
+    wrong = [name for name in parameters if name not in kinds]
+    wrong += [name for name in kinds if not isinstance(parameters.get(name) or {}, dict)]
+    if wrong:
+        raise PretrainedError(
+            f"rope_parameters with {', '.join(map(brief, wrong))} is not supported, only tables "
+            f"of {' and '.join(kinds)}"
+        )
+    full, sliding = (parameters.get(name) or {} for name in kinds)
     scale = take("query_pre_attn_scalar") ** -0.5
-    found |= {"rope": ropes[0], "local_rope": ropes[1]}
-    return {"attention_scale": scale, **_gemma(take), **found}
+    ropes = {
+        "rope": read_rope(take, {**full, **scaling}, base=theta or 1e6),
+        "local_rope": read_rope(take, sliding, base=local or 1e4),
+    }
+    return {"attention_scale": scale, **_gemma(take), **windows, **ropes}
 
 
 def _neox(take: Taker) -> dict[str, Any]:
     older = {"base": take("rotary_emb_base", 10_000.0), "fraction": take("rotary_pct", 0.25)}
-    return {"rope": _rope(take, None, **older), "parallel": take("use_parallel_residual", True)}
+    beside = {"rope_theta": take("rope_theta", None)}
+    beside["partial_rotary_factor"] = take("partial_rotary_factor", None)
+
+    def without(name: str, *default: Any) -> Any:
+        return None if name in beside else take(name, *default)
+
+    rope = read_rope(without, None, **older)
+    for name, value in zip(beside, (rope.base, rope.fraction), strict=True):
+        if beside[name] not in (None, value):
+            raise PretrainedError(
+                f"{name}={beside[name]!r} is not supported, as transformers takes no notice of it: "
+                f"write rope_parameters={{{name!r}: {beside[name]!r}}}"
+            )
+    return {"rope": rope, "parallel": take("use_parallel_residual")}
 
 
 def _phi(take: Taker) -> dict[str, Any]:
-    return {"rope": _rope(take, None, fraction=0.5)}
+    return {"rope": read_rope(take, None, fraction=0.5)}
+
+
+def _phi3(take: Taker) -> dict[str, Any]:
+    return {"rope": read_rope(take, kinds=["default"]), **_window(take)}
 
 
 def _gpt2(take: Taker) -> dict[str, Any]:
     inner, size = take("n_inner", None), take("n_embd")
-    scale = None if take("scale_attn_weights", True) else 1.0
+    scale = None if take("scale_attn_weights") else 1.0
     return {"mlp_dim": 4 * size if inner is None else inner, "attention_scale": scale}
 
 
 def _labels(take: Taker) -> dict[str, Any]:
-    names = take("id2label", None)
-    return {"num_classes": len(names) if names else take("num_labels", 2)}
+    names, count = take("id2label", None), take("num_labels", 2)
+    return {"num_classes": len(names) if names else count}
 
 
 _SIZES = {
@@ -334,8 +192,37 @@ _DECODER = {
 _RMS = {**_DECODER, "rms_norm_eps": "norm_epsilon", "head_dim": "head_dim"}
 _SILU = {**_RMS, "hidden_act": "activation"}
 _BIASED = {"attention_bias": "qkv_bias out_bias"}
-_UNTIED = {"tie_word_embeddings": False, "attention_dropout": 0.0, "head_dim": None}
+# What is left out of a config.json is what it is by default in transformers. Only the sizes that
+# every file has must be there: vocabulary, width, MLP, layers and heads.
+_UNTIED = {
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+}
 _TIED = {**_UNTIED, "tie_word_embeddings": True}
+_QWEN = {
+    **_UNTIED,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+_MISTRAL = {**_UNTIED, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+_GEMMA = {
+    **_TIED,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 16,
+}
+_GEMMA2 = {**_GEMMA, "num_key_value_heads": 4, "query_pre_attn_scalar": 256}
+_GEMMA2 |= {"hidden_activation": _GEMMA2.pop("hidden_act"), "sliding_window": 4096}
 _ALL_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 
 
@@ -521,6 +408,12 @@ _ENCODER_FIELDS = {
     "hidden_dropout_prob": "dropout embed_dropout",
     "attention_probs_dropout_prob": "attention_dropout",
 }
+_ENCODER = {
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "layer_norm_eps": 1e-12,
+}
 _ENCODER_FIXED = {**_ALL_BIASES, "norm": "layer", "gated": False, "causal": False, "rope": None}
 
 
@@ -539,27 +432,22 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         {**_SILU, **_BIASED, "mlp_bias": "mlp_bias"},
         _LLAMA_TENSORS,
-        defaults={
-            **_UNTIED,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "num_key_value_heads": None,
-        },
+        defaults={**_UNTIED, "mlp_bias": False},
         derive=_rotary,
         architectures=_heads("LlamaForCausalLM"),
     ),
     "mistral": Family(
         _SILU,
         _LLAMA_TENSORS,
-        defaults=_UNTIED,
-        derive=_rotary_windows,
+        defaults={**_MISTRAL, "sliding_window": 4096},
+        derive=_rotary_window,
         architectures=_heads("MistralForCausalLM"),
     ),
     "qwen2": Family(
         _SILU,
         _LLAMA_TENSORS,
         fixed={"qkv_bias": True},
-        defaults=_UNTIED,
+        defaults=_QWEN,
         derive=_qwen,
         architectures=_heads("Qwen2ForCausalLM"),
     ),
@@ -567,7 +455,7 @@ FAMILIES: dict[str, Family] = {
         {**_SILU, **_BIASED},
         _LLAMA_TENSORS,
         fixed={"qk_norm": "head"},
-        defaults=_UNTIED,
+        defaults={**_QWEN, "head_dim": 128},
         derive=_qwen,
         architectures=_heads("Qwen3ForCausalLM"),
     ),
@@ -580,8 +468,14 @@ FAMILIES: dict[str, Family] = {
             "router_aux_loss_coef": "load_balance_weight",
         },
         _table(_ENDS, _NORMS, _ATTENTION, _EXPERT_TENSORS, m="block_sparse_moe", **_MIXTRAL_NAMES),
-        defaults={**_UNTIED, "router_aux_loss_coef": 0.001},
-        derive=_rotary_windows,
+        defaults={
+            **_MISTRAL,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "router_aux_loss_coef": 0.001,
+        },
+        derive=functools.partial(_rotary_window, base=1e6),
         architectures=_heads("MixtralForCausalLM"),
         neutral={"router_jitter_noise": (0.0,)},
     ),
@@ -605,7 +499,17 @@ FAMILIES: dict[str, Family] = {
             **_QWEN_NAMES,
         ),
         fixed={"qk_norm": "head"},
-        defaults={**_UNTIED, "router_aux_loss_coef": 0.001},
+        defaults={
+            **_QWEN,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "router_aux_loss_coef": 0.001,
+        },
         derive=_experts,
         architectures=_heads("Qwen3MoeForCausalLM"),
     ),
@@ -613,7 +517,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA_FIELDS,
         _LLAMA_TENSORS,
         fixed={"norm": "rms_offset"},
-        defaults={**_TIED, "attention_bias": False, "head_dim": 256},
+        defaults=_GEMMA,
         derive=_gemma1,
         architectures=_heads("GemmaForCausalLM"),
     ),
@@ -621,7 +525,7 @@ FAMILIES: dict[str, Family] = {
         {**_GEMMA_FIELDS, **_SOFTCAPS},
         _GEMMA_TENSORS,
         fixed={"norm": "rms_offset", "norm_placement": "sandwich"},
-        defaults={**_TIED, "attention_bias": False, "head_dim": 256},
+        defaults={**_GEMMA2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         derive=_gemma2,
         architectures=_heads("Gemma2ForCausalLM"),
         harmless=("cache_implementation",),
@@ -630,8 +534,7 @@ FAMILIES: dict[str, Family] = {
         {**_GEMMA_FIELDS, **_SOFTCAPS},
         _GEMMA_TENSORS,
         fixed={"norm": "rms_offset", "norm_placement": "sandwich", "qk_norm": "head"},
-        defaults={**_TIED, "attention_bias": False, "head_dim": 256}
-        | dict.fromkeys(_SOFTCAPS, None),
+        defaults={**_GEMMA2, **dict.fromkeys(_SOFTCAPS), "max_position_embeddings": 131072},
         derive=_gemma3,
         architectures=_heads("Gemma3ForCausalLM", "Gemma3TextModel"),
         harmless=("cache_implementation",),
@@ -639,8 +542,14 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         {**_SILU, "embd_pdrop": "embed_dropout", "resid_pdrop": "dropout"},
         _table(_ENDS, _NORMS, _PHI3_LAYERS),
-        defaults={**_UNTIED, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-        derive=_rotary_windows,
+        defaults={
+            **_UNTIED,
+            "embd_pdrop": 0.0,
+            "max_position_embeddings": 4096,
+            "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-5,
+        },
+        derive=_phi3,
         architectures=_heads("Phi3ForCausalLM"),
         neutral={"attention_bias": (False,)},
         harmless=("original_max_position_embeddings",),
@@ -671,7 +580,13 @@ FAMILIES: dict[str, Family] = {
             "shared_norm": True,
             "head_bias": True,
         },
-        defaults={**_UNTIED, "num_key_value_heads": None},
+        defaults={
+            **_UNTIED,
+            "embd_pdrop": 0.0,
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "resid_pdrop": 0.0,
+        },
         derive=_phi,
         architectures=_heads("PhiForCausalLM"),
         neutral={"qk_layernorm": (False,)},
@@ -686,7 +601,7 @@ FAMILIES: dict[str, Family] = {
             _PLAIN_MLP,
         ),
         fixed={"norm_placement": "post", "qk_norm": "all"},
-        defaults={**_UNTIED, "attention_bias": False, "num_key_value_heads": None},
+        defaults={**_UNTIED, "rms_norm_eps": 1e-5},
         derive=_rotary,
         architectures=_heads("Olmo2ForCausalLM"),
     ),
@@ -706,12 +621,22 @@ FAMILIES: dict[str, Family] = {
         },
         _GPT2_TENSORS,
         fixed={**_ALL_BIASES, "norm": "layer", "gated": False, "rope": None},
-        defaults={"tie_word_embeddings": True},
+        defaults={
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "layer_norm_epsilon": 1e-5,
+            "n_positions": 1024,
+            "resid_pdrop": 0.1,
+            "scale_attn_weights": True,
+            "tie_word_embeddings": True,
+        },
         derive=_gpt2,
         architectures=_heads("GPT2LMHeadModel", "GPT2Model"),
         neutral={"scale_attn_by_inverse_layer_idx": (False,)},
         harmless=(
-            *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout"),
+            *("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
+            *("summary_activation", "summary_first_dropout"),
             *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
         ),
         prefix="transformer.",
@@ -729,7 +654,14 @@ FAMILIES: dict[str, Family] = {
         },
         _table(_ENDS, _NORMS, _NEOX_LAYERS, _PLAIN_MLP, **_NEOX_NAMES),
         fixed={"mlp_bias": True, "norm": "layer", "gated": False},
-        defaults={**_UNTIED, "attention_bias": True, "hidden_dropout": 0.0},
+        defaults={
+            **_UNTIED,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "hidden_dropout": 0.0,
+            "layer_norm_eps": 1e-5,
+            "use_parallel_residual": True,
+        },
         derive=_neox,
         architectures=_heads("GPTNeoXForCausalLM"),
         prefix="gpt_neox.",
@@ -753,8 +685,17 @@ FAMILIES: dict[str, Family] = {
             d="model.layers.#.mlp.c_proj",
         ),
         fixed={"norm": "layer", "gated": False},
-        defaults={**_TIED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-        derive=_rotary_windows,
+        defaults={
+            **_TIED,
+            "embedding_dropout": 0.0,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "num_key_value_heads": 2,
+            "residual_dropout": 0.0,
+            "use_bias": True,
+        },
+        derive=_rotary_window,
         architectures=_heads("Starcoder2ForCausalLM"),
         neutral={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
     ),
@@ -766,6 +707,7 @@ FAMILIES: dict[str, Family] = {
         },
         _encoder(_BERT_ENDS, _ENCODER_LAYERS, p="bert.", h="classifier"),
         fixed={**_ENCODER_FIXED, "norm_placement": "after", "embed_norm": True},
+        defaults={**_ENCODER, "max_position_embeddings": 512, "type_vocab_size": 2},
         derive=_labels,
         architectures={
             "BertForMaskedLM": {"head_transform": True, "head_bias": True, "tied_head": True},
@@ -773,11 +715,20 @@ FAMILIES: dict[str, Family] = {
             "BertForSequenceClassification": {"head": "first", "pooler": True},
         },
         neutral={"position_embedding_type": ("absolute",), "tie_word_embeddings": (True,)},
+        harmless=(
+            *("directionality", "pooler_fc_size", "pooler_num_attention_heads"),
+            *("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+        ),
         prefix="bert.",
         buffers=(
             "embeddings.position_ids",
             "predictions.decoder.weight",
             "predictions.decoder.bias",
+            # Of the heads that the first checkpoints have beside the one that they are named by.
+            "seq_relationship.weight",
+            "seq_relationship.bias",
+            "bert.pooler.dense.weight",
+            "bert.pooler.dense.bias",
         ),
     ),
     "vit": Family(
@@ -790,13 +741,22 @@ FAMILIES: dict[str, Family] = {
         },
         _encoder(_VIT_ENDS, _ENCODER_LAYERS, p="vit.", h="classifier"),
         fixed=_ENCODER_FIXED,
+        defaults={
+            **_ENCODER,
+            "attention_probs_dropout_prob": 0.0,
+            "hidden_dropout_prob": 0.0,
+            "image_size": 224,
+            "num_channels": 3,
+            "patch_size": 16,
+            "qkv_bias": True,
+        },
         derive=_vit,
         architectures={
             "ViTForImageClassification": {"head": "first"},
             "ViTModel": {"head": None, "pooler": True},
         },
         neutral={"pooler_act": ("tanh",)},
-        harmless=("encoder_stride", "pooler_output_size"),
+        harmless=("encoder_stride", "pooler_output_size", "tie_word_embeddings", "vocab_size"),
         prefix="vit.",
         buffers=(),
     ),
@@ -849,9 +809,25 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
 
 def find_family(model_type: Any, where: str) -> Family:
     """Returns the family of a type of models, or raises."""
-    if model_type not in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    raise PretrainedError(
+        f"{where} has model_type={brief(model_type)}, but known are {', '.join(sorted(FAMILIES))}."
+    )
+
+
+def family_of(content: Mapping[str, Any], where: str) -> Family:
+    """Returns the family of a ``config.json``, or raises with advice."""
+    kind, names = content.get("model_type"), content.get("architectures")
+    try:
+        return find_family(kind, where)
+    except PretrainedError as error:
+        if not isinstance(kind, str):
+            raise
+        like = next(iter(difflib.get_close_matches(kind, FAMILIES, 1, 0.0)), "llama")
+        parts = {name: {} for name in names} if isinstance(names, list) else {}
         raise PretrainedError(
-            f"{where} has model_type={model_type!r}, but known are {', '.join(sorted(FAMILIES))}. "
-            f"Others can be added: sx.models.register({model_type!r}, like=..., ...)."
-        )
-    return FAMILIES[model_type]
+            f"{error} If its layers and tensors are those of a known type, say of which, such as "
+            f"sx.models.register({kind!r}, like={like!r}, architectures={parts!r}); if they "
+            f"differ, docs/pretrained.md says how to describe them."
+        ) from None

@@ -14,9 +14,10 @@ import itertools
 import json
 import math
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,11 @@ from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
+from shardax._files import draft_folder, move_files, write_tensors
+from shardax.models.architecture import describe, parameter_places, refused
 from shardax.models.decoder import DECODER_RULES
-from shardax.models.families import Family, PretrainedError, find_family
+from shardax.models.families import family_of
+from shardax.models.family import Family, PretrainedError, brief
 from shardax.models.transformer import Transformer, TransformerConfig
 from shardax.nn.stack import Stack
 from shardax.partition.context import current_rules
@@ -44,6 +48,7 @@ from shardax.partition.tree_check import check
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 LARGEST_FILE = 5 * 2**30
+_DTYPE_FIELDS = frozenset(["dtype", "torch_dtype"])
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 # What is fetched of a hub's model: its weights are often there in other formats too.
 TOKENIZER_FILES = (
@@ -80,7 +85,7 @@ def from_pretrained(
         dtype: Compute dtype; None for that of the parameters.
         param_dtype: Dtype of the parameters; None for that in the files.
         strict: Whether tensors that the model has no place for are an error, and parameters that no
-            tensor is for. If not, such parameters are initialised.
+            tensor is for. If not, such parameters are initialised, and a warning names both.
         scan_layers: Whether layers are stacked and run by a loop.
         remat: As for ``TransformerConfig``.
         rngs: Random streams for dropout and for what is initialised; None for ``Rngs(0)``.
@@ -105,10 +110,10 @@ def from_pretrained(
         (1, 64, 192)
     """
     folder = find_directory(directory)
-    given = _read_json(folder / CONFIG)
-    family = find_family(given.get("model_type"), str(folder / CONFIG))
-    config = family.config(given, str(folder / CONFIG))
+    content = _read_json(folder / CONFIG)
     with _Files(folder) as files:
+        family = family_of(content, str(folder / CONFIG))
+        config = family.config(content, str(folder / CONFIG), len(files.names))
         stored = files.common_dtype() if param_dtype is None else param_dtype
         config = replace(
             config,
@@ -118,8 +123,8 @@ def from_pretrained(
             remat=remat,
         )
         model = Transformer(config, rngs=Rngs(0) if rngs is None else rngs)
-        table = _Table(model, family, files.names)
-        table.check(files, str(folder), strict)
+        table = _Table.of_built(model, family, files.names)
+        unread = table.check(files, str(folder), strict)
         where = resolve_mesh(mesh)
         if rules is None and not current_rules().names:
             rules = DECODER_RULES
@@ -133,6 +138,8 @@ def from_pretrained(
                 entry.variable.value = _read(entry, files, places.get(entry.path), cast)
     if where is not None:
         shard(model, where, rules)
+    if unread:
+        warnings.warn(unread, stacklevel=2)
     model.eval()
     return model
 
@@ -142,9 +149,15 @@ def save_pretrained(
 ) -> None:
     """Writes a model as it is published: ``config.json`` and safetensors.
 
-    What was loaded is written with its own ``config.json``, and tensors that are equal bit for bit.
-    A ``Decoder`` is written as a llama. In a run of several processes all must call it, and the
-    first writes.
+    ``config.json`` is that which was read, with what was changed of the layers since: a head that
+    is tied no more, fewer layers, a larger vocabulary, another window, epsilon or activation. A
+    model that was not loaded is written as a llama, or as the first family that can say what it
+    is. Frozen parameters are written like others, and tensors that did not change bit for bit. A
+    model that would read back as another is refused, by path, before a file is written. Files
+    appear when all are complete: a disk that is full leaves what was there.
+
+    The compute dtype and dropout are no part of it. In a run of several processes all must call
+    it, and the first writes.
 
     Args:
         model: A ``Transformer``, such as ``from_pretrained`` returns, or a ``Decoder``.
@@ -152,8 +165,8 @@ def save_pretrained(
         max_file_bytes: Size above which tensors go to another file.
 
     Raises:
-        PretrainedError: If the model is of no family, has other parameters than its family, or its
-            config says something else than its ``config.json``; or the folder has tensors already.
+        PretrainedError: If the model is of no family, or no ``config.json`` of its family says what
+            it is; or the folder has tensors already, or cannot be written.
         ImportError: If ``safetensors`` is missing.
 
     Example:
@@ -164,37 +177,25 @@ def save_pretrained(
         >>> sorted(path.name for path in folder.iterdir())
         ['config.json', 'model.safetensors']
     """
-    folder = Path(directory)
-    given, family = _config_of(model)
-    table = _Table(model, family, None)
-    table.check_complete()
+    folder = Path(directory).expanduser()
+    content, family, config = describe(model)
+    table = _Table.of_edited(model, family, config)
+    stored = Counter(jnp.dtype(entry.variable.dtype).name for entry in table.entries)
+    content |= {name: max(stored, key=stored.__getitem__) for name in _DTYPE_FIELDS & {*content}}
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         raise PretrainedError(f"{folder} holds tensors already. Give another folder, or clear it.")
-    sizes = {name: sum(map(_bytes_of, some)) for name, some in table.by_name.items()}
-    files: list[list[str]] = [[]]
-    for name in sizes:
-        filled = sum(sizes[other] for other in files[-1])
-        if files[-1] and filled + sizes[name] > max_file_bytes:
-            files.append([])
-        files[-1].append(name)
-    titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    titles = [SINGLE] if len(files) == 1 else titles
-    is_main = distributed.is_main()
-    if is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-    whole = functools.lru_cache(maxsize=8)(_whole)  # fused tensors ask for one another's parts
-    for title, names in zip(titles, files, strict=True):
-        arrays = {name: table.tensor(name, whole) for name in names}
-        if is_main:
-            _write_tensors(folder / title, arrays)
-    if is_main:
-        if len(files) > 1:
-            places = {
-                name: title for title, names in zip(titles, files, strict=True) for name in names
-            }
-            total = {"total_size": sum(sizes.values())}
-            _write_json(folder / INDEX, {"metadata": total, "weight_map": places})
-        _write_json(folder / CONFIG, given)
+    distributed.barrier("save_pretrained")  # that all have looked before the first writes
+    try:
+        with draft_folder(folder) if distributed.is_main() else contextlib.nullcontext() as draft:
+            _write_files(table, draft, max_file_bytes)
+            if draft is not None:
+                _write_json(draft / CONFIG, content)
+                move_files(draft, folder, last=CONFIG)
+    except OSError as error:
+        raise PretrainedError(
+            f"The model was not written to {folder}: {error}. What was there is as it was; call "
+            f"save_pretrained again when it can be written, or with another folder."
+        ) from error
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -207,7 +208,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         A ``tokenizers.Tokenizer``: ``encode(text).ids``, ``decode(ids)``.
 
     Raises:
-        PretrainedError: If there is no ``tokenizer.json``.
+        PretrainedError: If there is no ``tokenizer.json``, or it is damaged.
         ImportError: If ``tokenizers`` is missing.
 
     Example:
@@ -227,7 +228,12 @@ def load_tokenizer(directory: str | Path) -> Any:
     file = find_directory(directory, TOKENIZER_FILES) / "tokenizer.json"
     if not file.is_file():
         raise PretrainedError(f"{file} is not there; the model has no tokenizer of that kind.")
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no narrower class
+        raise PretrainedError(
+            f"{file} is damaged: {brief(str(error))}. Download or save it again."
+        ) from error
 
 
 def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -> Path:
@@ -353,41 +359,79 @@ class _Entry(NamedTuple):
 class _Table:
     """Where each parameter of a model stands in the files."""
 
-    def __init__(self, model: Any, family: Family, names: Any) -> None:
-        rows = {row.path: row for row in _rows(family.tensors)}
-        parts: TransformerConfig = getattr(model.config, "transformer", model.config)
-        self.tied = parts.tied_head and parts.head == "tokens"
+    def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
+        self.rows = {row.path: row for row in _rows(family.tensors)}
+        self.tied = config.tied_head and config.head == "tokens"
         self.buffers = tuple(family.buffers)
-        self.rows = rows
         # Models without a head, and some old files, do without the prefix.
-        bare = parts.head is None
+        bare = config.head is None
         if names is not None:
             bare = not any(name.startswith(family.prefix) for name in names)
         self.prefix = family.prefix if bare else ""
         self.entries: list[_Entry] = []
         self.unknown: list[str] = []
-        for path, variable in iter_variables(model, Param):
-            place, layers, stacked = _place(path, model, parts)
-            row = rows.get(place)
-            if row is None:
-                self.unknown.append(format_path(path))
-            else:
-                self.entries.append(_Entry(path, variable, row, layers, stacked, self.prefix))
-        order = list(rows)
-        self.entries.sort(key=lambda entry: (entry.layers[:1], order.index(entry.row.path)))
         self.by_name: dict[str, list[tuple[_Entry, int, int]]] = {}
-        for entry in self.entries:
-            for layer in entry.layers or (0,):
-                for expert in range(entry.experts):
-                    place = (entry, layer, expert)
-                    self.by_name.setdefault(entry.name(layer, expert), []).append(place)
+
+    @classmethod
+    def of_built(cls, model: Transformer, family: Family, names: Any) -> _Table:
+        """Returns the table of a model that was just made."""
+        table = cls(model.config, family, names)
+        for path, variable in iter_variables(model, Param):
+            place, layers, stacked = _place(path, model, model.config)
+            table.add(path, variable, place, layers, stacked)
+        table.sort()
+        for entry in table.entries:
+            table.add_names(entry, entry.layers or (0,))
+        return table
+
+    @classmethod
+    def of_edited(cls, model: Any, family: Family, config: TransformerConfig) -> _Table:
+        """Returns the table of an edited model, or raises for lost parts."""
+        table = cls(config, family, None)
+        for part in parameter_places(model, config):
+            in_layer = part.path[0] == "layers"
+            place = (part.path[0], *part.path[2:]) if in_layer else part.path
+            stacked = part.position is not None
+            table.add(part.path, part.variable, ".".join(map(str, place)), part.layers, stacked)
+        table.check_complete()
+        table.sort()
+        for entry in table.entries:
+            table.add_names(entry, (int(str(entry.path[1])),) if entry.layers else (0,))
+        for name, places in table.by_name.items():
+            dtypes = {str(entry.variable.dtype): format_path(entry.path) for entry, *_ in places}
+            if len(dtypes) > 1:
+                listed = ", ".join(f"{path} ({dtype})" for dtype, path in dtypes.items())
+                raise refused([f"{name} is one tensor of {listed}"])
+        return table
+
+    def add(
+        self, path: VariablePath, variable: Any, place: str, layers: tuple[int, ...], stacked: bool
+    ) -> None:
+        """Adds a parameter by its path in the family's table."""
+        row = self.rows.get(place)
+        if row is None:
+            self.unknown.append(format_path(path))
+        else:
+            self.entries.append(_Entry(path, variable, row, layers, stacked, self.prefix))
+
+    def sort(self) -> None:
+        """Puts the parameters into the order of the family's table."""
+        order = {place: index for index, place in enumerate(self.rows)}
+        self.entries.sort(key=lambda entry: (_layer_of(entry), order[entry.row.path]))
+
+    def add_names(self, entry: _Entry, layers: Iterable[int]) -> None:
+        """Notes the tensors of a parameter."""
+        for layer in layers:
+            for expert in range(entry.experts):
+                place = (entry, layer, expert)
+                self.by_name.setdefault(entry.name(layer, expert), []).append(place)
 
     def check_complete(self) -> None:
         """Raises if there are parameters that no row is for."""
         if self.unknown:
             raise PretrainedError(
                 f"The model has parameters that its family has no tensors for: "
-                f"{', '.join(self.unknown)}. Of LoRA, merge them first."
+                f"{_listed(self.unknown)}."
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -406,10 +450,9 @@ class _Table:
         others = [other for other, _, _ in self.by_name[entry.name(layer)]]
         return sum(other.axis_sizes()[axis] for other in others[: others.index(entry)])
 
-    def check(self, files: _Files, where: str, strict: bool) -> None:
-        """Raises with all that is wrong with the tensors, or completes entries."""
+    def check(self, files: _Files, where: str, strict: bool) -> str | None:
+        """Raises with all problems of the tensors, or returns a warning."""
         self.check_complete()
-        wrong = []
         missing = [name for name in self.by_name if name not in files.names]
         used = {*self.by_name, *self._duplicates(files)}
         unused = [
@@ -417,24 +460,49 @@ class _Table:
             for name in files.names
             if name not in used and not name.endswith(self.buffers or ("\0",))
         ]
+        wrong = []
         if strict and missing:
-            wrong.append(f"missing are {', '.join(missing)}")
+            wrong.append(f"missing are {_listed(missing)}")
         if strict and unused:
-            wrong.append(f"the model has no place for {', '.join(unused)}")
+            wrong.append(f"the model has no place for {_listed(unused)}")
+        fits_leniently = not wrong
         for name in self.by_name:
             if name in files.names:
                 shape, expected = files.shape(name), self.shape(name)
                 if shape != expected:
                     wrong.append(f"{name} has the shape {shape}, but the config says {expected}")
                 elif files.dtype(name) not in _DTYPES:
-                    wrong.append(f"{name} has the dtype {files.dtype(name)}")
+                    wrong.append(
+                        f"{name} has the dtype {files.dtype(name)}, and only "
+                        f"{', '.join(_DTYPES)} are read, no quantised weights"
+                    )
         if wrong:
-            hint = " strict=False passes over missing and further ones." if strict else ""
+            hint = (
+                ""
+                if fits_leniently
+                else " sx.models.from_pretrained(folder, strict=False) initialises what is missing "
+                "at random and leaves out what has no place; it warns with the names."
+            )
             raise PretrainedError(f"The tensors in {where} do not fit: {'; '.join(wrong)}.{hint}")
         for entry in self.entries:
             for axis in range(len(entry.row.there)):
                 offsets = self.offset(entry, (entry.layers or (0,))[0], axis)
                 files.offsets[entry.path, axis] = offsets
+        # A parameter of which a part is missing is initialised whole.
+        drawn = {beside for name in missing for beside in self._beside(name)}
+        passed = {
+            "initialised at random, as no tensor is there": list(
+                filter(drawn.__contains__, self.by_name)
+            ),
+            "not read, as the model has no place": unused,
+        }
+        parts = [f"{what}: {_listed(names)}" for what, names in passed.items() if names]
+        return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
+
+    def _beside(self, name: str) -> Iterator[str]:
+        """Yields the tensors that are read into the same parameters as another."""
+        for entry, _, _ in self.by_name[name]:
+            yield from entry.names()
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
         """Yields tensors of a tied head, which are the embedding's."""
@@ -457,11 +525,15 @@ class _Table:
             value = value[expert] if "@" in entry.row.name else value
             if result is None:
                 result = np.empty(self.shape(name), value.dtype)
-            if result.dtype != value.dtype:
-                raise PretrainedError(f"{name} is made of {result.dtype} and {value.dtype}.")
             _fill(result, value, entry, [self.offset(entry, layer, i) for i in range(result.ndim)])
         assert result is not None
         return result
+
+
+def _layer_of(entry: _Entry) -> tuple[Any, ...]:
+    """Returns the layer of a parameter, of several the first."""
+    unrolled = entry.layers and entry.path[0] == "layers" and isinstance(entry.path[1], int)
+    return (entry.path[1],) if unrolled else entry.layers[:1]
 
 
 def _place(
@@ -495,34 +567,26 @@ class _Files(contextlib.ExitStack):
         except ImportError as error:
             raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
         self.offsets: dict[Any, int] = {}
-        index = folder / INDEX
-        if index.is_file():
-            places: dict[str, str] = _read_json(index).get("weight_map", {})
-        elif (folder / SINGLE).is_file():
-            places = {SINGLE: SINGLE}
-        else:
-            raise PretrainedError(
-                f"{folder} has neither {SINGLE} nor {INDEX}. Files of PyTorch (.bin) are not read; "
-                f"save the model anew by transformers' save_pretrained."
-            )
-        absent = [name for name in sorted({*places.values()}) if not (folder / name).is_file()]
-        if absent:
-            raise PretrainedError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names.")
+        by_name = _file_names(folder)
         opened: dict[str, Any] = {}
-        for name in sorted({*places.values()}):
+        for title in sorted({*by_name.values()}):
             try:
-                opened[name] = self.enter_context(safe_open(folder / name, framework="np"))
-            except SafetensorError as error:
+                opened[title] = self.enter_context(safe_open(folder / title, framework="np"))
+            except (SafetensorError, OSError) as error:
                 raise PretrainedError(
-                    f"{folder / name} is damaged: {error}. Download or save it again."
+                    f"{folder / title} is damaged: {error}. Download or save it again."
                 ) from error
-        self.names: dict[str, Any] = {
-            key: file for file in opened.values() for key in sorted(file.keys())
-        }
+        self.names: dict[str, Any] = {}
+        self._stored_names: dict[str, str] = {}
+        for title, file in opened.items():
+            for stored in sorted(file.keys()):
+                name = _today(stored)
+                if name not in self.names or by_name.get(stored) == title:
+                    self.names[name], self._stored_names[name] = file, stored
 
     def slice(self, name: str) -> Any:
         """Returns what reads parts of a tensor."""
-        return self.names[name].get_slice(name)
+        return self.names[name].get_slice(self._stored_names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor."""
@@ -547,6 +611,69 @@ class _Files(contextlib.ExitStack):
         return all(
             self.slice(one)[part].tobytes() == self.slice(other)[part].tobytes() for part in parts
         )
+
+
+def _today(name: str) -> str:
+    """Returns the name of a tensor as it is written today."""
+    for older, newer in (
+        ("LayerNorm.gamma", "LayerNorm.weight"),
+        ("LayerNorm.beta", "LayerNorm.bias"),
+    ):
+        if name.endswith(older):
+            return name.removesuffix(older) + newer
+    return name
+
+
+def _file_names(folder: Path) -> dict[str, str]:
+    """Returns the file of each tensor, or of all under one key."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            others = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
+            what = f", but {', '.join(others)}, which is not read" if others else ""
+            raise PretrainedError(
+                f"{folder} has neither {SINGLE} nor {INDEX}{what}. Save the model anew: "
+                f"transformers.AutoModel.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
+            )
+        _check_inside(folder, SINGLE)
+        return {SINGLE: SINGLE}
+    by_name = _read_json(index).get("weight_map")
+    if not isinstance(by_name, dict) or not all(isinstance(x, str) for x in by_name.values()):
+        raise PretrainedError(f"{index} has no weight_map, a table of tensors and file names.")
+    titles = sorted({*by_name.values()})
+    for title in titles:
+        _check_inside(folder, title)
+    absent = [title for title in titles if not (folder / title).is_file()]
+    if absent:
+        raise PretrainedError(f"{folder} lacks {_listed(absent)}, which {INDEX} names.")
+    return by_name
+
+
+# Files that hold weights in formats that are not read.
+_OTHER_FORMATS = frozenset([".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"])
+
+
+def _check_inside(folder: Path, title: str) -> None:
+    """Raises if a file of tensors leads out of its folder."""
+    home = folder.resolve()
+    target = (folder / title).resolve()
+    # In the cache of a hub the files of a snapshot are links to blobs beside it.
+    snapshots = next((path for path in home.parents if path.name == "snapshots"), None)
+    homes = [home] if snapshots is None else [home, snapshots.parent.resolve() / "blobs"]
+    if Path(title).is_absolute() or ".." in Path(title).parts:
+        raise PretrainedError(
+            f"{folder} names {brief(title)} as a file of tensors, which is not in the folder. "
+            f"Download the model again, from those who made it."
+        )
+    if not any(target.is_relative_to(place) for place in homes):
+        raise PretrainedError(
+            f"{folder / title} is a link to {target}, out of the folder. If it is meant, copy it: "
+            f"shutil.copyfile(link, copy); os.replace(copy, link)."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
@@ -677,89 +804,50 @@ def _bytes_of(place: tuple[_Entry, int, int]) -> int:
     return math.prod(entry.axis_sizes()) * jnp.dtype(entry.variable.dtype).itemsize
 
 
-def _write_tensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    from safetensors import TensorSpec, serialize_file
-
-    specs = {
-        name: TensorSpec(
-            dtype=array.dtype.name,
-            shape=array.shape,
-            data_ptr=array.ctypes.data,
-            data_len=array.nbytes,
-        )
-        for name, array in arrays.items()
-    }
-    serialize_file(specs, path, {"format": "pt"})
-    path.chmod(0o666 & path.parent.stat().st_mode)  # it is made private
-
-
-def _config_of(model: Any) -> tuple[dict[str, Any], Family]:
-    """Returns the ``config.json`` of a model, and its family."""
-    config = getattr(model, "config", None)
-    parts = getattr(config, "transformer", config)
-    if not isinstance(parts, TransformerConfig):
-        raise PretrainedError(
-            f"{type(model).__name__} is of no family: sx.models.Transformer and Decoder are saved."
-        )
-    given = _as_llama(parts) if parts.source is None else json.loads(parts.source)
-    family = find_family(given.get("model_type"), CONFIG)
-    read = family.config(given, CONFIG)
-    ours = {"dtype", "param_dtype", "scan_layers", "remat", "source"}
-    if parts.source is None:
-        ours |= {"dropout", "embed_dropout"}
-    differing = [
-        f"{each.name}={getattr(parts, each.name)!r} (there {getattr(read, each.name)!r})"
-        for each in fields(parts)
-        if each.name not in ours and getattr(parts, each.name) != getattr(read, each.name)
-    ]
-    if differing:
-        kind = given["model_type"]
-        raise PretrainedError(
-            f"The model is not what its {CONFIG}, a {kind}'s, says: {', '.join(differing)}. Give "
-            f"the config a source that says so: dataclasses.replace(config, source=JSON)."
-        )
-    counts = Counter(variable.dtype for _, variable in iter_variables(model, Param))
-    stored = jnp.dtype(counts.most_common(1)[0][0]).name
-    for name in ("dtype", "torch_dtype"):
-        if name in given:
-            given[name] = stored
-    return given, family
-
-
-def _as_llama(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the ``config.json`` of a decoder that was not loaded."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_parameters": {
-            "rope_theta": 10_000.0 if config.rope is None else config.rope.base,
-            "rope_type": "default",
-        },
-        "tie_word_embeddings": config.tied_head,
-        "max_position_embeddings": 2048,
-        "dtype": config.param_dtype,
-    }
+def _write_files(table: _Table, draft: Path | None, max_file_bytes: int) -> None:
+    """Gathers tensors file by file, and writes them into the draft."""
+    sizes = {name: sum(map(_bytes_of, places)) for name, places in table.by_name.items()}
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > max_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    titles = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    titles = [SINGLE] if len(files) == 1 else titles
+    whole = functools.lru_cache(maxsize=8)(_whole)  # fused tensors ask for one another's parts
+    failure: OSError | None = None
+    for title, names in zip(titles, files, strict=True):
+        arrays = {name: table.tensor(name, whole) for name in names}
+        if draft is not None and failure is None:
+            try:
+                write_tensors(draft / title, arrays, {"format": "pt"})
+            except OSError as error:
+                failure = error
+                if jax.process_count() == 1:
+                    break  # else the others wait for this one's parts
+    if failure is not None:
+        raise failure
+    if draft is not None and len(files) > 1:
+        by_name = {
+            name: title for title, names in zip(titles, files, strict=True) for name in names
+        }
+        total = {"total_size": sum(sizes.values())}
+        _write_json(draft / INDEX, {"metadata": total, "weight_map": by_name})
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise PretrainedError(f"{path} is not there, so {path.parent} holds no published model.")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise PretrainedError(f"{path} is no JSON: {error}.") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise PretrainedError(f"{path} holds no table of fields.")
-    return found
+    return content
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -19,8 +19,6 @@ import json
 import os
 import pathlib
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +34,7 @@ from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths,
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import RngState
+from shardax._files import draft_folder, flush, flush_folder, write_tensors
 from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
 from shardax._transforms.jit.specialization import Specialization
@@ -320,28 +319,20 @@ def free_place(path: Any) -> pathlib.Path:
 @contextlib.contextmanager
 def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
     """Write a folder under a temporary name, and rename it when complete."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}.tmp")
-    draft.mkdir()
     try:
-        yield draft
-        for item in (*draft.iterdir(), draft):
-            _to_disk(item)
-        free_place(place)  # somebody may have been faster
-        draft.rename(place)
-        _to_disk(place.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _to_disk(path: pathlib.Path) -> None:
-    """Flush a file or folder, so that no rename overtakes it."""
-    with contextlib.suppress(OSError):  # some file systems cannot do it for folders
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with draft_folder(place) as draft:
+            yield draft
+            flush_folder(draft)
+            free_place(place)  # somebody may have been faster
+            draft.rename(place)
+            flush(place.parent)
+    except ArtifactExistsError:
+        raise
+    except OSError as error:
+        raise ExportError(
+            f"The export was not written to {place}: {error}. Nothing was left there; export again "
+            f"when it can be written, or to another place."
+        ) from error
 
 
 def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
@@ -359,8 +350,6 @@ def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
 
 def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays by name, as safetensors."""
-    from safetensors import TensorSpec, serialize_file
-
     foreign = [
         name for name, array in arrays.items() if not getattr(array, "is_fully_addressable", True)
     ]
@@ -371,17 +360,7 @@ def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
         )
     held = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     plain = {name: _as_numbers(array) for name, array in held.items()}
-    specs = {
-        name: TensorSpec(
-            dtype=array.dtype.name,
-            shape=array.shape,
-            data_ptr=array.ctypes.data,
-            data_len=array.nbytes,
-        )
-        for name, array in plain.items()
-    }
-    serialize_file(specs, path)
-    path.chmod(0o666 & path.parent.stat().st_mode)  # that of other new files; it is made private
+    write_tensors(path, plain)
 
 
 def _as_numbers(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,662 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architecture of a model, read off its layers.
+
+A model can be edited after it was loaded, and its config says what it was before. So the config
+that is written is made of the layers. A ``Transformer`` built of what was written is then compared
+with the model, layer by layer: what differs would be lost, and is refused by path. The parameters
+are those that stand where the built model has its own, whatever their type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.init.rng import Rngs
+from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
+from shardax._core.variable import (
+    Cache,
+    Intermediate,
+    MetricState,
+    OptState,
+    Perturbation,
+    RngState,
+    Variable,
+)
+from shardax.models import families
+from shardax.models.family import (
+    Family,
+    PretrainedError,
+    activation_name,
+    published_activation,
+    rope_fields,
+)
+from shardax.models.transformer import (
+    OffsetRMSNorm,
+    Transformer,
+    TransformerBlock,
+    TransformerConfig,
+    find_activation,
+)
+from shardax.nn.moe import MoE
+from shardax.nn.normalization import LayerNorm, RMSNorm
+from shardax.nn.stack import Stack
+
+# Settings of training and of computing, which no config.json fixes.
+_TRAINING = ("attention_dropout", "dropout", "embed_dropout", "load_balance_weight")
+_SETTINGS = frozenset(
+    [*_TRAINING, "dtype", "expert_dispatch", "param_dtype", "remat", "scan_layers", "source"]
+)
+# Attributes of layers that change no logits in evaluation, or follow from shapes.
+_FREE_ATTRIBUTES_TEXT = """
+capacity_factor config deterministic dropout dtype embed_dropout implementation
+in_features load_balance_loss num_embeddings out_features precision preferred_element_type
+"""
+_FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
+# Variables that are no parameters.
+_RECORDS = (Cache, Intermediate, MetricState, OptState, Perturbation, RngState)
+_ADVICE = "sx.train.checkpoint.save(model, folder) saves any model as it is."
+
+
+class LayerPlace(NamedTuple):
+    """A layer of a model, which may stand in a stack."""
+
+    module: Any
+    path: Path
+    layers: tuple[int, ...]  # those that its Variables hold
+    position: int | None  # in the leading dimension of its Variables, if stacked
+
+
+class ParameterPlace(NamedTuple):
+    """A parameter of one layer, by its place in an unrolled model."""
+
+    path: Path  # in the unrolled model
+    variable: Any
+    layers: tuple[int, ...]
+    position: int | None
+
+
+def config_of(model: Any) -> TransformerConfig:
+    """Returns the config that a model was made of."""
+    config = getattr(model, "config", None)
+    parts = getattr(config, "transformer", config)
+    if not isinstance(parts, TransformerConfig) or not isinstance(model, Transformer):
+        raise PretrainedError(
+            f"{type(model).__name__} is of no family: sx.models.Transformer and Decoder are "
+            f"saved. {_ADVICE}"
+        )
+    return parts
+
+
+def layers_of(model: Any) -> list[LayerPlace]:
+    """Returns the layers in their order, those of stacks one by one."""
+    layers, places = model.layers, list[LayerPlace]()
+    if isinstance(layers, Stack):
+        stacked, path = layers.stacked, ("layers", "stacked")
+        in_block = isinstance(stacked, TransformerBlock)
+        block = list(stacked.layers) if in_block else [stacked]
+        count = layers.length * len(block)
+        for index in range(count):
+            kind = index % len(block)
+            place = (*path, "layers", kind) if in_block else path
+            same = tuple(range(kind, count, len(block)))
+            places.append(LayerPlace(block[kind], place, same, index // len(block)))
+        rest = getattr(model, "rest", None) or []
+        for index, layer in enumerate(rest):
+            places.append(LayerPlace(layer, ("rest", index), (count + index,), None))
+    elif isinstance(layers, Sequence):
+        places = [
+            LayerPlace(layer, ("layers", index), (index,), None)
+            for index, layer in enumerate(layers)
+        ]
+    else:
+        raise refused(
+            [f"layers is a {type(layers).__name__}, neither a list of layers nor a Stack"]
+        )
+    return places
+
+
+def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
+    """Returns a model's ``config.json``, its family, and its config read back."""
+    config = config_of(model)
+    facts = _facts(model, config)
+    if config.source is None:
+        return _describe_new(replace(config, **facts))
+    content = json.loads(config.source)
+    family = families.family_of(content, "config.json")
+    source = family.config(content, "config.json")
+    unapplied = [
+        f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
+        for name, fact in facts.items()
+        if getattr(config, name) != fact and getattr(config, name) != getattr(source, name)
+    ]
+    if unapplied:
+        raise refused(unapplied)
+    config = replace(config, **facts)
+    if _differences(config, source) or _settings_differ(config, source):
+        content = _written(family, content, config)
+    read = _reread(family, content)
+    differing = _differences(config, read)
+    if differing:
+        kind, other = content["model_type"], _other_family(config)
+        advice = (
+            ""
+            if other is None
+            else f" As a {other} it can be written: model.config = dataclasses.replace("
+            f"model.config, source=None)."
+        )
+        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"], advice)
+    return content, family, read
+
+
+def parameter_places(model: Any, config: TransformerConfig) -> list[ParameterPlace]:
+    """Returns a model's parameters by place, or raises for lost ones."""
+    plain = replace(
+        config,
+        scan_layers=False,
+        remat=None,
+        dropout=0.0,
+        embed_dropout=0.0,
+        attention_dropout=0.0,
+        expert_dispatch="dropless",
+    )
+    comparison = _ArchitectureCheck(config.local_rope is not None)
+    built = Transformer(plain, rngs=Rngs(0))
+    comparison.compare(model, built, LayerPlace(model, (), (), None), ("layers", "rest"))
+    for index, place in enumerate(layers_of(model)):
+        comparison.compare(place.module, built.layers[index], place, (), ("layers", index))
+    held = {id(place.variable) for place in comparison.places}
+    for path, variable in iter_variables(model):
+        kind = getattr(variable, "variable_type", type(variable))
+        is_named = any(path[: len(above)] == above for above in comparison.wrong)
+        if id(variable) not in held and not is_named and not issubclass(kind, _RECORDS):
+            comparison.wrong[path] = "has no tensor in its family"
+    if comparison.wrong:
+        problems = [f"{format_path(path)} {what}" for path, what in comparison.wrong.items()]
+        raise refused(problems, comparison.advice)
+    return comparison.places
+
+
+def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
+    """Returns the error of a model without a published form."""
+    shown = "; ".join(problems[:8])
+    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return PretrainedError(
+        f"The model cannot be written as a published one, and nothing was written: {shown}{more}."
+        f"{advice} {_ADVICE}"
+    )
+
+
+# --- the config of a model ------------------------------------------------------------------------
+
+
+def _facts(model: Any, config: TransformerConfig) -> dict[str, Any]:
+    """Returns fields of a config as the layers have them."""
+    places = layers_of(model)
+    if not places:
+        raise refused(["it has no layers"])
+    has_experts = [isinstance(getattr(place.module, "mlp", None), MoE) for place in places]
+    dense = [place for place, experts in zip(places, has_experts, strict=True) if not experts]
+    mixed = [place for place, experts in zip(places, has_experts, strict=True) if experts]
+    readers: list[tuple[Sequence[Any], Mapping[str, Callable[[Any], Any]]]] = [
+        ([model], _model_readers(config)),
+        (places, _LAYER),
+        (dense, _DENSE),
+        (mixed, _MIXED),
+    ]
+    facts: dict[str, Any] = {"num_layers": len(places)}
+    for parts, table in readers:
+        for name, read in table.items():
+            values = [_attempt(read, part) for part in parts]
+            # Layers that differ where no config says so are refused by path, later.
+            if values and all(value == values[0] for value in values) and values[0] is not _NONE:
+                facts[name] = values[0]
+    facts |= _windows(places)
+    if mixed:
+        facts["dense_layers"] = tuple(i for i, experts in enumerate(has_experts) if not experts)
+    elif config.num_experts:
+        facts |= {"num_experts": 0, "dense_layers": ()}
+    return facts
+
+
+_NONE = object()
+
+
+def _attempt(read: Callable[[Any], Any], part: Any) -> Any:
+    """Reads a part, unless somebody has put another in its place."""
+    try:
+        value = read(part)
+    except (AttributeError, IndexError, TypeError):
+        return _NONE
+    return _NONE if value is None and read in _NEVER_NONE else value
+
+
+def _size(variable: Any, axis: int, place: Any = None) -> int:
+    stacked = isinstance(place, LayerPlace) and place.position is not None
+    return int(variable.shape[axis + stacked if axis >= 0 else axis])
+
+
+def _activation(place: Any) -> str | None:
+    return activation_name(place.module.mlp.activation)
+
+
+def _norm_kind(model: Any) -> str | None:
+    norm = next(_norms(model))
+    kinds = {OffsetRMSNorm: "rms_offset", RMSNorm: "rms", LayerNorm: "layer"}
+    return kinds.get(type(norm))
+
+
+_NEVER_NONE = (_activation, _norm_kind)
+
+
+def _norms(model: Any) -> Iterator[Any]:
+    layer = layers_of(model)[0].module
+    for holder, name in (
+        (model, "final_norm"),
+        *((layer, f"{part}_norm") for part in ("attn", "attn_post", "mlp", "mlp_post")),
+    ):
+        if getattr(holder, name, None) is not None:
+            yield getattr(holder, name)
+
+
+def _model_readers(config: TransformerConfig) -> dict[str, Callable[[Any], Any]]:
+    readers: dict[str, Callable[[Any], Any]] = {
+        "norm": _norm_kind,
+        "norm_epsilon": lambda model: next(_norms(model)).epsilon,
+    }
+    if not config.image_size:
+        readers |= {
+            "vocab_size": lambda model: _size(model.embed.embedding, 0),
+            "embed_dim": lambda model: _size(model.embed.embedding, 1),
+        }
+    if config.max_positions:
+        readers["max_positions"] = lambda model: _size(model.positions.embedding, 0)
+    if config.token_types:
+        readers["token_types"] = lambda model: _size(model.types.embedding, 0)
+    if config.head == "first":
+        readers["num_classes"] = lambda model: _size(model.head.kernel, -1)
+    if config.head == "tokens":
+        readers["tied_head"] = lambda model: model.head is None
+        readers["head_bias"] = lambda model: (
+            config.head_bias if model.head is None else model.head.bias is not None
+        )
+    return readers
+
+
+_LAYER: dict[str, Callable[[Any], Any]] = {
+    "num_heads": lambda place: _size(place.module.attn.q.kernel, 1, place),
+    "head_dim": lambda place: _size(place.module.attn.q.kernel, 2, place),
+    "num_kv_heads": lambda place: _size(place.module.attn.k.kernel, 1, place),
+    "causal": lambda place: place.module.attn.causal,
+    "qkv_bias": lambda place: place.module.attn.q.bias is not None,
+    "out_bias": lambda place: place.module.attn.out.bias is not None,
+    "attention_scale": lambda place: place.module.attn.scale,
+    "attention_softcap": lambda place: place.module.attn.softcap,
+    "parallel": lambda place: place.module.parallel,
+}
+_DENSE: dict[str, Callable[[Any], Any]] = {
+    "mlp_dim": lambda place: _size(place.module.mlp.up.kernel, -1, place),
+    "mlp_bias": lambda place: place.module.mlp.up.bias is not None,
+    "gated": lambda place: place.module.mlp.gate is not None,
+    "activation": _activation,
+}
+_MIXED: dict[str, Callable[[Any], Any]] = {
+    "num_experts": lambda place: _size(place.module.mlp.router.kernel, -1, place),
+    "experts_per_token": lambda place: place.module.mlp.top_k,
+    "expert_dim": lambda place: _size(place.module.mlp.up, -1, place),
+    "normalise_experts": lambda place: place.module.mlp.normalise,
+    "activation": _activation,
+}
+
+
+def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
+    windows = [getattr(getattr(place.module, "attn", None), "window", None) for place in places]
+    sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:  # refused by path, later
+        return {}
+    local = tuple(window is not None for window in windows)
+    if not sizes:
+        return {"window": None, "local_layers": None}
+    return {"window": sizes.pop(), "local_layers": None if all(local) else local}
+
+
+def _differences(config: TransformerConfig, read: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns differing fields of two architectures, with both values."""
+    ours, theirs = _relevant(config), _relevant(read)
+    return {
+        name: (ours.get(name), theirs.get(name))
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    }
+
+
+def _relevant(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of a config with meaning for its logits."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
+    kinds = [config.kind_of(index) for index in range(config.num_layers)]
+    for name in ("window", "local_layers"):
+        values.pop(name)
+    values["windows"] = tuple(config.window if local else None for local, _ in kinds)
+    values["experts"] = tuple(experts for _, experts in kinds)
+    for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
+        values.pop(name)
+    unused = {
+        "num_experts experts_per_token expert_dim normalise_experts": config.num_experts == 0,
+        "mlp_dim": all(experts for _, experts in kinds),
+        "tied_head": config.head != "tokens",
+        "num_classes": config.head != "first",
+        "shared_norm": not config.parallel,
+        "local_rope": not any(local for local, _ in kinds),
+        "patch_size channels": config.image_size == 0,
+        "vocab_size": config.image_size > 0,
+    }
+    for names, is_unused in unused.items():
+        for name in names.split() if is_unused else ():
+            values.pop(name, None)
+    if config.attention_scale == config.head_dim**-0.5:
+        values["attention_scale"] = None
+    return values
+
+
+def _settings_differ(config: TransformerConfig, source: TransformerConfig) -> bool:
+    return any(getattr(config, name) != getattr(source, name) for name in _TRAINING)
+
+
+def _said(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(
+        f"{name}={ours!r} (but {theirs!r})" for name, (ours, theirs) in differing.items()
+    )
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+
+def _written(family: Family, content: Mapping[str, Any], config: TransformerConfig) -> Any:
+    """Returns a ``config.json`` that is changed to say a config."""
+    # Fields that cannot say it stay as they are: callers read the result back and compare.
+    read, result = family.config(content, "config.json"), dict(content)
+    names = family.fields_read(content)
+    changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(read, f.name)}
+    for name, targets in family.fields.items():
+        for target in filter(changed.__contains__, targets.split()):
+            value = getattr(config, target)
+            result[name] = published_activation(value) if target == "activation" else value
+    architecture = _architecture(family, config, result)
+    if architecture != (content.get("architectures") or list(family.architectures))[0]:
+        result["architectures"] = [architecture]
+
+    def write(name: str, value: Any) -> None:
+        if name in names:
+            result[name] = value
+
+    if "window" in changed:
+        write("sliding_window", config.window)
+        write("use_sliding_window", config.window is not None)
+    if changed & {"rope", "local_rope"} and config.rope is not None:
+        for name in _OLDER_ROPE_FIELDS:
+            result.pop(name, None)
+        rope = rope_fields(config.rope)
+        if "rope_local_base_freq" in names:
+            local_rope = config.rope if config.local_rope is None else config.local_rope
+            rope = {"full_attention": rope, "sliding_attention": rope_fields(local_rope)}
+        elif read.rope is not None and read.rope.fraction != config.rope.fraction:
+            rope["partial_rotary_factor"] = config.rope.fraction
+        write("rope_parameters", rope)
+    if changed & {"attention_scale", "head_dim"}:
+        scale = config.attention_scale or config.head_dim**-0.5
+        square = scale**-2
+        write("query_pre_attn_scalar", round(square) if round(square) ** -0.5 == scale else square)
+        write("scale_attn_weights", config.attention_scale is None)
+    if changed & {"num_experts", "dense_layers", "num_layers"}:
+        if "num_experts" in names:
+            result.pop("num_local_experts", None)
+        write("num_experts", config.num_experts)
+        write("mlp_only_layers", list(config.dense_layers))
+        write("decoder_sparse_step", 1)
+    if "activation" in changed and "hidden_activation" in names:
+        for name in ("hidden_activation", "hidden_act"):
+            if name in result or name in family.defaults:
+                result[name] = published_activation(config.activation)
+    if "mlp_dim" in changed:
+        write("n_inner", config.mlp_dim)
+    if "parallel" in changed:
+        write("use_parallel_residual", config.parallel)
+    if "num_classes" in changed and config.head == "first":
+        labels = {str(index): f"LABEL_{index}" for index in range(config.num_classes)}
+        result.pop("num_labels", None)
+        write("id2label", labels)
+        result["label2id"] = {label: int(index) for index, label in labels.items()}
+    if changed & {"window", "local_layers", "num_layers"} and "layer_types" in names:
+        local = [config.kind_of(index)[0] for index in range(config.num_layers)]
+        if "layer_types" in result or local != _local_layers(family, result):
+            result["layer_types"] = [_ATTENTION_TYPES[is_local] for is_local in local]
+    return result
+
+
+_ATTENTION_TYPES = ("full_attention", "sliding_attention")
+_OLDER_ROPE_FIELDS = (
+    *("partial_rotary_factor", "rope_local_base_freq", "rope_scaling", "rope_theta"),
+    *("rotary_emb_base", "rotary_pct"),
+)
+
+
+def _local_layers(family: Family, content: Mapping[str, Any]) -> list[bool] | None:
+    """Returns local layers by ``config.json``, None if it is unreadable."""
+    try:
+        config = family.config(content, "config.json")
+    except PretrainedError:
+        return None
+    return [config.kind_of(index)[0] for index in range(config.num_layers)]
+
+
+def _architecture(family: Family, config: TransformerConfig, content: Mapping[str, Any]) -> str:
+    """Returns the architecture with the head of a config."""
+    parts = sorted({name for each in family.architectures.values() for name in each} | {"head"})
+    defaults = {f.name: f.default for f in fields(config)}
+
+    def fits(name: str) -> bool:
+        says = {**defaults, **family.fixed, **family.architectures[name]}
+        wanted = [part for part in parts if part != "tied_head" or config.head == "tokens"]
+        if "tie_word_embeddings" in family.fields:
+            wanted = [part for part in wanted if part != "tied_head"]
+        return all(says[part] == getattr(config, part) for part in wanted)
+
+    names = [*(content.get("architectures") or ()), *family.architectures]
+    return next((name for name in names if name in family.architectures and fits(name)), names[0])
+
+
+def _reread(family: Family, content: Mapping[str, Any]) -> TransformerConfig:
+    try:
+        return family.config(content, "The config.json of the model as it is")
+    except PretrainedError as error:
+        raise refused([str(error)]) from error
+
+
+_CANDIDATES_TEXT = """
+llama mistral qwen2 qwen3 mixtral qwen3_moe olmo2 gemma gemma2 gemma3_text phi gpt2 gpt_neox
+starcoder2 bert vit
+"""
+_CANDIDATES = tuple(_CANDIDATES_TEXT.split())
+
+
+def _describe_new(config: TransformerConfig) -> tuple[dict[str, Any], Family, TransformerConfig]:
+    """Finds the family of a config without a file."""
+    closest: dict[str, tuple[Any, Any]] | None = None
+    for kind in _CANDIDATES:
+        family = families.FAMILIES[kind]
+        try:
+            content = _new_content(kind, family, config)
+            read = family.config(content, "config.json")
+        except PretrainedError:
+            continue
+        differing = _differences(config, read)
+        if not differing:
+            return content, family, read
+        if closest is None or len(differing) < len(closest):
+            closest = differing
+    raise refused([f"no family of config.json has {_said(closest or {})}"])
+
+
+def _other_family(config: TransformerConfig) -> str | None:
+    try:
+        return _describe_new(replace(config, source=None))[0]["model_type"]
+    except PretrainedError:
+        return None
+
+
+def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[str, Any]:
+    """Returns a family's ``config.json`` nearest to a config."""
+    content: dict[str, Any] = {
+        "architectures": [next(iter(family.architectures))],
+        "model_type": kind,
+        "dtype": config.param_dtype,
+    }
+    for name, targets in family.fields.items():
+        value = getattr(config, targets.split()[0])
+        if "activation" in targets.split():
+            value = published_activation(value)
+        content[name] = family.defaults.get(name) if value is None else value
+    for name in ("hidden_size", "num_hidden_layers", "n_embd"):
+        if name in family.fields:
+            content[name] = getattr(config, family.fields[name])
+    if "max_position_embeddings" in family.defaults:
+        content.setdefault("max_position_embeddings", 2048)
+    content = _written(family, content, config)
+    if "rope_parameters" in family.fields_read(content) and config.rope is not None:
+        content.setdefault(
+            "rope_parameters", rope_fields(config.rope)
+        )  # readers differ in defaults
+    return content
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+class _ArchitectureCheck:
+    """Differences of a model from one built of its config."""
+
+    def __init__(self, is_local_read: bool) -> None:
+        free = _FREE_ATTRIBUTES if is_local_read else _FREE_ATTRIBUTES | {"is_local"}
+        self.free = free
+        self.places: list[ParameterPlace] = []
+        self.wrong: dict[Path, str] = {}
+        self.advice = ""
+
+    def compare(
+        self,
+        module: Any,
+        built: Any,
+        place: LayerPlace,
+        passed_over: tuple[str, ...] = (),
+        path: Path = (),
+        within: Path = (),
+    ) -> None:
+        """Compares a Module with the built one, and what is below them."""
+        where = (*place.path, *within)
+        if self._is_another_class(module, built, where):
+            return
+        attributes = {**vars(module), **module._array_attributes}
+        for name, expected in {**vars(built), **built._array_attributes}.items():
+            if name in self.free or name in passed_over:
+                continue
+            at, below = (*path, name), (*within, name)
+            value = attributes.get(name, _NONE)
+            if isinstance(expected, Module):
+                self.compare(value, expected, place, (), at, below)
+            elif isinstance(expected, Variable):
+                self._take(value, expected, place, at, below)
+            elif not _is_same(name, value, expected):
+                text = f"is {_text(value)}, but {_text(expected)} in its config.json"
+                self.wrong[*place.path, *below] = text
+        for name in vars(module).keys() - vars(built).keys():
+            if hasattr(type(built), name) and name not in self.free:
+                self.wrong[*where, name] = "replaces what is computed"
+
+    def _take(
+        self, variable: Any, expected: Any, place: LayerPlace, path: Path, within: Path
+    ) -> None:
+        """Notes a parameter, or what is wrong with it."""
+        where = (*place.path, *within)
+        if not isinstance(variable, Variable):
+            self.wrong[where] = f"is {_text(variable)}, not a Param"
+            return
+        shape = tuple(variable.shape)
+        shape = shape if place.position is None else shape[1:]
+        if shape != tuple(expected.shape):
+            self.wrong[where] = f"has the shape {shape}, but {tuple(expected.shape)} in its config"
+        elif jnp.dtype(variable.dtype).name not in ("float16", "bfloat16", "float32", "float64"):
+            self.wrong[where] = (
+                f"has the dtype {variable.dtype}, which is not read back, but float16, bfloat16, "
+                f"float32 or float64"
+            )
+        self.places.append(ParameterPlace(path, variable, place.layers, place.position))
+
+    def _is_another_class(self, module: Any, built: Any, where: Path) -> bool:
+        kind, expected = type(module), type(built)
+        if not isinstance(module, expected):
+            is_lora = kind.__name__ == "LoRA"
+            self.advice = " Merge adapters first: sx.surgery.merge_lora(model)." if is_lora else ""
+            self.wrong[where] = f"is {_text(module)}, not a {expected.__name__}"
+            return True
+        for cls in kind.__mro__[: kind.__mro__.index(expected)]:
+            if cls.__module__.startswith("shardax.models.") and cls is not OffsetRMSNorm:
+                continue
+            for name in vars(cls).keys() - _CLASS_NAMES:
+                if hasattr(expected, name):
+                    self.wrong[where] = (
+                        f"is a {kind.__name__}, whose {name} is not a {expected.__name__}'s"
+                    )
+                    return True
+        return False
+
+
+# What a subclass may have of its own and compute the same.
+_CLASS_NAMES_TEXT = """
+__init__ __doc__ __module__ __qualname__ __annotations__ __annotate__ __annotate_func__
+__annotations_cache__ __static_attributes__ __firstlineno__ __dict__ __weakref__ __slots__
+__parameters__ __orig_bases__ __repr__ _make_layer
+"""
+_CLASS_NAMES = frozenset(_CLASS_NAMES_TEXT.split())
+
+
+def _is_same(name: str, value: Any, expected: Any) -> bool:
+    if name == "activation":
+        return _function_of(value) is _function_of(expected)
+    if name == "dispatch":  # the two compute the same
+        return value in ("dense", "dropless")
+    if isinstance(value, (Module, Variable)) or value is _NONE:
+        return False
+    return (
+        value is expected
+        or (type(value) is type(expected) and bool(value == expected))
+        or (
+            isinstance(value, (int, float))
+            and isinstance(expected, (int, float))
+            and value == expected
+        )
+    )
+
+
+def _function_of(activation: Any) -> Any:
+    if not isinstance(activation, str):
+        return activation
+    try:
+        return find_activation(activation)
+    except AttributeError:
+        return activation
+
+
+def _text(value: Any) -> str:
+    if value is _NONE:
+        return "gone"
+    if isinstance(value, (Module, Variable)):
+        return f"a {type(value).__name__}"
+    if callable(value):
+        return f"the function {getattr(value, '__name__', value)}"
+    return repr(value)

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config.json of much used models, as they are published; generation fields left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _sizes(hidden: int, mlp: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "initializer_range": 0.02,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0",
+        "use_cache": True,
+        **more,
+    }
+
+
+def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _llama3(*sizes: int, factor: float = 0.0, **more: Any) -> dict[str, Any]:
+    scaling = {"factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+    theirs = {"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False}
+    theirs |= {"rope_scaling": scaling if factor else None, "rope_theta": 500000.0}
+    theirs |= {"max_position_embeddings": 131072 if factor else 8192, "num_key_value_heads": 8}
+    return _llama(*sizes, **{**theirs, "eos_token_id": [128001, 128008, 128009], **more})
+
+
+def _mistral(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _qwen2(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "max_window_layers": 21,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _qwen3(*sizes: int, **more: Any) -> dict[str, Any]:
+    theirs = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+    theirs |= {"attention_bias": False, "rope_scaling": None, "sliding_window": None}
+    theirs |= {"max_window_layers": 28, "num_key_value_heads": 8}
+    return {**_qwen2(*sizes), **theirs, **more}
+
+
+def _gemma2(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "attention_bias": False,
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _gpt2(width: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": width,
+        "n_head": heads,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+        **more,
+    }
+
+
+def _bert(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "attention_probs_dropout_prob": 0.1,
+        "gradient_checkpointing": False,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "position_embedding_type": "absolute",
+        "type_vocab_size": 2,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _neox(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _phi3(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "model_type": "phi3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "embd_pdrop": 0.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _vit(*sizes: int, **more: Any) -> dict[str, Any]:
+    config = _bert(*sizes, 0)
+    for name in ("vocab_size", "type_vocab_size", "position_embedding_type"):
+        del config[name]
+    del config["max_position_embeddings"], config["gradient_checkpointing"]
+    rest = {"image_size": 224, "num_channels": 3, "patch_size": 16, "qkv_bias": True}
+    theirs = {"architectures": ["ViTForImageClassification"], "model_type": "vit"}
+    return {**config, **theirs, **rest, "encoder_stride": 16, **more}
+
+
+def _old_llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    return _llama(*sizes, max_position_embeddings=4096, num_key_value_heads=sizes[2], **more)
+
+
+def _distilled(*sizes: int, **more: Any) -> dict[str, Any]:
+    return _qwen2(*sizes, use_mrope=False, tie_word_embeddings=False, **more)
+
+
+_LABELS = {"id2label": {"0": "A", "1": "B"}, "label2id": {"A": 0, "B": 1}}
+_SMOL = {"is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True}
+_SMOL |= {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
+_UNSLOTH = {"unsloth_fixed": True, "tie_word_embeddings": True, "head_dim": 64}
+_POOLER = {
+    "directionality": "bidi",
+    "pooler_fc_size": 768,
+    "pooler_num_attention_heads": 12,
+    "pooler_num_fc_layers": 3,
+    "pooler_size_per_head": 128,
+    "pooler_type": "first_token_transform",
+}
+_MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+_MIXTRAL |= {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False}
+_MIXTRAL |= {"rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None}
+_QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+_QWEN3_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768}
+_QWEN3_MOE |= {"norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_MOE |= {"num_key_value_heads": 4, "output_router_logits": False}
+_QWEN3_MOE |= {"router_aux_loss_coef": 0.001, "tie_word_embeddings": False}
+_GEMMA = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 256}
+_GEMMA |= {"attention_bias": False, "attention_dropout": 0.0, "max_position_embeddings": 8192}
+_GEMMA |= {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0}
+_GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+_GEMMA3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+_GEMMA3 |= {"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_scaling": None}
+_GEMMA3 |= {"rope_theta": 1e6, "sliding_window": 512, "sliding_window_pattern": 6}
+_GEMMA3 |= {"num_key_value_heads": 1}
+_PHI = {"architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new"}
+_PHI |= {"attention_dropout": 0.0, "embd_pdrop": 0.0, "layer_norm_eps": 1e-5}
+_PHI |= {"max_position_embeddings": 2048, "partial_rotary_factor": 0.4, "qk_layernorm": False}
+_PHI |= {"resid_pdrop": 0.1, "rope_scaling": None, "rope_theta": 1e4, "tie_word_embeddings": False}
+_STARCODER = {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+_STARCODER |= {"attention_dropout": 0.1, "embedding_dropout": 0.1, "residual_dropout": 0.1}
+_STARCODER |= {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 16384}
+_STARCODER |= {"mlp_type": "default", "norm_epsilon": 1e-5, "norm_type": "layer_norm"}
+_STARCODER |= {"num_key_value_heads": 2, "sliding_window": 4096, "use_bias": True}
+_OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False}
+_OLMO2 |= {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 4096}
+_OLMO2 |= {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 500000}
+_OLMO2 |= {"rope_scaling": None, "tie_word_embeddings": False}
+
+# By name: the file, and fields of the config that is read which are not plain sizes.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "meta-llama/Llama-2-7b-hf": (_old_llama(4096, 11008, 32, 32000), {"num_kv_heads": 32}),
+    "meta-llama/Llama-2-13b-chat-hf": (_old_llama(5120, 13824, 40, 32000), {"head_dim": 128}),
+    "meta-llama/Llama-2-70b-hf": (
+        _llama(8192, 28672, 64, 32000, num_key_value_heads=8, max_position_embeddings=4096),
+        {"num_kv_heads": 8},
+    ),
+    "codellama/CodeLlama-7b-hf": (
+        _old_llama(4096, 11008, 32, 32016, rope_theta=1000000),
+        {"base": 1e6},
+    ),
+    "lmsys/vicuna-7b-v1.5": (
+        _old_llama(4096, 11008, 32, 32000, max_sequence_length=4096),
+        {"base": 1e4},
+    ),
+    "huggyllama/llama-7b": (
+        {**_llama(4096, 11008, 32, 32000), "max_sequence_length": 2048, "output_past": True},
+        {"num_kv_heads": 32, "base": 1e4},
+    ),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (
+        _llama(2048, 5632, 32, 32000, num_key_value_heads=4, attention_bias=False),
+        {"num_kv_heads": 4, "head_dim": 64},
+    ),
+    "meta-llama/Meta-Llama-3-8B": (_llama3(4096, 14336, 32, 128256), {"base": 5e5}),
+    "meta-llama/Meta-Llama-3-70B-Instruct": (_llama3(8192, 28672, 64, 128256), {"base": 5e5}),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        _llama3(4096, 14336, 32, 128256, factor=8.0),
+        {"kind": "llama3", "factor": 8.0},
+    ),
+    "meta-llama/Llama-3.1-405B": (
+        _llama3(16384, 53248, 128, 128256, factor=8.0),
+        {"kind": "llama3"},
+    ),
+    "meta-llama/Llama-3.2-1B": (
+        _llama3(2048, 8192, 32, 128256, factor=32.0, head_dim=64, tie_word_embeddings=True),
+        {"factor": 32.0, "tied_head": True},
+    ),
+    "unsloth/Llama-3.2-1B-Instruct": (
+        _llama3(2048, 8192, 32, 128256, factor=32.0, **_UNSLOTH),
+        {"factor": 32.0, "tied_head": True},
+    ),
+    "meta-llama/Llama-3.3-70B-Instruct": (
+        _llama3(8192, 28672, 64, 128256, factor=8.0),
+        {"length": 8192},
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (
+        _llama3(4096, 14336, 32, 128256, factor=8.0, eos_token_id=128001),
+        {"kind": "llama3"},
+    ),
+    "deepseek-ai/deepseek-coder-6.7b-base": (
+        _old_llama(4096, 11008, 32, 32256, rope_theta=100000, rope_scaling=None)
+        | {"rope_scaling": {"factor": 4.0, "type": "linear"}},
+        {"kind": "linear", "factor": 4.0, "base": 1e5},
+    ),
+    "01-ai/Yi-1.5-9B": (
+        _llama(4096, 11008, 32, 64000, num_key_value_heads=4, rope_theta=5000000.0),
+        {"base": 5e6},
+    ),
+    "HuggingFaceTB/SmolLM2-135M": (
+        _llama(576, 1536, 9, 49152, num_key_value_heads=3, rope_theta=100000, **_SMOL),
+        {"head_dim": 64, "tied_head": True},
+    ),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": (
+        _llama(2048, 8192, 32, 49152, num_key_value_heads=32, rope_theta=130000, **_SMOL),
+        {"base": 130000.0},
+    ),
+    "mistralai/Mistral-7B-v0.1": (
+        _mistral(4096, 14336, 32, 32000, rope_theta=10000.0, sliding_window=4096),
+        {"window": 4096, "local_layers": None},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.2": (
+        _mistral(4096, 14336, 32, 32000, rope_theta=1e6, sliding_window=None),
+        {"window": None, "base": 1e6},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        _mistral(4096, 14336, 32, 32768, rope_theta=1e6, sliding_window=None),
+        {"window": None},
+    ),
+    "mistralai/Mistral-Nemo-Instruct-2407": (
+        _mistral(5120, 14336, 32, 131072, head_dim=128, rope_theta=1e6, sliding_window=None),
+        {"head_dim": 128},
+    ),
+    "HuggingFaceH4/zephyr-7b-beta": (
+        _mistral(4096, 14336, 32, 32000, rope_theta=10000.0, sliding_window=4096),
+        {"window": 4096},
+    ),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": (
+        {**_mistral(4096, 14336, 32, 32000), **_MIXTRAL},
+        {"num_experts": 8, "load_balance_weight": 0.02, "window": None},
+    ),
+    "Qwen/Qwen2-0.5B": (_qwen2(896, 4864, 14, 151936, num_key_value_heads=2), {"qkv_bias": True}),
+    "Qwen/Qwen2.5-0.5B-Instruct": (
+        _qwen2(896, 4864, 14, 151936, num_key_value_heads=2, use_mrope=False),
+        {"tied_head": True, "window": None},
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": (
+        _qwen2(3584, 18944, 28, 152064, num_key_value_heads=4, tie_word_embeddings=False),
+        {"tied_head": False},
+    ),
+    "Qwen/Qwen2.5-Coder-32B-Instruct": (
+        _qwen2(5120, 27648, 40, 152064, num_key_value_heads=8, tie_word_embeddings=False),
+        {"base": 1e6},
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
+        _distilled(1536, 8960, 12, 151936, num_key_value_heads=2) | {"rope_theta": 10000},
+        {"base": 1e4},
+    ),
+    "Qwen/Qwen3-0.6B": (
+        _qwen3(1024, 3072, 16, 151936),
+        {"head_dim": 128, "qk_norm": "head", "window": None},
+    ),
+    "Qwen/Qwen3-8B": (
+        _qwen3(4096, 12288, 32, 151936, tie_word_embeddings=False),
+        {"tied_head": False},
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        {**_qwen3(2048, 6144, 32, 151936), **_QWEN3_MOE},
+        {"num_experts": 128, "experts_per_token": 8, "dense_layers": ()},
+    ),
+    "google/gemma-2b": (
+        {**_sizes(2048, 16384, 8, 256000, num_key_value_heads=1), **_GEMMA}
+        | {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
+        {"activation": "gelu", "embed_scale": 2048**0.5, "tied_head": True},
+    ),
+    "google/gemma-7b": (
+        {**_sizes(3072, 24576, 16, 256000, num_key_value_heads=16), **_GEMMA}
+        | {"hidden_act": "gelu", "hidden_activation": None},
+        {"activation": "gelu", "head_dim": 256},
+    ),
+    "google/gemma-2-2b-it": (
+        _gemma2(2304, 9216, 8, 256000, num_key_value_heads=4, query_pre_attn_scalar=256),
+        {"window": 4096, "attention_softcap": 50.0, "attention_scale": 1 / 16},
+    ),
+    "google/gemma-2-27b": (
+        _gemma2(4608, 36864, 32, 256000, num_key_value_heads=16, query_pre_attn_scalar=144)
+        | {"head_dim": 128},
+        {"attention_scale": 1 / 12},
+    ),
+    "google/gemma-3-1b-it": (
+        {**_gemma2(1152, 6912, 4, 262144), **_GEMMA3},
+        {"window": 512, "base": 1e6, "attention_softcap": None, "qk_norm": "head"},
+    ),
+    "microsoft/phi-2": (
+        {**_sizes(2560, 10240, 32, 51200, num_key_value_heads=32), **_PHI},
+        {"fraction": 0.4, "dropout": 0.1},
+    ),
+    "microsoft/phi-1_5": (
+        {**_sizes(2048, 8192, 32, 51200, num_key_value_heads=None), **_PHI}
+        | {"partial_rotary_factor": 0.5, "resid_pdrop": 0.0},
+        {"fraction": 0.5, "num_kv_heads": 32},
+    ),
+    "microsoft/Phi-3-mini-4k-instruct": (
+        _phi3(3072, 8192, 32, 32064, num_key_value_heads=32, sliding_window=2047),
+        {"window": 2047},
+    ),
+    "microsoft/phi-4": (
+        _phi3(5120, 17920, 40, 100352, num_key_value_heads=10, sliding_window=None)
+        | {"max_position_embeddings": 16384, "rope_theta": 250000},
+        {"base": 250000.0, "window": None},
+    ),
+    "allenai/OLMo-2-1124-7B": (
+        {**_sizes(4096, 11008, 32, 100352), **_OLMO2},
+        {"qk_norm": "all", "norm_placement": "post"},
+    ),
+    "openai-community/gpt2": (_gpt2(768, 12), {"tied_head": True, "mlp_dim": 3072}),
+    "openai-community/gpt2-medium": (
+        _gpt2(1024, 16, n_special=0, predict_special_tokens=True),
+        {"dropout": 0.1},
+    ),
+    "distilbert/distilgpt2": (_gpt2(768, 12, _num_labels=1, **_LABELS), {"rope": None}),
+    "EleutherAI/pythia-160m": (_neox(768, 3072, 12, 50304), {"fraction": 0.25, "parallel": True}),
+    "EleutherAI/gpt-neox-20b": (
+        _neox(6144, 24576, 64, 50432, hidden_act="gelu_fast"),
+        {"activation": "gelu"},
+    ),
+    "bigcode/starcoder2-3b": (
+        {**_sizes(3072, 12288, 24, 49152), **_STARCODER} | {"rope_theta": 999999.4420358813},
+        {"window": 4096, "mlp_bias": True},
+    ),
+    "google-bert/bert-base-uncased": (_bert(768, 3072, 12, 30522), {"head_transform": True}),
+    "google-bert/bert-base-multilingual-cased": (
+        _bert(768, 3072, 12, 119547, **_POOLER),
+        {"norm_placement": "after"},
+    ),
+    "sentence-transformers/all-MiniLM-L6-v2": (
+        _bert(384, 1536, 12, 30522, architectures=["BertModel"]),
+        {"head": None, "pooler": True},
+    ),
+    "cross-encoder/ms-marco-MiniLM-L6-v2": (
+        _bert(
+            *(384, 1536, 12, 30522),
+            architectures=["BertForSequenceClassification"],
+            id2label={"0": "LABEL_0"},
+            label2id={"LABEL_0": 0},
+            sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"},
+        ),
+        {"num_classes": 1},
+    ),
+    "ProsusAI/finbert": (
+        _bert(
+            *(768, 3072, 12, 30522),
+            architectures=["BertForSequenceClassification"],
+            finetuning_task=None,
+            id2label={"0": "positive", "1": "negative", "2": "neutral"},
+            label2id={"positive": 0, "negative": 1, "neutral": 2},
+            num_labels=3,
+            output_past=True,
+            problem_type="single_label_classification",
+        ),
+        {"num_classes": 3},
+    ),
+    "BAAI/bge-small-en-v1.5": (
+        _bert(384, 1536, 12, 30522, architectures=["BertModel"], **_LABELS),
+        {"pooler": True},
+    ),
+    "google/vit-base-patch16-224": (
+        _vit(768, 3072, 12, id2label={str(i): str(i) for i in range(1000)}),
+        {"num_classes": 1000, "max_positions": 197},
+    ),
+    "google/vit-base-patch16-224-in21k": (
+        _vit(768, 3072, 12, architectures=["ViTModel"]),
+        {"pooler": True},
+    ),
+}

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a config.json says, and what is refused of it; no weights are needed for either."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.models.published import MODELS
+from tests.values import with_values
+
+import shardax as sx
+from shardax.errors import PretrainedError
+from shardax.models import DecoderConfig, TransformerConfig, from_pretrained, save_pretrained
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
+pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+MANY = {**SIZES, "hidden_size": 256, "num_attention_heads": 32}
+GPT2 = {"vocab_size": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def read(folder: Path, content: dict[str, Any]) -> TransformerConfig:
+    """Reads a config.json beside no tensors."""
+    (folder / "config.json").write_text(json.dumps(content))
+    safetensors.save_file({}, folder / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all is initialised
+        return from_pretrained(folder, strict=False).config
+
+
+def refusal(folder: Path, content: dict[str, Any]) -> str:
+    with pytest.raises(PretrainedError) as caught:
+        read(folder, content)
+    return str(caught.value)
+
+
+@pytest.fixture
+def own_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what a test registers."""
+    from shardax.models import families
+
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+
+
+# --- what is left out -----------------------------------------------------------------------------
+
+
+def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
+    expected: dict[str, dict[str, Any]] = {
+        "llama": {"num_kv_heads": 32, "norm_epsilon": 1e-6, "base": 1e4, "tied_head": False},
+        "mistral": {"window": 4096, "num_kv_heads": 8, "base": 1e4},
+        "mixtral": {"window": None, "num_experts": 8, "norm_epsilon": 1e-5, "base": 1e6},
+        "qwen2": {"window": None, "num_kv_heads": 32},
+        "qwen3": {"head_dim": 128, "qkv_bias": False},
+        "qwen3_moe": {"num_experts": 128, "experts_per_token": 8, "normalise_experts": False},
+        "gemma": {"head_dim": 256, "activation": "gelu", "num_kv_heads": 16},
+        "gemma2": {"final_softcap": 30.0, "attention_softcap": 50.0, "window": 4096},
+        "gemma3_text": {"final_softcap": None, "base": 1e6, "window": 4096},
+        "phi": {"fraction": 0.5, "activation": "gelu", "norm_epsilon": 1e-5},
+        "phi3": {"window": None, "norm_epsilon": 1e-5, "dropout": 0.0},
+        "olmo2": {"norm_epsilon": 1e-5, "qkv_bias": False},
+        "gpt2": {"max_positions": 1024, "dropout": 0.1, "activation": "gelu"},
+        "gpt_neox": {"fraction": 0.25, "activation": "exact_gelu", "qkv_bias": True},
+        "starcoder2": {"window": None, "num_kv_heads": 2, "tied_head": True},
+        "bert": {"max_positions": 512, "token_types": 2, "norm_epsilon": 1e-12},
+        "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
+    }
+    for kind, fields in expected.items():
+        config = read(tmp_path, {**(GPT2 if kind == "gpt2" else MANY), "model_type": kind})
+        for name, value in fields.items():
+            holder = config if hasattr(config, name) else config.rope
+            assert getattr(holder, name) == value, (kind, name)
+
+
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+    "phi": "Phi",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+    "gpt2": "GPT2",
+    "gpt_neox": "GPTNeoX",
+    "starcoder2": "Starcoder2",
+    "bert": "Bert",
+    "vit": "ViT",
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    sizes = GPT2 if kind == "gpt2" else {**MANY, "num_hidden_layers": 7}
+    whole = getattr(transformers, f"{CLASSES[kind]}Config")(**sizes).to_dict()
+    brief = read(tmp_path, {**sizes, "model_type": kind})
+    named = read(tmp_path, json.loads(json.dumps(whole)))
+    assert dataclasses.replace(brief, source=None) == dataclasses.replace(named, source=None)
+
+
+def test_published_models_are_read_as_they_are(tmp_path: Path):
+    for name, (content, expected) in MODELS.items():
+        count = "n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"
+        config = read(tmp_path, {**content, count: 6})
+        assert config.num_layers == 6
+        for field, value in expected.items():
+            holder = config if hasattr(config, field) else config.rope
+            assert getattr(holder, field) == value, (name, field)
+
+
+# --- the rotary embedding -------------------------------------------------------------------------
+
+
+def test_rope_scaling_goes_before_rope_parameters(tmp_path: Path):
+    plain = {"rope_type": "default", "rope_theta": 1e3}
+    both = read(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": YARN}).rope
+    assert (both.kind, both.factor, both.base) == ("yarn", 4.0, 1e4)
+    beside = {"rope_parameters": plain, "rope_scaling": YARN, "rope_theta": 5e5}
+    assert read(tmp_path, {**LLAMA, **beside}).rope.base == 5e5
+    empty = read(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": {}}).rope
+    assert (empty.kind, empty.base) == ("default", 1e3)
+    for scaling in ({"nonsense": 1}, {"rope_type": "longrope", "factor": 4.0}):
+        text = refusal(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": scaling})
+        assert "nonsense=1 is unknown" in text or "rope_type='longrope'" in text
+    assert "leave one of them out" in refusal(
+        tmp_path, {**LLAMA, "rope_parameters": plain, "rope_theta": 5e5}
+    )
+
+
+def test_rope_of_each_kind_of_layer_is_merged(tmp_path: Path):
+    gemma = {**SIZES, "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 4}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    config = read(tmp_path, {**gemma, "rope_scaling": linear, "rope_local_base_freq": 100.0})
+    assert (config.rope.kind, config.rope.base, config.local_rope.base) == ("linear", 1e6, 100.0)
+    assert "is not supported, only tables" in refusal(
+        tmp_path, {**gemma, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    )
+
+
+# --- fields that change nothing -------------------------------------------------------------------
+
+
+def test_neutral_fields_pass_at_neutral_values(tmp_path: Path):
+    harmless = {
+        "use_mrope": False,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "_num_labels": 5,
+        "num_labels": 3,
+        "output_past": True,
+        "unsloth_fixed": True,
+        "quantization_config": None,
+        "finetuning_task": "sst2",
+        "problem_type": None,
+        "layer_types": ["full_attention"] * 2,
+    }
+    assert read(tmp_path, {**LLAMA, **harmless}).num_layers == 2
+    for name, value in {
+        "use_mrope": True,
+        "rope_interleaved": True,
+        "quantization_config": {"bits": 4},
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 2,
+    }.items():
+        assert f"{name}={value!r} is not supported" in refusal(tmp_path, {**LLAMA, name: value})
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+
+def advised(text: str) -> str:
+    """The call of register that an error advises."""
+    call = re.search(r"sx\.models\.register\((?:[^()]|\([^()]*\))*\)", text)
+    assert call is not None, text
+    return call[0]
+
+
+@pytest.mark.usefixtures("own_families")
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"clip_qkv": 8.0, "note": "x"}, "clip_qkv=8.0 is unknown; note='x' is unknown"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "without the head"),
+        ({"model_type": "llama_like", "architectures": ["LikeForCausalLM"]}, "a known type"),
+    ],
+)
+def test_advice_by_kind_runs(changes: dict[str, Any], says: str, tmp_path: Path):
+    text = refusal(tmp_path, {**LLAMA, **changes})
+    assert says in text
+    exec(advised(text), {"sx": sx})
+    config = read(tmp_path, {**LLAMA, **changes})
+    assert config.head == (None if "Token" in str(changes) else "tokens")
+
+
+def test_files_of_pytorch_are_named_first(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "clip_qkv": 8.0}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(PretrainedError, match=r"but \.bin, which is not read\. Save the model"):
+        from_pretrained(tmp_path)
+
+
+# --- parameters that no tensor is for -------------------------------------------------------------
+
+
+def saved(folder: Path, **changes: Any) -> sx.models.Decoder:
+    config = DecoderConfig(
+        vocab_size=16, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=8
+    )
+    config = dataclasses.replace(config, **changes)
+    model = with_values(sx.models.Decoder(config, rngs=sx.Rngs(0)))
+    save_pretrained(model, folder)
+    return model
+
+
+def test_a_lenient_read_warns_with_names(tmp_path: Path):
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors["renamed"] = tensors.pop(name)
+    safetensors.save_file(tensors, file)
+    with pytest.raises(PretrainedError, match=r"strict=False\) initialises what is missing"):
+        from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="The model is not all of") as caught:
+        from_pretrained(tmp_path, strict=False)
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert f"initialised at random, as no tensor is there: {name};" in text
+    assert text.endswith("not read, as the model has no place: renamed.")
+    assert caught[0].filename == __file__
+
+
+def test_a_stacked_read_names_all_that_is_drawn(tmp_path: Path):
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.save_file(tensors, file)
+    with pytest.warns(UserWarning, match=r"layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp"):
+        from_pretrained(tmp_path, strict=False, scan_layers=True)
+
+
+def test_first_bert_names_of_norms_are_read(tmp_path: Path):
+    bert = {**SIZES, "model_type": "bert", "max_position_embeddings": 8}
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+    safetensors.save_file({}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="initialised"):
+        model = with_values(from_pretrained(tmp_path, strict=False))
+    save_pretrained(model, tmp_path / "saved")
+    file = tmp_path / "saved" / "model.safetensors"
+    older = {
+        re.sub("LayerNorm.bias", "LayerNorm.beta", name).replace("Norm.weight", "Norm.gamma"): value
+        for name, value in safetensors.load_file(file).items()
+    }
+    assert any("gamma" in name for name in older)
+    heads = {"cls.seq_relationship.weight": (2, 8), "bert.pooler.dense.weight": (8, 8)}
+    older |= {name: np.ones(shape, np.float32) for name, shape in heads.items()}
+    safetensors.save_file(older, file)
+    again = from_pretrained(tmp_path / "saved")
+    norm = again.layers[1].attn_post_norm
+    np.testing.assert_array_equal(norm.scale, model.layers[1].attn_post_norm.scale)
+    np.testing.assert_array_equal(norm.bias, model.layers[1].attn_post_norm.bias)
+
+
+# --- hostile folders ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, "has 1000000000 layers, but its files have 0 tensors"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not positive"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True is not an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not positive"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not positive"),
+        ({"head_dim": 0}, "head_dim=0 is not positive"),
+        ({"vocab_size": 10**30}, "is not an integer"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is not a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a number"),
+        ({"hidden_act": ["silu"]}, "hidden_act=['silu'] is not a text"),
+        ({"model_type": ["llama"]}, "model_type=['llama'], but known are"),
+        ({"architectures": "LlamaForCausalLM"}, "is not a list of texts"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not true or false"),
+        ({"attention_dropout": 2}, "attention_dropout=2"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1] is not a table"),
+        ({"rope_parameters": {"rope_type": {}}}, "rope_type={} is not supported"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 is not a positive number"),
+        ({"rope_scaling": {**YARN, "factor": 0}}, "factor=0 is not a positive number"),
+        ({"rope_scaling": {**YARN, "rope_theta": 1}}, "rope_theta=1 is not above 1"),
+        ({"model_type": "mistral", "sliding_window": 1.5}, "sliding_window=1.5 is not an integer"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "takes no notice"),
+        ({"model_type": "qwen2", "layer_types": ["x"]}, "layer_types=['x'] is not supported"),
+        ({"model_type": "qwen2", "layer_types": 7}, "layer_types=7 is not a list of texts"),
+        ({"model_type": "mixtral", "num_local_experts": 10**9}, "of 1000000000 experts"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "is not positive"),
+        ({"model_type": "phi3", "rope_scaling": YARN}, "rope_type='yarn' is not supported"),
+        ({"model_type": "gpt_neox", "rope_theta": 5e5}, "takes no notice"),
+    ],
+)
+def test_a_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: Path):
+    content = {**LLAMA, **changes}
+    if "architectures" not in changes:
+        del content["architectures"]
+    assert says in refusal(tmp_path, content)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "[1]", "{", '{"a": 1e', ""])
+def test_a_damaged_json_is_refused_by_name(text: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(PretrainedError, match=r"config\.json (is no JSON|holds no table)"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("places", [{"a": 3}, [1], "x", None, {"a": ["model.safetensors"]}])
+def test_a_damaged_index_is_refused_by_name(places: Any, tmp_path: Path):
+    saved(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(PretrainedError, match="has no weight_map, a table of tensors"):
+        from_pretrained(tmp_path)
+
+
+def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path):
+    for text in ("{}", "{", "[" * 1000):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(PretrainedError, match=r"tokenizer\.json is damaged: .*Download"):
+            sx.models.load_tokenizer(tmp_path)
+
+
+def test_tensors_outside_of_the_folder_are_refused(tmp_path: Path):
+    folder = tmp_path / "model"
+    saved(folder)
+    outside = (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    names = list(safetensors.load_file(outside))
+    index = folder / "model.safetensors.index.json"
+    (folder / "link.safetensors").symlink_to(outside)
+    for title, says in (
+        ("../outside.safetensors", "which is not in the folder"),
+        (str(outside), "which is not in the folder"),
+        ("link.safetensors", r"is a link to .*, out of the folder.*shutil\.copyfile"),
+    ):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, title)}))
+        with pytest.raises(PretrainedError, match=says):
+            from_pretrained(folder)
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path: Path):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    saved(snapshot)
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.mkdir()
+    for file in list(snapshot.iterdir()):
+        file.rename(blobs / file.name)
+        file.symlink_to(Path("../../blobs", file.name))
+    assert from_pretrained(snapshot).config.num_layers == 2
+    (tmp_path / "link").symlink_to(snapshot)
+    assert from_pretrained(tmp_path / "link").config.num_layers == 2

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edited models are written as what they are, or refused; a failing save leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import resource
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.models import peers
+from tests.models.published import MODELS
+from tests.values import with_values
+
+import shardax as sx
+from shardax import nn
+from shardax.errors import PretrainedError
+from shardax.models import Transformer, TransformerConfig, from_pretrained, save_pretrained
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
+
+SMALL = TransformerConfig(
+    vocab_size=16, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=8
+)
+TOKENS = np.arange(6)[None]
+
+
+@sx.jit
+def run(model: Any, tokens: Any) -> jax.Array:
+    return model(tokens)
+
+
+def values(model: Any) -> dict[Any, np.ndarray]:
+    variables = sx.iter_variables(model)
+    return {path: np.asarray(v.value) for path, v in variables if not isinstance(v, sx.RngState)}
+
+
+def assert_equal(model: Any, other: Any) -> None:
+    ours, theirs = values(model), values(other)
+    assert ours.keys() == theirs.keys()
+    for path, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[path], str(path))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[..., Transformer]:
+    """Makes a model that was read from its files."""
+
+    def load(**changes: Any) -> Transformer:
+        scanned = changes.pop("scan_layers", False)
+        model = with_values(Transformer(dataclasses.replace(SMALL, **changes), rngs=sx.Rngs(0)))
+        folder = tmp_path / f"loaded{len(list(tmp_path.iterdir()))}"
+        save_pretrained(model, folder)
+        return from_pretrained(folder, scan_layers=scanned)
+
+    return load
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+FREEZES: dict[str, tuple[Any, ...]] = {
+    "embedding": (sx.PathContains("embed"),),
+    "norms": (sx.PathContains("scale"),),
+    "attention": (sx.PathContains("attn"),),
+    "all": (),
+}
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("part", FREEZES)
+def test_frozen_parameters_are_written(part: str, scanned: bool, loaded: Any, tmp_path: Path):
+    model = loaded(scan_layers=scanned)
+    save_pretrained(sx.freeze(model, *FREEZES[part]), tmp_path / "saved")
+    assert_equal(from_pretrained(tmp_path / "saved", scan_layers=scanned), model)
+
+
+def untie(model: Any) -> None:
+    model.head = nn.Linear(8, 16, use_bias=False, rngs=None)
+    model.head.kernel.value = 1 + jnp.arange(128.0).reshape(8, 16)
+
+
+def extend(model: Any) -> None:
+    model.embed.embedding.value = jnp.arange(160.0).reshape(20, 8)
+    model.head.kernel.value = jnp.arange(160.0).reshape(8, 20)
+
+
+def set_window(model: Any) -> None:
+    for layer in model.layers:
+        layer.attn.window = 3
+    model.config = dataclasses.replace(model.config, source=None)
+
+
+EDITS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "untied": (untie, {"tie_word_embeddings": False}),
+    "tied": (lambda model: setattr(model, "head", None), {"tie_word_embeddings": True}),
+    "layer removed": (lambda model: model.layers.pop(0), {"num_hidden_layers": 1}),
+    "layer added": (
+        lambda model: model.layers.append(sx.clone(model.layers[0])),
+        {"num_hidden_layers": 3},
+    ),
+    "vocabulary": (extend, {"vocab_size": 20}),
+    "epsilon": (lambda model: model.set_attributes(epsilon=0.5), {"rms_norm_eps": 0.5}),
+    "activation": (lambda model: model.set_attributes(activation="relu"), {"hidden_act": "relu"}),
+    "function": (
+        lambda model: model.set_attributes(activation=jax.nn.gelu),
+        {"hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "window": (set_window, {"model_type": "mistral", "sliding_window": 3}),
+    "note": (lambda model: setattr(model, "note", "mine"), {}),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_model_reads_back_as_it_is(name: str, loaded: Any, tmp_path: Path):
+    edit, expected = EDITS[name]
+    model = loaded(tied_head=name == "untied")
+    edit(model)
+    save_pretrained(model, tmp_path / "saved")
+    assert {field: config_of(tmp_path / "saved")[field] for field in expected} == expected
+    again = from_pretrained(tmp_path / "saved")
+    assert_equal(again, model)
+    if name in ("tied", "epsilon", "window"):
+        np.testing.assert_array_equal(run(again, TOKENS), run(model, TOKENS))
+    save_pretrained(again, tmp_path / "again")  # and what was read is written as it was
+    assert config_of(tmp_path / "again") == config_of(tmp_path / "saved")
+
+
+def test_shared_layers_are_written_twice(loaded: Any, tmp_path: Path):
+    model = loaded()
+    model.layers[1] = model.layers[0]
+    save_pretrained(model, tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    assert_equal(again.layers[0], model.layers[0])
+    assert_equal(again.layers[1], model.layers[0])
+
+
+def test_layers_stacked_by_hand_are_written(loaded: Any, tmp_path: Path):
+    model = loaded()
+    expected = values(model)
+    model.layers = nn.stack_layers(model.layers)
+    save_pretrained(model, tmp_path / "saved")
+    again = values(from_pretrained(tmp_path / "saved"))
+    assert {path: value.tolist() for path, value in again.items()} == {
+        path: value.tolist() for path, value in expected.items()
+    }
+
+
+def test_merged_adapters_are_written(loaded: Any, tmp_path: Path):
+    linears = sx.select(loaded()).at_instances_of(nn.Linear)
+    adapted = sx.surgery.lora(linears.where(lambda path, _: path[-1] == "q"), rank=1)
+    with pytest.raises(PretrainedError, match=r"\.layers\[0\]\.attn\.q is a LoRA, not a Linear;"):
+        save_pretrained(adapted, tmp_path / "saved")
+    merged = sx.surgery.merge_lora(adapted)  # as the error says
+    save_pretrained(merged, tmp_path / "saved")
+    assert_equal(from_pretrained(tmp_path / "saved"), merged)
+
+
+def test_parameters_of_another_dtype_stay_so(loaded: Any, tmp_path: Path):
+    model = loaded()
+    model.head.kernel.value = model.head.kernel.value.astype(jnp.bfloat16)
+    save_pretrained(model, tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    assert (again.head.kernel.dtype, again.embed.embedding.dtype) == (jnp.bfloat16, jnp.float32)
+    assert_equal(again, model)
+
+
+class Named(Transformer):
+    """A subclass that computes the same."""
+
+    def loss(self) -> float:
+        return 0.0
+
+
+class Doubled(Transformer):
+    def __call__(self, tokens: Any, **options: Any) -> Any:
+        return 2 * super().__call__(tokens, **options)
+
+
+def test_subclasses_are_written_unless_they_compute(tmp_path: Path):
+    model = with_values(Named(SMALL, rngs=sx.Rngs(0)))
+    save_pretrained(model, tmp_path / "saved")
+    assert_equal(from_pretrained(tmp_path / "saved"), model)
+    with pytest.raises(
+        PretrainedError, match="is a Doubled, whose __call__ is not a Transformer's"
+    ):
+        save_pretrained(with_values(Doubled(SMALL, rngs=sx.Rngs(0))), tmp_path / "doubled")
+
+
+# --- families -------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    content["model_type"]: content
+    for name, (content, _) in MODELS.items()
+    if name != "google/vit-base-patch16-224"
+}
+TINY = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "max_position_embeddings": 8,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_positions": 8,
+    "image_size": 4,
+    "patch_size": 2,
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_fewer_layers_of_any_family_read_back(kind: str, tmp_path: Path):
+    published = PUBLISHED[kind]
+    content = {name: TINY.get(name, value) for name, value in published.items()}
+    content["n_layer" if kind == "gpt2" else "num_hidden_layers"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    safetensors.save_file({}, tmp_path / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all is initialised
+        model = with_values(from_pretrained(tmp_path, strict=False))
+    save_pretrained(model, tmp_path / "whole")
+    if "torch_dtype" in content:
+        content["torch_dtype"] = "float32"
+    assert config_of(tmp_path / "whole") == content
+    del model.layers[0]
+    model.set_attributes(epsilon=0.25)
+    save_pretrained(model, tmp_path / "fewer")
+    again = from_pretrained(tmp_path / "fewer")
+    assert_equal(again, model)
+    windows = [layer.attn.window for layer in model.layers]
+    assert [layer.attn.window for layer in again.layers] == windows
+    assert again.config.norm_epsilon == 0.25
+
+
+def test_classes_of_a_head_may_change(tmp_path: Path):
+    content = {name: TINY.get(name, value) for name, value in PUBLISHED["bert"].items()}
+    content |= {"num_hidden_layers": 1, "architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    safetensors.save_file({}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="initialised at random"):
+        model = with_values(from_pretrained(tmp_path, strict=False))
+    model.head = with_values(nn.Linear(8, 5, rngs=sx.Rngs(0)))
+    save_pretrained(model, tmp_path / "saved")
+    assert len(config_of(tmp_path / "saved")["id2label"]) == 5
+    assert_equal(from_pretrained(tmp_path / "saved"), model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, "llama"),
+        ({"window": 3}, "mistral"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qkv_bias": True, "window": 3, "local_layers": (False, True)}, "qwen2"),
+        ({"qk_norm": "head"}, "qwen3"),
+        ({"num_experts": 2, "expert_dim": 8}, "mixtral"),
+        ({"num_experts": 2, "expert_dim": 4, "dense_layers": (1,), "qk_norm": "head"}, "qwen3_moe"),
+        ({"norm_placement": "post", "qk_norm": "all"}, "olmo2"),
+    ],
+)
+def test_new_models_are_written_as_a_fitting_family(changes: Any, kind: str, tmp_path: Path):
+    model = with_values(Transformer(dataclasses.replace(SMALL, **changes), rngs=sx.Rngs(0)))
+    save_pretrained(model, tmp_path / "saved")
+    assert config_of(tmp_path / "saved")["model_type"] == kind
+    again = from_pretrained(tmp_path / "saved")
+    assert_equal(again, model)
+    fields = ("window", "local_layers", "rope", "norm", "activation", "attention_scale")
+    assert [getattr(again.config, f) for f in fields] == [getattr(model.config, f) for f in fields]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "embedding alone": (
+        lambda model: setattr(model.embed.embedding, "value", jnp.ones((20, 8))),
+        r"\.head\.kernel has the shape \(8, 16\), but \(8, 20\)",
+    ),
+    "one activation": (
+        lambda model: setattr(model.layers[0].mlp, "activation", "relu"),
+        r"\.layers\[0\]\.mlp\.activation is 'relu', but 'silu'",
+    ),
+    "own activation": (
+        lambda model: model.set_attributes(activation=abs),
+        r"\.layers\[0\]\.mlp\.activation is the function abs",
+    ),
+    "one epsilon": (
+        lambda model: setattr(model.layers[1].mlp_norm, "epsilon", 0.5),
+        r"\.layers\[1\]\.mlp_norm\.epsilon is 0\.5, but 1e-06",
+    ),
+    "windows": (
+        lambda model: [setattr(layer.attn, "window", 3) for layer in model.layers],
+        r"a llama's config\.json has no way to say windows=\(3, 3\).*As a mistral it can be",
+    ),
+    "window of the config": (
+        lambda model: setattr(model, "config", dataclasses.replace(model.config, window=4)),
+        "model.config has window=4, but its layers None",
+    ),
+    "softmax": (
+        lambda model: setattr(model.layers[0].attn, "softmax", jax.nn.sigmoid),
+        r"\.layers\[0\]\.attn\.softmax is the function sigmoid",
+    ),
+    "norm gone": (lambda model: setattr(model, "final_norm", None), r"\.final_norm is None"),
+    "further layer": (
+        lambda model: setattr(model, "extra", nn.Linear(2, 2, rngs=sx.Rngs(0))),
+        r"\.extra\.kernel has no tensor in its family; \.extra\.bias",
+    ),
+    "raw array": (lambda model: setattr(model, "mean", jnp.ones(3)), r"\.mean has no tensor"),
+    "dtype": (
+        lambda model: setattr(model.head.kernel, "value", jnp.ones((8, 16), jnp.int8)),
+        r"\.head\.kernel has the dtype int8, which is not read back",
+    ),
+    "one bias": (
+        lambda model: setattr(model.layers[0].attn, "q", nn.Linear(8, (2, 4), rngs=sx.Rngs(0))),
+        r"\.layers\[0\]\.attn\.q\.bias is a Param, but None",
+    ),
+    "wrapped layers": (
+        lambda model: setattr(model, "layers", nn.Sequential(*model.layers)),
+        "layers is a Sequential, neither a list of layers nor a Stack",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_lost_is_refused(name: str, loaded: Any, tmp_path: Path):
+    edit, says = REFUSED[name]
+    model = loaded()
+    edit(model)
+    with pytest.raises(PretrainedError, match=says) as caught:
+        save_pretrained(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    if name == "windows":  # what the error says
+        model.config = dataclasses.replace(model.config, source=None)
+        save_pretrained(model, tmp_path / "saved")
+    else:
+        assert "sx.train.checkpoint.save(model, folder)" in str(caught.value)
+
+
+def test_experts_with_places_are_refused(loaded: Any, tmp_path: Path):
+    model = loaded(num_experts=2, expert_dim=8)
+    model.set_attributes(dispatch="dropless")
+    save_pretrained(model, tmp_path / "dropless")
+    model.set_attributes(dispatch="capacity")
+    with pytest.raises(PretrainedError, match=r"\.layers\[0\]\.mlp\.dispatch is 'capacity'"):
+        save_pretrained(model, tmp_path / "capacity")
+
+
+# --- disks ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """Lets no file grow beyond a size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_failing_save_leaves_what_was_there(is_there: bool, loaded: Any, tmp_path: Path):
+    model, folder = loaded(), tmp_path / "saved"
+    if is_there:
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    with small_disk(700), pytest.raises(PretrainedError, match=r"not written to .*saved: \[Errno"):
+        save_pretrained(model, folder, max_file_bytes=512)
+    assert sorted(tmp_path.rglob("*")) == before
+    save_pretrained(model, folder, max_file_bytes=512)
+    assert_equal(from_pretrained(folder), model)
+    names = {file.name for file in folder.iterdir()}
+    assert names >= {"config.json", "model.safetensors.index.json"}
+    assert (folder / "tokenizer.json").exists() is is_there
+    with pytest.raises(PretrainedError, match="holds tensors already"):
+        save_pretrained(copy.deepcopy(model), folder)
+
+
+# --- in transformers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tied", "layer removed", "vocabulary", "epsilon", "window"])
+def test_edits_have_the_logits_of_transformers(name: str, loaded: Any, tmp_path: Path):
+    pytest.importorskip("torch", reason="pip install torch")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    model = loaded()
+    EDITS[name][0](model)
+    save_pretrained(model, tmp_path / "saved")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
+    np.testing.assert_allclose(run(model, TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2", "qwen2", "qwen3_moe", "phi3", "gpt_neox"])
+def test_fewer_layers_have_the_logits_of_transformers(name: str, tmp_path: Path):
+    pytest.importorskip("torch", reason="pip install torch")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    peers.make(tmp_path / "peer", name)
+    model = from_pretrained(tmp_path / "peer")
+    del model.layers[0]
+    model.set_attributes(epsilon=1e-3)
+    save_pretrained(model, tmp_path / "saved")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
+    np.testing.assert_allclose(run(model, TOKENS), expected, rtol=0, atol=2e-5)
