@@ -144,6 +144,10 @@ def test_lanes_cannot_write_differing_values_to_variable(axes: Any) -> None:
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
 
 
+def _replace_factor_by_a_number(m: Scale) -> None:
+    m.factor.value = jnp.float32(1)
+
+
 class Own(sx.Variable[Any]):
     """A type of the user's own."""
 
@@ -203,8 +207,7 @@ def test_a_result_is_made_of_arrays_and_objects() -> None:
         ),
         (
             lambda m: sx.vmap(
-                lambda m: m.factor.__setitem__(..., 1.0),
-                in_axes=(sx.StateAxes({sx.Param: 1, ...: None}),),
+                _replace_factor_by_a_number, in_axes=(sx.StateAxes({sx.Param: 1, ...: None}),)
             )(m),
             r"puts \.m\.factor together along axis 1, .* from -1 to 0",
         ),

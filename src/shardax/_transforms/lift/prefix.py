@@ -204,7 +204,7 @@ class StateAxes(FilterMapping):
         >>> import jax.numpy as jnp, shardax as sx
         >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
         >>> axes = sx.StateAxes({sx.PathContains("kernel"): None, ...: 0})
-        >>> layer.bias[...] = jnp.zeros((4, 3))
+        >>> layer.bias.value = jnp.zeros((4, 3))
         >>> sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(layer, jnp.ones((4, 2))).shape
         (4, 3)
     """
