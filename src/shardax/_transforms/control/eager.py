@@ -4,8 +4,8 @@
 Loops and branches are traced and compiled as a unit. Inside a compiled function that happens once;
 an eager call would do it every time. So an eager call whose functions, options and kinds of
 arguments came before runs as a function of ``sx.jit``, with the same specializations, effects and
-errors. The program is kept from the second call on: functions that are made for one call leave
-nothing behind.
+errors. Of programs that were called once the last few are kept: functions made for one call
+leave nothing behind.
 
 Calls are of one kind if their functions have equal behavior keys (``lift.behavior``), read anew at
 every call. Modules and Variables that the functions reach are inputs of the program, found anew at
@@ -23,6 +23,7 @@ import itertools
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from shardax._transforms.lift.behavior import Behavior, Identity, NotComparable
 Lifted = Callable[[Sequence[Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 
 _MOST_PROGRAMS = 128
+_MOST_CALLED_ONCE = 8
 
 
 class _Entry:
@@ -47,7 +49,7 @@ class _Entry:
     __slots__ = ("anchors", "compiles", "program", "used")
 
     def __init__(self) -> None:
-        self.program: Jit | None = None  # kept from the second call on
+        self.program: Jit | None = None
         self.compiles = True
         self.used = 0
         self.anchors: list[Any] = []  # of functions with which the entry goes
@@ -72,6 +74,7 @@ class _Running(threading.local):
 _running = _Running()
 _ticks = itertools.count()
 _entries: dict[Hashable, _Entry] = {}  # by the kind of a call
+_called_once: deque[_Entry] = deque()
 
 
 def _program(*args: Any, **kwargs: Any) -> Any:
@@ -106,37 +109,40 @@ def run(
         return lifted(functions, options, args, kwargs)
     if entry is not None and not entry.compiles:
         return lifted(functions, options, args, kwargs)
-    program = Jit(_program, JitOptions()) if entry is None else entry.program
+    program = None if entry is None else entry.program
+    if program is None:
+        program = Jit(_program, JitOptions())
     if entry is not None:
-        entry.used = next(_ticks)
-        program = entry.program = program or Jit(_program, JitOptions())
-    assert program is not None
+        entry.used, entry.program = next(_ticks), program
+        with contextlib.suppress(ValueError):
+            _called_once.remove(entry)
     outer, trace = _running.call, list[str]()
     _running.call = _Call(lifted, functions, options, len(args), trace)
+    failed = False
     try:
         result = program(*args, *behavior.objects, **kwargs)
     except Exception as error:
         # In the trace, or before it by what ``jit`` refuses: as it is, the call may be right, or
         # says in its own words what is wrong. What fails later fails there, too.
         refused = isinstance(error, ShardaxError) and not isinstance(error, _RAISED)
-        if trace[-1:] == ["done"] or not (trace or refused):
+        failed = trace[-1] == "begun" if trace else refused
+        if not failed:
             raise
-        compiles = False
-    else:
-        # Objects from where the key does not see them might be others next time.
-        compiles = not program.memory.captured
-        if not trace and compiles:
-            return result
     finally:
         _running.call = outer
-    if trace[-1:] != ["done"]:
+    if not (trace or failed):
+        return result
+    if failed:
         result = lifted(functions, options, args, kwargs)  # an error is not remembered
-    if trace and behavior.note_writes(functions, options):
-        key = _kind_of(lifted, Behavior(functions, options), functions, args)
-    if entry is None or key not in _entries:
-        entry = _remember(key, functions if behavior.closes_over_arrays else (), entry)
-    if not compiles:
-        entry.compiles, entry.program = False, None
+    with contextlib.suppress(NotComparable, TypeError):
+        if behavior.note_writes(functions, options):
+            key = _kind_of(lifted, Behavior(functions, options), functions, args)
+        if entry is None or key not in _entries:
+            anchors = functions if behavior.closes_over_arrays else ()
+            entry = _remember(key, anchors, entry or _called_once_by(program))
+        # Objects from where the key does not see them might be others next time.
+        if failed or program.memory.captured:
+            entry.compiles, entry.program = False, None
     return result
 
 
@@ -155,15 +161,29 @@ def _anchor(function: Any) -> Any:
     return _anchor(function.__func__) if isinstance(function, types.MethodType) else function
 
 
-def _remember(key: Hashable, anchors: Sequence[Any], entry: _Entry | None) -> _Entry:
+def _called_once_by(program: Jit) -> _Entry:
+    """Returns an entry whose program is kept for a while."""
+    entry = _Entry()
+    entry.program = program
+    _called_once.append(entry)
+    if len(_called_once) > _MOST_CALLED_ONCE:
+        with contextlib.suppress(IndexError):  # another thread was first
+            _called_once.popleft().program = None
+    return entry
+
+
+def _remember(key: Hashable, anchors: Sequence[Any], entry: _Entry) -> _Entry:
     """Notes that a call of this kind was made."""
     while len(_entries) >= _MOST_PROGRAMS:
         with contextlib.suppress(KeyError, ValueError):  # another thread was first
             _entries.pop(min(_entries.copy().items(), key=lambda item: item[1].used)[0], None)
-    entry = entry or _Entry()
+
+    def forget(_: Any) -> None:
+        gone = _entries.pop(key, None)
+        if gone is not None:
+            gone.program = None
+
     entry.used = next(_ticks)
-    entry.anchors = [
-        weakref.ref(_anchor(function), lambda _: _entries.pop(key, None)) for function in anchors
-    ]
+    entry.anchors = [weakref.ref(_anchor(function), forget) for function in anchors]
     _entries[key] = entry
     return entry
