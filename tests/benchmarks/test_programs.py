@@ -7,6 +7,7 @@ import sys
 import _decoder_steps
 import bounded_while
 import dispatch
+import eager
 import init
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ RUNS = {
         'bounded, "recompute"',
         "scan + cond",
     ],
+    eager: [],
     init: ["--layers", "1", "--methods", "raw jax", "shardax.shard"],
 }
 
@@ -49,6 +51,14 @@ def test_quick_run_compares_shardax_with_raw_jax(benchmark, monkeypatch, tmp_pat
     ours = {"shardax", "shardax.jit", "shardax.shard"}
     theirs = {"raw jax", "jax.jit"}
     assert (len(names), len(names & ours), len(names & theirs)) == (2, 1, 1)
+
+
+def test_eager_calls_are_measured_and_compile_nothing(monkeypatch, tmp_path):
+    status, written = figures(eager, monkeypatch, tmp_path)
+    assert (status, written["benchmark"]) == (0, "eager")
+    forms = {(record["name"], record["form"]) for record in written["records"]}
+    assert {("cond", form) for form in eager.FORMS} < forms
+    assert all(record["compilations"] == 0 for record in written["records"])
 
 
 def test_compiled_train_step_equals_that_of_raw_jax(monkeypatch, tmp_path):

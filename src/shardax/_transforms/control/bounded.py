@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -34,7 +34,7 @@ from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.variable import Variable
-from shardax._transforms.control import loops, scan
+from shardax._transforms.control import eager, loops, scan
 from shardax._transforms.errors import BoundedLoopError
 from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
 
@@ -284,10 +284,21 @@ def bounded_while_loop(
         (1.4142, True)
     """
     steps = _check_options(max_steps, history, differentiable)
-    functions = [body_fun, cond_fun] if history is None else [body_fun, cond_fun, history]
+    functions = (body_fun, cond_fun) if history is None else (body_fun, cond_fun, history)
+    options = (steps, differentiable, padding)
+    return eager.run(_bounded_while_loop, functions, options, (init,), {})
+
+
+def _bounded_while_loop(
+    functions: Sequence[Any],
+    options: tuple[int, Differentiable, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> WhileResult:
+    steps, differentiable, padding = options
 
     def attempt(captured: list[Variable[Any]]) -> WhileResult:
-        call = LiftedCall("bounded_while_loop", functions, [init], {}, captured=captured)
+        call = LiftedCall("bounded_while_loop", functions, args, kwargs, captured=captured)
         body, condition = loops.body_and_condition(call)
 
         def advance(carry: Any) -> Any:
@@ -296,7 +307,7 @@ def bounded_while_loop(
         start = settled(advance, body.start())
         row = (
             (lambda carry: None)
-            if history is None
+            if len(functions) == _HISTORY
             else loops.ReadOnlyFunction(body, _HISTORY, "history", _row_of)
         )
         rows = padding_row(padding, scan.abstract_eval(row, start))

@@ -11,7 +11,7 @@ returns the value it had.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -22,7 +22,7 @@ from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
-from shardax._transforms.control import loops, scan
+from shardax._transforms.control import eager, loops, scan
 from shardax._transforms.errors import BranchError
 from shardax._transforms.lift import engine
 
@@ -241,13 +241,22 @@ def cond(
         >>> results, float(total)
         ([1.0, 2.0, 3.0], 4.0)
     """
-    functions = {"true_fun": true_fun, "false_fun": false_fun}
-    _check_callable("cond", functions)
+    return eager.run(_cond, (true_fun, false_fun), None, (pred, *operands), named_operands)
+
+
+def _cond(
+    functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
+) -> Any:
+    pred, *operands = args
+    branches = dict(zip(("true_fun", "false_fun"), functions, strict=True))
+    _check_callable("cond", branches)
     decision = loops.as_predicate(pred, "pred of sx.cond")
-    given = (operands, named_operands)
-    return _run(
-        "cond", functions, given, decision, lambda branches: jax.lax.cond(decision, *branches)
-    )
+    choose = functools.partial(_choose, decision)
+    return _run("cond", branches, (operands, named_operands), decision, choose)
+
+
+def _choose(decision: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+    return jax.lax.cond(decision, *branches)
 
 
 def switch(
@@ -275,13 +284,20 @@ def switch(
         >>> [float(sx.switch(i, apply, jnp.float32(2))) for i in (0, 1, 7)]
         [20.0, 40.0, 60.0]
     """
-    functions = {f"branches[{i}]": branch for i, branch in enumerate(branches)}
+    return eager.run(_switch, tuple(branches), None, (index, *operands), named_operands)
+
+
+def _switch(
+    functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
+) -> Any:
+    index, *operands = args
     if not functions:
         raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
-    _check_callable("switch", functions)
+    branches = {f"branches[{i}]": branch for i, branch in enumerate(functions)}
+    _check_callable("switch", branches)
     decision = loops.as_integer(index, "index of sx.switch")
     choose = functools.partial(jax.lax.switch, decision)
-    return _run("switch", functions, (operands, named_operands), decision, choose)
+    return _run("switch", branches, (operands, named_operands), decision, choose)
 
 
 def _check_callable(name: str, functions: dict[str, Any]) -> None:
@@ -296,7 +312,7 @@ def _check_callable(name: str, functions: dict[str, Any]) -> None:
 def _run(
     name: str,
     functions: dict[str, Callable[..., Any]],
-    operands: tuple[Sequence[Any], dict[str, Any]],
+    operands: tuple[Sequence[Any], Mapping[str, Any]],
     decision: Any,
     choose: Callable[..., Any],
 ) -> Any:

@@ -7,7 +7,7 @@ that holds one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from shardax._core._jax import INLINE
 from shardax._core.frames import kind_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Variable
+from shardax._transforms.control import eager
 from shardax._transforms.control.scan import LoopBody
 from shardax._transforms.errors import DecisionError
 from shardax._transforms.lift import engine
@@ -84,11 +85,14 @@ def while_loop(
         >>> float(sx.while_loop(lambda x: x < 100, double, jnp.float32(1))), int(counter)
         (128.0, 7)
     """
+    return eager.run(_while_loop, (body_fun, cond_fun), None, (init_val,), {})
 
+
+def _while_loop(
+    functions: Sequence[Any], _: None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = engine.LiftedCall(
-            "while_loop", [body_fun, cond_fun], [init_val], {}, captured=captured
-        )
+        call = engine.LiftedCall("while_loop", functions, args, kwargs, captured=captured)
         body, condition = body_and_condition(call)
         carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
         return call.apply(body.finish(carry))
@@ -132,12 +136,28 @@ def fori_loop(
         >>> sx.fori_loop(0, 5, add, total) is total, int(total)
         (True, 10)
     """
+    if type(lower) is int and type(upper) is int:  # part of the program, as in JAX
+        return eager.run(_fori_loop, (body_fun,), (unroll, lower, upper), (init_val,), {})
+    return eager.run(_fori_loop, (body_fun,), (unroll,), (init_val, lower, upper), {})
+
+
+def _fori_loop(
+    functions: Sequence[Any],
+    options: tuple[Any, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    unroll, *counts = options
+    init_val, *bounds = args
+    lower, upper = counts or bounds
     first = as_integer(lower, "lower of sx.fori_loop")
     stop = as_integer(upper, "upper of sx.fori_loop")
     index = jnp.zeros((), jnp.result_type(first, stop))
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = engine.LiftedCall("fori_loop", [body_fun], [index, init_val], {}, captured=captured)
+        call = engine.LiftedCall(
+            "fori_loop", functions, [index, init_val], kwargs, captured=captured
+        )
         engine.check_operands(call)
         count = len(jax.tree.leaves(list(call.arguments.plain)))
         body = LoopBody(

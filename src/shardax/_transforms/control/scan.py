@@ -35,6 +35,7 @@ from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_obj
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
+from shardax._transforms.control import eager
 from shardax._transforms.errors import CarryError, PrefixError
 from shardax._transforms.lift import engine, prefix
 from shardax._transforms.vmap import axes as mapped
@@ -406,20 +407,30 @@ def scan(
     length = mapped.as_count(length, "length")
     mapped.mapped_name(metadata, "scan")
 
+    options = (in_axes, out_axes, has_carry, length, reverse, unroll, metadata)
+
     @engine.wraps(function)
     def scanned(*args: Any, **kwargs: Any) -> Any:
-        given = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
-
-        def attempt(captured: list[Variable[Any]]) -> Any:
-            call = engine.LiftedCall(
-                "scan", [function], given.args, given.kwargs, captured=captured
-            )
-            loop = _Scan(call, given, out_axes, has_carry, metadata)
-            return loop.run(length, reverse, unroll)
-
-        return engine.retry_captured(attempt)
+        return eager.run(_scan, (function,), options, args, kwargs)
 
     return scanned
+
+
+def _scan(
+    functions: Sequence[Any],
+    options: tuple[Any, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    in_axes, out_axes, has_carry, length, reverse, unroll, metadata = options
+    given = prefix.assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
+
+    def attempt(captured: list[Variable[Any]]) -> Any:
+        call = engine.LiftedCall("scan", functions, given.args, given.kwargs, captured=captured)
+        loop = _Scan(call, given, out_axes, has_carry, metadata)
+        return loop.run(length, reverse, unroll)
+
+    return engine.retry_captured(attempt)
 
 
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:

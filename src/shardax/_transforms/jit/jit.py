@@ -52,6 +52,7 @@ from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift.behavior import Behavior, NotComparable
 
 # Types of arguments that are surely plain; JAX's concrete array type joins when first met.
 ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
@@ -303,8 +304,13 @@ class CompilationCache:
     """The specializations and cached calls of one compiled function."""
 
     def __init__(self) -> None:
+        # Where the function takes objects from; looked for at the first call, as names may be bound
+        # later.
+        self.sources: list[inputs.ClosureSource] | None = None
+        self.captured: list[weakref.ref[Any]] = []
         self.specializations: dict[Any, special.Specialization] = {}
         self.calls: dict[Any, CachedCall] = {}  # by what identifies a call
+        self.shared_as: Any = None  # the options under which the function has it
         # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
@@ -339,6 +345,61 @@ class CompilationCache:
         self.calls.clear()
 
 
+_PROGRAMS = "__shardax_programs__"
+_MOST_OPTIONS = 16
+
+
+class _SharedCache(NamedTuple):
+    """The cache of a function, while its behavior is the same."""
+
+    function: weakref.ref[Any]  # a decorator may copy attributes to another function
+    behavior: Any
+    cache: CompilationCache
+
+    def __reduce__(self) -> Any:  # a function may be pickled by value, with its attributes
+        return dict, ()
+
+
+def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache:
+    """Returns one cache for all that ``jit`` makes of a function with equal options."""
+    key = options.key()
+    if type(function) is not types.FunctionType or type(key) is object:
+        return CompilationCache()
+    behavior = behavior_of(function)
+    if behavior is None:
+        return CompilationCache()
+    with exclusive:
+        # An attribute of the function, so that both go together.
+        caches = function.__dict__.setdefault(_PROGRAMS, {})
+        known = caches.get(key)
+        if known and known.function() is function and known.behavior == behavior.key:
+            return known.cache
+        if len(caches) >= _MOST_OPTIONS or (known and known.function() is not function):
+            caches = function.__dict__[_PROGRAMS] = {}
+        made = _SharedCache(weakref.ref(function), behavior.key, CompilationCache())
+        made.cache.shared_as = key
+        caches[key] = made
+        return made.cache
+
+
+def behavior_of(function: Any) -> Behavior | None:
+    """Returns what a function depends on now, or None if that cannot be compared."""
+    try:
+        behavior = Behavior([function])
+        hash(behavior.key)
+    except (NotComparable, TypeError):
+        return None
+    return behavior
+
+
+def note_trace(behavior: Behavior, function: Any, key: Any) -> None:
+    """Keeps a function's cache shared after a trace that counted itself."""
+    now = behavior_of(function) if behavior.note_writes([function]) else None
+    if now is not None:
+        caches = function.__dict__[_PROGRAMS]
+        caches[key] = caches[key]._replace(behavior=now.key)
+
+
 class Jit(PickledByName, Wrapper):
     """A compiled function over Modules; made by ``jit``.
 
@@ -353,7 +414,11 @@ class Jit(PickledByName, Wrapper):
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: special.JitOptions, wrapping: Any = None
+        self,
+        function: Callable[..., Any],
+        options: special.JitOptions,
+        wrapping: Any = None,
+        memory: CompilationCache | None = None,
     ) -> None:
         inputs.check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
@@ -362,10 +427,7 @@ class Jit(PickledByName, Wrapper):
         self.static_positions, self.static_names = inputs.resolve_arguments(
             function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
         )
-        # Looked for at the first call: names may be bound later.
-        self.sources: list[inputs.ClosureSource] | None = None
-        self.captured: list[weakref.ref[Any]] = []
-        self.memory = CompilationCache()
+        self.memory = CompilationCache() if memory is None else memory
         self.specializations, self.calls = self.memory.specializations, self.memory.calls
         self._wrapping_key = wrapping or self.options.key()
         self._simple = not (self.static_positions or self.static_names)
@@ -397,9 +459,10 @@ class Jit(PickledByName, Wrapper):
                 traced = traced or note_types(arg)
                 key.append(0)
                 plain.append(arg)
-        if self.sources is None:
-            self.sources = inputs.find_sources(self.__wrapped__)
-        for source in self.sources:
+        sources = self.memory.sources
+        if sources is None:
+            sources = self.memory.sources = inputs.find_sources(self.__wrapped__)
+        for source in sources:
             key.append(-1)
             key.extend([id(item) for item in inputs.objects_in(source.read())])
         entry = self.calls.get(tuple(key))
@@ -440,7 +503,7 @@ class Jit(PickledByName, Wrapper):
 
     def _call_flat(self, call: FlatCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with leaves that are static, found by type."""
-        if self.sources or self.captured:
+        if self.memory.sources or self.memory.captured:
             call.key.extend(map(id, self.hidden_objects()))
         key = tuple(call.key)
         entry = self.calls.get(key)
@@ -548,6 +611,8 @@ class Jit(PickledByName, Wrapper):
     def _attempt(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any, compile_first: bool = False
     ) -> Any:
+        shared_as = self.memory.shared_as
+        behavior = behavior_of(self.__wrapped__) if shared_as is not None else None
         while True:
             program, graph, arguments = self.prepare(args, kwargs)
             entry = local.call = CachedCall(program, graph)
@@ -575,10 +640,12 @@ class Jit(PickledByName, Wrapper):
                 raise
             finally:
                 local.call = None
+        if behavior is not None:
+            note_trace(behavior, self.__wrapped__, shared_as)
         engine.check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
             entry.learn(outputs.effects)
-            self.memory.remember(key, entry, graph, few=bool(self.sources))
+            self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
         return engine.apply_effects(graph, outputs)
 
     def _recover(
@@ -600,12 +667,14 @@ class Jit(PickledByName, Wrapper):
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used hidden inputs of later calls."""
         before = {id(item) for item in self.hidden_objects()}
-        self.sources = inputs.find_sources(self.__wrapped__)  # names may have been bound since
-        self.captured = [ref for ref in self.captured if ref() is not None]
+        self.memory.sources = inputs.find_sources(
+            self.__wrapped__
+        )  # names may have been bound since
+        self.memory.captured = [ref for ref in self.memory.captured if ref() is not None]
         hidden = self.hidden_objects()
         reached = {id(item) for item in (*walk_objects(hidden), *engine.InputGraph(hidden).leaves)}
         missed = [item for item in objects if id(item) not in reached]
-        self.captured.extend(weakref.ref(item) for item in missed)
+        self.memory.captured.extend(weakref.ref(item) for item in missed)
         if not missed and before == {id(item) for item in hidden}:
             raise OutputError(
                 f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
@@ -624,7 +693,7 @@ class Jit(PickledByName, Wrapper):
             graph.flat.graphdef,
             (
                 len(arguments.roots),
-                *(len(list(inputs.objects_in(s.read()))) for s in self.sources or ()),
+                *(len(list(inputs.objects_in(s.read()))) for s in self.memory.sources or ()),
             ),
             arguments.templates,
             arguments.named,
@@ -656,16 +725,16 @@ class Jit(PickledByName, Wrapper):
 
     def hidden(self) -> list[tuple[Path, Any]]:
         """Returns (path, object) of what the function uses from outside."""
-        if self.sources is None:
-            self.sources = inputs.find_sources(self.__wrapped__)
+        if self.memory.sources is None:
+            self.memory.sources = inputs.find_sources(self.__wrapped__)
         found: list[tuple[Path, Any]] = []
-        for source in self.sources:
+        for source in self.memory.sources:
             items = list(inputs.objects_in(source.read()))
             found.extend(
                 ((source.name,) if len(items) == 1 else (source.name, i), item)
                 for i, item in enumerate(items)
             )
-        alive = [item for ref in self.captured if (item := ref()) is not None]
+        alive = [item for ref in self.memory.captured if (item := ref()) is not None]
         found.extend((("closure", i), item) for i, item in enumerate(alive))
         return found
 
@@ -830,5 +899,10 @@ def jit(
         backend,
     )
     if function is None:
-        return functools.partial(Jit, options=options)
-    return Jit(function, options)
+        return functools.partial(_jit, options=options)
+    return _jit(function, options)
+
+
+def _jit(function: Callable[..., Any], options: special.JitOptions) -> Jit:
+    inputs.check_callable(function, "jit")
+    return Jit(function, options, memory=shared_cache(function, options))

@@ -644,7 +644,7 @@ def closure_cells(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSo
 def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
     yield from closure_cells(function)
     scope = function.__globals__
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         if name in scope:
             yield (id(scope), name), ClosureSource(name, functools.partial(scope.get, name))
 
@@ -657,7 +657,8 @@ def _read_cell(cell: types.CellType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the globals that code names, functions inside of it included."""
     names = [
         step.argval
         for step in dis.get_instructions(code)
@@ -665,7 +666,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     ]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.extend(_global_names(constant))
+            names.extend(global_names(constant))
     return tuple(dict.fromkeys(names))
 
 

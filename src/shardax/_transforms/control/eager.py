@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs of control flow that is called outside of transforms.
+
+Loops and branches are traced and compiled as a unit. Inside a compiled function that happens once;
+an eager call would do it every time. So an eager call whose functions, options and kinds of
+arguments came before runs as a function of ``sx.jit``, with the same specializations, effects and
+errors. Of programs that were called once the last few are kept: functions made for one call
+leave nothing behind.
+
+Calls are of one kind if their functions have equal behavior keys (``lift.behavior``), read anew at
+every call. Modules and Variables that the functions reach are inputs of the program, found anew at
+every call. What cannot be compared makes a call that is not remembered.
+
+Nothing here keeps alive what a function closes over. The programs get functions by way of the
+thread that calls, arrays and objects in keys are referred to weakly, and a program with an array of
+a closure in it goes with the function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from shardax._core import frames
+from shardax._core.errors import ConcurrentWriteError, ShardaxError
+from shardax._transforms.errors import DonationError
+from shardax._transforms.jit.jit import Jit
+from shardax._transforms.jit.specialization import JitOptions
+from shardax._transforms.lift.behavior import Behavior, Identity, NotComparable
+
+# A transform that takes its arguments apart: functions, options, positional and named arguments.
+Lifted = Callable[[Sequence[Any], Any, Sequence[Any], Mapping[str, Any]], Any]
+
+_MOST_PROGRAMS = 128
+_MOST_CALLED_ONCE = 8
+
+
+class _Entry:
+    """What is known of calls of one kind."""
+
+    __slots__ = ("anchors", "compiles", "program", "used")
+
+    def __init__(self) -> None:
+        self.program: Jit | None = None
+        self.compiles = True
+        self.used = 0
+        self.anchors: list[Any] = []  # of functions with which the entry goes
+
+
+class _Call(NamedTuple):
+    """A call of a compiled program, while it lasts."""
+
+    lifted: Lifted
+    functions: Sequence[Callable[..., Any]]
+    options: Any
+    count: int  # of positional arguments; objects that the functions reach follow
+    trace: list[str]  # "begun", and "done" once the transform has returned
+
+
+class _Running(threading.local):
+    """The innermost call of this thread."""
+
+    call: _Call | None = None
+
+
+_running = _Running()
+_ticks = itertools.count()
+_entries: dict[Hashable, _Entry] = {}  # by the kind of a call
+_called_once: deque[_Entry] = deque()
+
+
+def _program(*args: Any, **kwargs: Any) -> Any:
+    """Runs the transform that this thread is calling, in a trace."""
+    call = _running.call
+    assert call is not None
+    call.trace.append("begun")
+    result = call.lifted(call.functions, call.options, args[: call.count], kwargs)
+    call.trace.append("done")
+    return result
+
+
+# Errors of a call, not of its form.
+_RAISED = (ConcurrentWriteError, DonationError)
+
+
+def run(
+    lifted: Lifted,
+    functions: Sequence[Callable[..., Any]],
+    options: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls a transform, by a compiled program if one like it was called before."""
+    if frames.local.frame is not None or not frames.is_eager() or jax.config.jax_disable_jit:
+        return lifted(functions, options, args, kwargs)
+    try:
+        behavior = Behavior(functions, options)
+        key = _kind_of(lifted, behavior, functions, args)
+        entry = _entries.get(key)
+    except (NotComparable, TypeError):  # TypeError: a part is not hashable
+        return lifted(functions, options, args, kwargs)
+    if entry is not None and not entry.compiles:
+        return lifted(functions, options, args, kwargs)
+    program = None if entry is None else entry.program
+    if program is None:
+        program = Jit(_program, JitOptions())
+    if entry is not None:
+        entry.used, entry.program = next(_ticks), program
+        with contextlib.suppress(ValueError):
+            _called_once.remove(entry)
+    outer, trace = _running.call, list[str]()
+    _running.call = _Call(lifted, functions, options, len(args), trace)
+    failed = False
+    try:
+        result = program(*args, *behavior.objects, **kwargs)
+    except Exception as error:
+        # In the trace, or before it by what ``jit`` refuses: as it is, the call may be right, or
+        # says in its own words what is wrong. What fails later fails there, too.
+        refused = isinstance(error, ShardaxError) and not isinstance(error, _RAISED)
+        failed = trace[-1] == "begun" if trace else refused
+        if not failed:
+            raise
+    finally:
+        _running.call = outer
+    if not (trace or failed):
+        return result
+    if failed:
+        result = lifted(functions, options, args, kwargs)  # an error is not remembered
+    with contextlib.suppress(NotComparable, TypeError):
+        if behavior.note_writes(functions, options):
+            key = _kind_of(lifted, Behavior(functions, options), functions, args)
+        if entry is None or key not in _entries:
+            anchors = functions if behavior.closes_over_arrays else ()
+            entry = _remember(key, anchors, entry or _called_once_by(program))
+        # Objects from where the key does not see them might be others next time.
+        if failed or program.memory.captured:
+            entry.compiles, entry.program = False, None
+    return result
+
+
+def _kind_of(
+    lifted: Lifted, behavior: Behavior, functions: Sequence[Any], args: Sequence[Any]
+) -> Hashable:
+    """Returns what calls that share a program have in common, beside what ``jit`` compares."""
+    same: list[Identity] = []
+    if behavior.closes_over_arrays:
+        # An array is a constant of the program, so the program goes with the functions.
+        same = [Identity(_anchor(function)) for function in functions]
+    return lifted, behavior.key, len(args), *same
+
+
+def _anchor(function: Any) -> Any:
+    return _anchor(function.__func__) if isinstance(function, types.MethodType) else function
+
+
+def _called_once_by(program: Jit) -> _Entry:
+    """Returns an entry whose program is kept for a while."""
+    entry = _Entry()
+    entry.program = program
+    _called_once.append(entry)
+    if len(_called_once) > _MOST_CALLED_ONCE:
+        with contextlib.suppress(IndexError):  # another thread was first
+            _called_once.popleft().program = None
+    return entry
+
+
+def _remember(key: Hashable, anchors: Sequence[Any], entry: _Entry) -> _Entry:
+    """Notes that a call of this kind was made."""
+    while len(_entries) >= _MOST_PROGRAMS:
+        with contextlib.suppress(KeyError, ValueError):  # another thread was first
+            _entries.pop(min(_entries.copy().items(), key=lambda item: item[1].used)[0], None)
+
+    def forget(_: Any) -> None:
+        gone = _entries.pop(key, None)
+        if gone is not None:
+            gone.program = None
+
+    entry.used = next(_ticks)
+    entry.anchors = [weakref.ref(_anchor(function), forget) for function in anchors]
+    _entries[key] = entry
+    return entry
