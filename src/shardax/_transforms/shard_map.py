@@ -36,6 +36,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, compute_all
 from shardax._core.variable import Variable
 from shardax._transforms import errors
+from shardax._transforms.jit import eager
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 from shardax._transforms.lift import prefix as prefixes
@@ -352,20 +353,32 @@ def shard_map(
     in_specs, out_specs = canonical(in_specs, "in_specs"), canonical(out_specs, "out_specs")
     axis_names = frozenset(axis_names)
 
+    options = (mesh, in_specs, out_specs, axis_names, check_vma)
+
     @engine.wraps(function)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        region = find_region(mesh, axis_names)
-        check_axes(region, specs_in(in_specs), "in_specs")
-        check_axes(region, specs_in(out_specs), "out_specs")
-        given = assign(function, in_specs, args, kwargs)
-
-        def attempt(captured: list[Variable[Any]]) -> Any:
-            call = _ShardMapCall(function, (in_specs, out_specs), region, given, captured)
-            return call.run({"axis_names": axis_names, "check_vma": check_vma})
-
-        return engine.retry_captured(attempt)
+        return eager.run(_shard_map, (function,), options, args, kwargs)
 
     return sharded
+
+
+def _shard_map(
+    functions: Sequence[Any],
+    options: tuple[Any, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    mesh, in_specs, out_specs, axis_names, check_vma = options
+    region = find_region(mesh, axis_names)
+    check_axes(region, specs_in(in_specs), "in_specs")
+    check_axes(region, specs_in(out_specs), "out_specs")
+    given = assign(functions[0], in_specs, args, kwargs)
+
+    def attempt(captured: list[Variable[Any]]) -> Any:
+        call = _ShardMapCall(functions[0], (in_specs, out_specs), region, given, captured)
+        return call.run({"axis_names": axis_names, "check_vma": check_vma})
+
+    return engine.retry_captured(attempt)
 
 
 class _ShardFrame(engine.SealedFrame):

@@ -23,6 +23,7 @@ from shardax._core.frames import is_eager, local
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError, StaticArgumentError
+from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
@@ -80,24 +81,38 @@ def remat(
     )
     fixed = {*positions, *names}
 
+    options = (fixed, static, policy, prevent_cse)
+
     @wraps(function)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
-        arguments.check_static(function, fixed, args, kwargs)
-        once = SingleRunCall(
-            "remat",
-            function,
-            args,
-            kwargs,
-            static=fixed,
-            auto_static=static is not None,
-            static_numbers=static == arguments.NUMBERS,
-        )
-        check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
-        transformed = jax.checkpoint(once.run_whole, policy=policy, prevent_cse=prevent_cse)
-        values, plain = once.graph.values(), list(once.arguments.plain)
-        return once.finish(transformed(values, plain, once.arguments.plain_named))
+        if fixed or static is not None:  # a call by values, which ``eager`` does not compare
+            return _remat((function,), options, args, kwargs)
+        return eager.run(_remat, (function,), options, args, kwargs)
 
     return rematerialised
+
+
+def _remat(
+    functions: Sequence[Any],
+    options: tuple[Any, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    fixed, static, policy, prevent_cse = options
+    arguments.check_static(functions[0], fixed, args, kwargs)
+    once = SingleRunCall(
+        "remat",
+        functions[0],
+        args,
+        kwargs,
+        static=fixed,
+        auto_static=static is not None,
+        static_numbers=static == arguments.NUMBERS,
+    )
+    check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
+    transformed = jax.checkpoint(once.run_whole, policy=policy, prevent_cse=prevent_cse)
+    values, plain = once.graph.values(), list(once.arguments.plain)
+    return once.finish(transformed(values, plain, once.arguments.plain_named))
 
 
 class ModuleWrapper(Module):

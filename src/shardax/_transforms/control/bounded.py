@@ -34,8 +34,9 @@ from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.variable import Variable
-from shardax._transforms.control import eager, loops, scan
+from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BoundedLoopError
+from shardax._transforms.jit import eager
 from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
 
 Differentiable = Literal["no", "store", "recompute"]

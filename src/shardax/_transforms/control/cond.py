@@ -22,8 +22,9 @@ from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
-from shardax._transforms.control import eager, loops, scan
+from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError
+from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
 
 

@@ -17,9 +17,9 @@ from shardax._core._jax import INLINE
 from shardax._core.frames import kind_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Variable
-from shardax._transforms.control import eager
 from shardax._transforms.control.scan import LoopBody
 from shardax._transforms.errors import DecisionError
+from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
 
 

@@ -35,8 +35,8 @@ from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_obj
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.control import eager
 from shardax._transforms.errors import CarryError, PrefixError
+from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine, prefix
 from shardax._transforms.vmap import axes as mapped
 

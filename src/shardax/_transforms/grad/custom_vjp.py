@@ -39,6 +39,7 @@ from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
+from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import (
     by_position,
@@ -603,11 +604,18 @@ class CustomVjp(PickledByName):
                 f"f.defvjp(fwd, bwd)."
             )
         positional, named = by_position(self.function, args, kwargs, fill="all")
-
-        def attempt(captured: list[Variable[Any]]) -> Any:
-            return CustomVjpCall(self, positional, named, captured).run()
-
-        return engine.retry_captured(attempt)
+        if self.nondiff_argnums:  # a call by values, which ``eager`` does not compare
+            return _custom_vjp((self.function,), self, positional, named)
+        return eager.run(_custom_vjp, (self.function,), self, positional, named)
 
     def __repr__(self) -> str:
         return f"<custom_vjp of {getattr(self.function, '__qualname__', self.function)}>"
+
+
+def _custom_vjp(
+    _: Sequence[Any], rule: CustomVjp, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    def attempt(captured: list[Variable[Any]]) -> Any:
+        return CustomVjpCall(rule, args, kwargs, captured).run()
+
+    return engine.retry_captured(attempt)

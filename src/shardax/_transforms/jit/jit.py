@@ -303,14 +303,15 @@ _MAX_CALLS_WITH_SOURCES = 64
 class CompilationCache:
     """The specializations and cached calls of one compiled function."""
 
-    def __init__(self) -> None:
+    def __init__(self, behavior: Any = None) -> None:
+        # What the function did at every trace; None if that changed, or the cache is not shared.
+        self.behavior = behavior
         # Where the function takes objects from; looked for at the first call, as names may be bound
         # later.
         self.sources: list[inputs.ClosureSource] | None = None
         self.captured: list[weakref.ref[Any]] = []
         self.specializations: dict[Any, special.Specialization] = {}
         self.calls: dict[Any, CachedCall] = {}  # by what identifies a call
-        self.shared_as: Any = None  # the options under which the function has it
         # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
@@ -350,14 +351,18 @@ _MOST_OPTIONS = 16
 
 
 class _SharedCache(NamedTuple):
-    """The cache of a function, while its behavior is the same."""
+    """The cache of a function."""
 
     function: weakref.ref[Any]  # a decorator may copy attributes to another function
-    behavior: Any
     cache: CompilationCache
 
     def __reduce__(self) -> Any:  # a function may be pickled by value, with its attributes
         return dict, ()
+
+
+# Caches of functions that close over nothing, by what they do.
+_by_behavior: dict[Any, CompilationCache] = {}
+_MOST_BY_BEHAVIOR = 64
 
 
 def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache:
@@ -369,17 +374,32 @@ def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache
     if behavior is None:
         return CompilationCache()
     with exclusive:
+        if function.__closure__ is None and not behavior.objects:
+            return _cache_by_behavior(key, behavior)
         # An attribute of the function, so that both go together.
         caches = function.__dict__.setdefault(_PROGRAMS, {})
         known = caches.get(key)
-        if known and known.function() is function and known.behavior == behavior.key:
+        is_own = known is None or known.function() is function
+        if known and is_own and known.cache.behavior == behavior.key:
             return known.cache
-        if len(caches) >= _MOST_OPTIONS or (known and known.function() is not function):
+        if len(caches) >= _MOST_OPTIONS or not is_own:
             caches = function.__dict__[_PROGRAMS] = {}
-        made = _SharedCache(weakref.ref(function), behavior.key, CompilationCache())
-        made.cache.shared_as = key
-        caches[key] = made
-        return made.cache
+        made = CompilationCache(behavior.key)
+        caches[key] = _SharedCache(weakref.ref(function), made)
+        return made
+
+
+def _cache_by_behavior(options_key: Any, behavior: Behavior) -> CompilationCache:
+    """Returns the cache of functions that are made anew, as a lambda is at each call."""
+    key = options_key, behavior.key
+    made = _by_behavior.pop(key, None)
+    # Objects from where the key does not see them might be others for the next function.
+    if made is None or made.behavior != behavior.key or made.captured:
+        made = CompilationCache(behavior.key)
+    while len(_by_behavior) >= _MOST_BY_BEHAVIOR:
+        _by_behavior.pop(next(iter(_by_behavior)))
+    _by_behavior[key] = made  # the latest used is the last
+    return made
 
 
 def behavior_of(function: Any) -> Behavior | None:
@@ -390,14 +410,6 @@ def behavior_of(function: Any) -> Behavior | None:
     except (NotComparable, TypeError):
         return None
     return behavior
-
-
-def note_trace(behavior: Behavior, function: Any, key: Any) -> None:
-    """Keeps a function's cache shared after a trace that counted itself."""
-    now = behavior_of(function) if behavior.note_writes([function]) else None
-    if now is not None:
-        caches = function.__dict__[_PROGRAMS]
-        caches[key] = caches[key]._replace(behavior=now.key)
 
 
 class Jit(PickledByName, Wrapper):
@@ -611,8 +623,11 @@ class Jit(PickledByName, Wrapper):
     def _attempt(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any, compile_first: bool = False
     ) -> Any:
-        shared_as = self.memory.shared_as
-        behavior = behavior_of(self.__wrapped__) if shared_as is not None else None
+        behavior = None
+        if self.memory.behavior is not None:
+            behavior = behavior_of(self.__wrapped__)
+            if behavior is None or behavior.key != self.memory.behavior:
+                self.memory.behavior = None
         while True:
             program, graph, arguments = self.prepare(args, kwargs)
             entry = local.call = CachedCall(program, graph)
@@ -640,8 +655,10 @@ class Jit(PickledByName, Wrapper):
                 raise
             finally:
                 local.call = None
-        if behavior is not None:
-            note_trace(behavior, self.__wrapped__, shared_as)
+        if behavior is not None and behavior.note_writes([self.__wrapped__]):
+            now = behavior_of(self.__wrapped__)  # without what the trace has counted
+            if self.memory.behavior is not None:
+                self.memory.behavior = None if now is None else now.key
         engine.check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
             entry.learn(outputs.effects)

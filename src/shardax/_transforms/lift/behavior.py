@@ -149,7 +149,7 @@ class Behavior:
         elif isinstance(value, Wrapper):
             parts = (value.__wrapped__,)
             self._visit_items((kind, value._wrapping()), enumerate(parts), 1, way)
-        elif inputs.is_plain_instance(value) and _package(kind) not in _LIBRARIES:
+        elif _is_ordinary(value):
             self._visit_instance(value, kind, way)
         elif kind.__eq__ is object.__eq__:
             self.parts[way] = Identity(value)
@@ -214,6 +214,16 @@ def _code_of(function: Any) -> Hashable:
     while isinstance(function, (functools.partial, types.MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return getattr(function, "__code__", None) or Identity(type(function))
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Whether a value is an instance of a class of the user or of shardax."""
+    attributes = getattr(value, "__dict__", None)
+    return (
+        isinstance(attributes, dict)
+        and not isinstance(value, type)
+        and _package(type(value)) not in _LIBRARIES
+    )
 
 
 def _package(kind: type) -> str:

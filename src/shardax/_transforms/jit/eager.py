@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs of control flow that is called outside of transforms.
+"""Compiled programs of transforms that are called outside of others.
 
-Loops and branches are traced and compiled as a unit. Inside a compiled function that happens once;
-an eager call would do it every time. So an eager call whose functions, options and kinds of
-arguments came before runs as a function of ``sx.jit``, with the same specializations, effects and
-errors. Of programs that were called once the last few are kept: functions made for one call
-leave nothing behind.
+Loops and branches are traced and compiled as a unit, ``remat``, ``custom_vjp`` and ``shard_map``
+are traced. Inside a compiled function that happens once; an eager call would do it every time. So
+an eager call whose functions, options and kinds of arguments came before runs as a function of
+``sx.jit``, with the same specializations, effects and errors. Of programs that were called once the
+last few are kept: functions made for one call leave nothing behind.
 
 Calls are of one kind if their functions have equal behavior keys (``lift.behavior``), read anew at
 every call. Modules and Variables that the functions reach are inputs of the program, found anew at
