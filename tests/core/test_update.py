@@ -167,7 +167,7 @@ def test_strict_update_lists_all_mismatches() -> None:
         "  .count: has dtype uint32, given float32",
     ):
         assert line in message
-    with pytest.raises(StateMismatchError, match="b: is a Param, given the frozen BatchStat"):
+    with pytest.raises(StateMismatchError, match="b: is a Param, and given the frozen value of a"):
         sx.update(model, {"b": other})
     assert _values(model) == before
     sx.update(model, sx.state(model), strict=True)
@@ -177,3 +177,41 @@ def test_strict_update_lists_all_mismatches() -> None:
 def test_anything_else_names_what_can_be_given(given: Any) -> None:
     with pytest.raises(StateMismatchError, match=r"sx\.state\(model\)"):
         sx.update(Model(), given)
+
+
+# --- frozen values ---
+
+
+def test_two_frozen_values_of_one_label_are_refused() -> None:
+    layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+    before = np.asarray(layer.kernel.value)
+    kernel, bias = (v.freeze() for v in (layer.kernel, layer.bias))
+    _, values = sx.unbind(layer, freeze=True)
+    first, second = (jax.tree.map(lambda x, k=k: x + k, values[0]) for k in (1, 2))
+    for given in ([[first, second]], [first, second], [(first, (second,))], [{"a": 1}, first]):
+        with pytest.raises(sx.errors.ShardaxError) as caught:
+            sx.update(layer, *given)
+        assert isinstance(caught.value, (sx.errors.LabelConflictError, StateMismatchError))
+        np.testing.assert_array_equal(layer.kernel.value, before)
+    sx.update(layer, first, first)
+    np.testing.assert_array_equal(layer.kernel.value, before + 1)
+    assert (kernel.label, bias.label) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda v, frozen: v.update(frozen),
+        lambda v, frozen: setattr(v, "value", frozen),
+        lambda v, frozen: v.__setitem__(..., frozen),
+    ],
+    ids=["update", "value", "index"],
+)
+def test_frozen_value_of_another_type_is_refused(write: Any) -> None:
+    target, stats = sx.Param(jnp.zeros(2)), sx.BatchStat(jnp.ones(2))
+    with pytest.raises(StateMismatchError, match="given the frozen value of a BatchStat"):
+        write(target, stats.freeze())
+    assert target.value.tolist() == [0.0, 0.0]
+    target.value = stats.freeze().value
+    write(target, sx.Param(jnp.full(2, 3.0)).freeze())
+    assert target.value.tolist() == [3.0, 3.0]

@@ -199,7 +199,6 @@ def test_a_bound_method_can_be_compiled() -> None:
 def test_copied_clone_can_be_donated() -> None:
     model = Scale()
     copy = sx.clone(model)
-    sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))
     run = sx.jit(lambda m: m.grow(1.0), donate_argnums=0)
     run(model)
     run(copy)

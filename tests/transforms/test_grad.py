@@ -161,7 +161,7 @@ def test_gradient_of_pytree_has_its_structure() -> None:
     def loss(t: Two, scale: Any) -> Any:
         return scale * (t.model["m"].factor * t.batch[0] * t.batch[1]).sum()
 
-    tree = Two({"m": Scale()}, [jnp.array([1.0, 2.0]), sx.Variable(jnp.array([3.0, 4.0]))])
+    tree = Two({"m": Scale()}, [jnp.array([1.0, 2.0]), sx.Param(jnp.array([3.0, 4.0]))])
     gradient = sx.grad(loss)(tree, scale=2.0)
     assert type(gradient) is Two
     assert _flat(gradient.model["m"]) == {("factor",): [6.0, 16.0]}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -18,6 +19,13 @@ from shardax.errors import DonationError
 def _grow(model: Scale, by: Any) -> Any:
     model.grow(by)
     return model.factor * 2
+
+
+def sharing_copy(model: Scale) -> Scale:
+    """Another model with the same arrays."""
+    other = Scale()
+    sx.update(other, sx.state(model))
+    return other
 
 
 def _arrays(model: Scale) -> list[Any]:
@@ -122,7 +130,7 @@ def test_compiled_ahead_of_time_with_donation() -> None:
 
 def test_array_in_two_donated_variables_names_both() -> None:
     first = Scale()
-    second = sx.clone(first)  # new Variables that share arrays
+    second = sharing_copy(first)
     run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=(0, 1))
     with pytest.raises(DonationError, match=r"\.a\.factor, \.b\.factor; \.a\.calls, \.b\.calls"):
         run(first, second)
@@ -131,30 +139,39 @@ def test_array_in_two_donated_variables_names_both() -> None:
 
 def test_donated_array_passed_twice_names_both_places() -> None:
     first = Scale()
-    second = sx.clone(first)
+    second = sharing_copy(first)
     run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=0)
     with pytest.raises(DonationError, match=r"\.a\.factor, \.b\.factor"):
         run(first, second)
 
 
-def test_clone_of_donated_model_cannot_be_used() -> None:
+def test_clone_outlives_donation_of_the_original() -> None:
     model = Scale()
-    copy = sx.clone(model)
+    copies = [sx.clone(model), sx.clone({"model": model})["model"], copy.deepcopy(model)]
+    sx.jit(_grow, donate_argnums=0)(model, 1.0)
+    for each in copies:
+        assert values(each) == {("factor",): [1.0, 1.0], ("calls",): 0}
+        assert sx.jit(_grow, donate_argnums=0)(each, 1.0).tolist() == [4.0, 4.0]
+
+
+def test_sharer_of_donated_model_cannot_be_used() -> None:
+    model = Scale()
+    sharer = sharing_copy(model)
     run = sx.jit(_grow, donate_argnums=0)
     run(model, 1.0)
     for use in (run, sx.jit(_grow), lambda m, by: sx.jit(_grow).lower(m, by).compile()(m, by)):
         with pytest.raises(DonationError, match=r"deleted: \.model\.factor, .*sx\.clone"):
-            use(copy, 1.0)
-    sx.update(copy, jax.tree.map(jnp.copy, sx.state(model)))
-    assert run(copy, 1.0).tolist() == [6.0, 6.0]
+            use(sharer, 1.0)
+    sx.update(sharer, jax.tree.map(jnp.copy, sx.state(model)))
+    assert run(sharer, 1.0).tolist() == [6.0, 6.0]
 
 
 def test_copying_as_the_error_says_makes_both_usable() -> None:
     model = Scale()
-    copy = sx.clone(model)
-    sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))
+    other = sharing_copy(model)
+    sx.update(other, jax.tree.map(jnp.copy, sx.state(other)))
     run = sx.jit(lambda a, b: a.factor + b.factor, donate_argnums=(0, 1))
-    assert run(model, copy).tolist() == [2.0, 2.0]
+    assert run(model, other).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def value(self, value: Any) -> None:
         if type(value) is Init and value.metadata is not None:
             _with_box(type(self), self.axes or (), {}, value)
+        if isinstance(value, Variable):
+            _check_frozen(self, value)
         self._write(as_value(value, kind_of(self)), check=True)
 
     def _real(self) -> Any:
@@ -220,6 +222,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     def __setitem__(self, index: Any, new: Any) -> None:
         if isinstance(new, Variable):
+            if index is Ellipsis:
+                _check_frozen(self, new)
             new = new.value
         if index is Ellipsis:
             if type(new) is Init and new.metadata is not None:
@@ -420,7 +424,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         target = self._here()
-        value = jax.tree.map(_copied_leaf, target._value)
+        value = jax.tree.map(copied_leaf, target._value)
         copied = self._make(value, target._metadata, owner_here())
         if hasattr(self, "_labels"):
             copied._labels = self._labels
@@ -452,9 +456,11 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
 
 
-def _copied_leaf(leaf: Any) -> Any:
+def copied_leaf(leaf: Any) -> Any:
     """Copies an array into memory of its own."""
     # So the copy outlives a donation of the original.
+    if isinstance(leaf, _jax.Tracer):
+        return leaf
     if isinstance(leaf, jax.Array):
         return jnp.copy(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
@@ -477,15 +483,38 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
         )
 
 
+def _check_frozen(variable: Any, given: Variable[Any]) -> None:
+    problem = _frozen_mismatch(variable, given)
+    if problem:
+        raise StateMismatchError(
+            f"The {kind_of(variable)} {problem}; nothing was changed. To take the array all the "
+            f"same: v.value = frozen.value."
+        )
+
+
+def _frozen_mismatch(variable: Any, given: Variable[Any]) -> str | None:
+    """Returns what is wrong where a frozen value belongs to another Variable."""
+    metadata = given._here()._metadata
+    frozen_type = getattr(metadata, "variable_type", None)
+    if frozen_type is None:
+        return None
+    kind = variable._flatten(None).type
+    if not issubclass(frozen_type, getattr(variable._metadata, "variable_type", kind)):
+        return f"is a {kind.__name__}, and given the frozen value of a {frozen_type.__name__}"
+    labels = getattr(variable, "_labels", ())
+    if metadata.label and labels and metadata.label not in labels:
+        shown = (format_path(label) for label in (labels[-1], metadata.label))
+        return "has the label {}, given the frozen value of {}".format(*shown)
+    return None
+
+
 def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str | None]:
     """Returns a value as a Variable takes it, and what is wrong."""
     if isinstance(given, Variable):
-        here = given._here()
-        label, known = getattr(here._metadata, "label", ()), getattr(variable, "_labels", ())
-        if label and known and label not in known:
-            shown = (format_path(each) for each in (known[-1], label))
-            return None, "has the label {}, given the frozen value of {}".format(*shown)
-        given = snapshot(here._value)
+        problem = _frozen_mismatch(variable, given)
+        if problem:
+            return None, problem
+        given = snapshot(given._here()._value)
     try:
         value = as_value(given, kind_of(variable))
     except VariableValueError as error:

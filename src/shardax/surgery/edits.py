@@ -19,7 +19,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax._core.state.split_merge import clone
+from shardax._core.state.split_merge import clone_sharing
 from shardax._core.variable import Param, Variable
 from shardax._select.places import SelectionError
 from shardax._select.selection import Selection, select
@@ -496,7 +496,7 @@ def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
         >>> linear.layers[0](jnp.array([3.0, 2.0])).tolist()  # 2 * 3 - 1, 4 * 2 - 4
         [5.0, 4.0]
     """
-    recording = clone(_wrapped("linearise", selection, lambda _, layer: _Recorder(layer)))
+    recording = clone_sharing(_wrapped("linearise", selection, lambda _, layer: _Recorder(layer)))
     recording(*args, **kwargs)
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 

@@ -8,8 +8,10 @@ Variable, a tracked container, or a pytree (tuple, list, dict) of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
+
+import jax
 
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
@@ -22,7 +24,7 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
-from shardax._core.variable import Variable, fitted
+from shardax._core.variable import Variable, copied_leaf, fitted
 
 T = TypeVar("T")
 
@@ -205,7 +207,7 @@ def update(
     Args:
         tree: A Module, Variable, container or pytree of them.
         *states: States, mappings by path (nested, or as ``state.flat()``), or frozen values, which
-            go to the paths that are their labels; later ones win.
+            go to the paths that are their labels. Later States and mappings win.
         cast: What to do about another dtype: None to refuse it, ``"param"`` to convert to the
             Variable's, ``"keep"`` to take the value's. A Python number has no dtype of its own.
         strict: Whether every Variable must be given; by default the others keep their values.
@@ -213,6 +215,7 @@ def update(
     Raises:
         StateMismatchError: If a path does not exist in the model, is missing or frozen, or a label,
             type, shape or dtype differs; all are listed and nothing is changed.
+        LabelConflictError: If two frozen values have one label; nothing is changed.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -241,15 +244,8 @@ def update(
                 None,
                 "is a plain array outside any Module; it cannot be written, only replaced",
             )
-        if isinstance(value, FrozenVariable):
-            kind = variable._flatten(None).type
-            if not issubclass(value.variable_type, kind):
-                return (
-                    None,
-                    f"is a {kind.__name__}, given the frozen {value.variable_type.__name__}",
-                )
-            if value.label not in ((), path):
-                return None, f"is given the frozen value of {format_path(value.label)}"
+        if isinstance(value, FrozenVariable) and value.label not in ((), path):
+            return None, f"is given the frozen value of {format_path(value.label)}"
         return fitted(variable, value, cast)
 
     values = merged_values(states, flat.leaf_paths, complete=strict, fit=fit)
@@ -268,11 +264,11 @@ def _directly_in(value: Any) -> Iterator[Object]:
 
 
 def clone(tree: T) -> T:
-    """Returns a copy with new objects and equal structure, sharing and values.
+    """Returns an independent copy with equal structure, sharing and values.
 
-    Lazy values stay lazy. The JAX arrays themselves, which cannot be changed, are shared until a
-    Variable is written. Before donating the original (``donate_argnums``), make the copy with
-    ``copy.deepcopy``: its arrays have memory of their own.
+    Its arrays have memory of their own, so that it outlives a donation of the original
+    (``donate_argnums``). Lazy values stay lazy. While a transform is tracing nothing is copied:
+    what a program donates is decided where it is called.
 
     Args:
         tree: A Module, Variable, container or pytree of them.
@@ -284,8 +280,17 @@ def clone(tree: T) -> T:
         >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
         (False, True)
     """
+    return _cloned(tree, lambda value: jax.tree.map(copied_leaf, snapshot(value)))
+
+
+def clone_sharing(tree: T) -> T:
+    """Returns new objects that share the arrays of the given ones."""
+    return _cloned(tree, snapshot)
+
+
+def _cloned(tree: T, copied: Callable[[Any], Any]) -> T:
     flat = _flat(tree, "clone")
-    values = [snapshot(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
+    values = [copied(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
     roots, _ = flatten.build(flat.graphdef, values, owner_here())
     return _unbox_tree(roots[0])
 

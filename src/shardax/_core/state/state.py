@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardax._core.cross_process import format_mesh, packed
-from shardax._core.errors import StateMismatchError
+from shardax._core.errors import LabelConflictError, StateMismatchError
 from shardax._core.frozen import FrozenVariable, same_value
 from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import Path, PathKey, format_path, plain_path
@@ -239,12 +239,26 @@ def _by_path(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
     if isinstance(entries, (FrozenVariable, tuple, list)) and all(
         isinstance(leaf, FrozenVariable) for leaf in leaves
     ):
-        return {leaf.label: leaf for leaf in leaves}
+        by_label: dict[Path, Any] = {}
+        for leaf in leaves:
+            _refuse_second(by_label.setdefault(leaf.label, leaf), leaf, leaf.label)
+        return by_label
     raise StateMismatchError(
         f"Values are given as a State, a mapping by path (nested, or state.flat()), or a tuple of "
         f"frozen values, but one is {str(entries)[:80]!r} of type {type(entries).__name__}. Of a "
         f"model take sx.state(model); nothing was changed."
     )
+
+
+def _refuse_second(first: Any, second: Any, label: Path) -> None:
+    """Raises if two frozen values are given for one label."""
+    both_frozen = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
+    if both_frozen and first is not second:
+        raise LabelConflictError(
+            f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
+            f"says which Variable a value belongs to, so there is one for each. Take one of them "
+            f"out, or call update twice."
+        )
 
 
 Origins = tuple[tuple[Path, Origin], ...]
@@ -308,6 +322,7 @@ def merged_values(
             if place is None:
                 unexpected.append(path)
             else:
+                _refuse_second(values.get(place), value, place)
                 values[place] = value
     missing = [path for path in known if path not in values] if complete else []
     wrong = []

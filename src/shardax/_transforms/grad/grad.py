@@ -191,10 +191,18 @@ class DiffArgument:
         self.label = call.labels[self.position]  # the name of its parameter
         # Whether it has a plain part.
         self.has_plain = not isinstance(self.template, (inputs.RootTemplate, inputs.StaticTemplate))
+        self._has_arrays = bool(jax.tree.leaves(arguments.plain[self.position]))
         predicate = to_predicate(chosen.filter)
         index = {id(leaf): i for i, leaf in enumerate(call.graph.flat.leaves)}
         self.objects = [
-            _choose(arguments.roots[root], root, where, predicate, index)
+            _choose(
+                arguments.roots[root],
+                root,
+                where,
+                predicate,
+                index,
+                is_argument=isinstance(self.template, inputs.RootTemplate),
+            )
             for root, where in inputs.root_places(self.label, self.template)
         ]
 
@@ -205,7 +213,7 @@ class DiffArgument:
 
     def check_chosen(self) -> None:
         """Raises if the argument holds nothing to differentiate."""
-        if self.entries or self.has_plain or not self.objects:
+        if self.entries or (self.has_plain and self._has_arrays) or not self.objects:
             return
         shown = getattr(self.filter, "__name__", repr(self.filter))
         raise DifferentiationError(
@@ -219,7 +227,7 @@ class DiffArgument:
         found: dict[int, Any] = {}
         for item in self.objects:
             if item.is_variable:
-                found[item.root] = left.pop(item.entries[0].leaf, None)
+                found[item.root] = left.pop(item.entries[0].leaf, None) if item.entries else None
                 continue
             here = [entry for entry in item.entries if entry.leaf in left]
             values = {path: left.pop(leaf) for path, leaf, _ in here}
@@ -259,6 +267,12 @@ class DiffArgument:
             ) from error
 
     def _place_object(self, item: DiffObject, given: Any, tangents: Tangents) -> None:
+        if item.is_variable and not item.entries:
+            raise TangentError(
+                f"There is a {tangents.noun} for {format_path(item.where)}, which the filter does "
+                f"not choose to be differentiated. Leave it out, or choose it: "
+                f"sx.DiffState({self.position}, filter)."
+            )
         if item.is_variable:
             value = given.value if isinstance(given, Variable) else given
             tangents.put(item.entries[0].leaf, value, item.where)
@@ -305,12 +319,15 @@ def _choose(
     where: Path,
     predicate: Callable[[Path, Any], bool],
     index: Mapping[int, int],
+    is_argument: bool,
 ) -> DiffObject:
     flat = flatten(item)
     entries, others = [], []
     whole = isinstance(item, Variable)
     for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
-        if whole or predicate(path, leaf):
+        # A Variable that is the argument is chosen by its position; in a container, by the filter,
+        # at its path there.
+        if (whole and is_argument) or predicate(where[1:] if whole else path, leaf):
             entries.append(DiffVariable(path, index[id(leaf)], Origin(type(leaf), leaf._metadata)))
         else:
             others.append(path)
@@ -413,7 +430,8 @@ def value_and_grad(
             decorator.
         argnums: Position of the argument to differentiate, a ``DiffState``, or a sequence of these.
         has_aux: Whether the function returns (value, aux); aux may hold Modules and Variables.
-        wrt: Filter of the Variables to differentiate in Module arguments given by position alone.
+        wrt: Filter of the Variables to differentiate in Modules and containers that are given by
+            position alone. A Variable that is itself the argument is differentiated.
         holomorphic: As in ``jax.value_and_grad``.
         allow_int: As in ``jax.value_and_grad``.
 

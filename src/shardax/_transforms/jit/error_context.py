@@ -91,8 +91,8 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
     if gone and ("delete" in str(error) or "donate" in str(error)):
         raise DonationError(
             f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A "
-            "donated array may be used only once; if two models share arrays (as after sx.clone), "
-            "copy them first: sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
+            "donated array may be used only once; if two models share arrays, as one that was "
+            "merged from the state of the other, copy one of them first: sx.clone(model)."
         ) from error
     if program.donated_leaves and "donate" in str(error):
         owners: dict[int, list[Path]] = {}

@@ -48,7 +48,7 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
-from shardax._core.state.split_merge import clone
+from shardax._core.state.split_merge import clone_sharing
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import (
@@ -133,7 +133,7 @@ class SplitStreams:
         def own_of(item: Any) -> Any:
             if id(item) not in own and isinstance(item, RngStream):
                 self.kept.add(counters[id(item.key)])
-                own[id(item)] = clone(item)
+                own[id(item)] = clone_sharing(item)
             elif id(item) not in own:
                 own[id(item)] = made = type(item)._allocate(owner_here(), None)
                 for name, value in vars(item).items():

@@ -20,7 +20,14 @@ from jax.sharding import Mesh
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.object import epoch
-from shardax._core.state.split_merge import clone, iter_modules, iter_variables, merge, pop, split
+from shardax._core.state.split_merge import (
+    clone_sharing,
+    iter_modules,
+    iter_variables,
+    merge,
+    pop,
+    split,
+)
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState, Variable
 from shardax._transforms.jit.jit import jit
@@ -117,7 +124,7 @@ class Chunk:
         if not isinstance(self.stage, Module):
             self._taken = _TakenStage(None, {}, {}, {})
             return self._taken
-        copy = clone(self.stage)
+        copy = clone_sharing(self.stage)
         pop(copy, Intermediate)
         graphdef, state = split(copy)
         variables = dict(iter_variables(self.stage))
