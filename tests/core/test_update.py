@@ -215,3 +215,31 @@ def test_frozen_value_of_another_type_is_refused(write: Any) -> None:
     target.value = stats.freeze().value
     write(target, sx.Param(jnp.full(2, 3.0)).freeze())
     assert target.value.tolist() == [3.0, 3.0]
+
+
+class Copying:
+    """A node whose flattening copies its Variable."""
+
+    def __init__(self, variable: Any) -> None:
+        self.variable = variable
+
+
+jax.tree_util.register_pytree_node(
+    Copying,
+    lambda node: ((type(node.variable)(node.variable.value),), None),
+    lambda _, children: Copying(*children),
+)
+
+
+@pytest.mark.parametrize("place", [lambda n: n, lambda n: [n], lambda n: {"k": (n,)}])
+def test_node_that_copies_its_variable_is_refused(place: Any) -> None:
+    variable = sx.Param(jnp.zeros(3))
+    with pytest.raises(sx.errors.TreeError, match="Flattening a Copying, .* makes a new Param"):
+        sx.update(place(Copying(variable)), {})
+
+    class Holder(sx.Module):
+        def __init__(self) -> None:
+            self.held = place(Copying(variable))
+
+    with pytest.raises(sx.errors.TreeError, match="Flattening a Copying"):
+        sx.state(Holder())

@@ -24,13 +24,15 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 
-from shardax._core.graph.paths import plain_path
+from shardax._core.errors import TreeError
+from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Placeholder, Wrapper
 
@@ -147,7 +149,29 @@ class Pattern:
 
 def _node_children(value: Any) -> Pairs:
     below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    return [(plain_path(keys)[0], child) for keys, child in below if keys]
+    pairs = [(plain_path(keys)[0], child) for keys, child in below if keys]
+    if type(value) not in _stable and any(isinstance(child, Object) for _, child in pairs):
+        _check_stable(value, pairs)
+    return pairs
+
+
+# Types of nodes whose flattening gives the objects that the node holds, and no copies.
+_stable: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _check_stable(value: Any, pairs: Pairs) -> None:
+    """Raises if a node makes objects anew each time it is flattened."""
+    again, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
+    for (name, child), (_, second) in zip(pairs, [item for item in again if item[0]], strict=True):
+        if isinstance(child, Object) and child is not second:
+            kind = type(value).__name__
+            raise TreeError(
+                f"Flattening a {kind}, a class registered with JAX as a pytree node, makes a new "
+                f"{type(child).__name__} at {format_path((name,))} each time, so what is written "
+                f"into it would be lost. Register a function that returns the Variables which the "
+                f"{kind} holds: lambda node: ((node.variable,), None)."
+            )
+    _stable.add(type(value))
 
 
 class NodeType(Static):
