@@ -234,7 +234,7 @@ jax.tree_util.register_pytree_node(
 @pytest.mark.parametrize("place", [lambda n: n, lambda n: [n], lambda n: {"k": (n,)}])
 def test_node_that_copies_its_variable_is_refused(place: Any) -> None:
     variable = sx.Param(jnp.zeros(3))
-    with pytest.raises(sx.errors.TreeError, match="Flattening a Copying, .* makes a new Param"):
+    with pytest.raises(sx.errors.TreeError, match=r"Flattening a Copying, .* makes a new Param"):
         sx.update(place(Copying(variable)), {})
 
     class Holder(sx.Module):

@@ -300,7 +300,7 @@ def test_logical_box_names_without_rules_are_refused(auto_mesh: Mesh) -> None:
         with pytest.raises(NoRulesError, match=r"^\.w\[0\]: "):
             function(boxes, auto_mesh)
     assert [(f.path, f.code) for f in sx.check(boxes, auto_mesh)] == [(("w", 0), "no-rules")]
-    assert sx.partition_specs(boxes) == {"w": [P(None, None)], "n": P()}
+    assert sx.partition_specs(boxes) == {"w": [P("embed", None)], "n": P()}
     unnamed = {"w": LogicallyPartitioned(ARRAY, (None, None))}
     assert sx.shardings(unnamed, auto_mesh)["w"].spec == P(None, None)
 

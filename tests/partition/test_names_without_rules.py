@@ -45,6 +45,20 @@ def test_mesh_axis_names_split_lazy_model_and_dependents(mesh: Mesh) -> None:
     assert sx.check(model, mesh) == []
 
 
+def test_specs_without_rules_or_mesh_keep_the_names(mesh: Mesh) -> None:
+    model = linear("data", "model")
+    specs = sx.partition_specs(model)
+    assert specs.flat() == {("kernel",): P("data", "model"), ("bias",): P("model")}
+    assert sx.partition_specs(model, {}).flat() == {("kernel",): P(None, None), ("bias",): P(None)}
+    total = sx.shard_map(
+        lambda m: jax.lax.psum(m.kernel.value.sum(), ("data", "model")),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P(),
+    )(model)
+    np.testing.assert_allclose(total, np.asarray(model.kernel.value).sum(), rtol=1e-5)
+
+
 def test_mesh_axis_names_split_states_and_merged_dimensions(mesh: Mesh) -> None:
     merged = sx.Param(jnp.ones((8, 4)), axes=(("data", "model"), None))
     tree = {"state": sx.state(linear(None, "model")), "merged": merged}

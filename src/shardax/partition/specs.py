@@ -23,7 +23,7 @@ from shardax._core.graph.flatten import build, flatten_roots
 from shardax._core.object import Object
 from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
 from shardax.partition.checker import spec_for
-from shardax.partition.context import names_without_rules, rules_over
+from shardax.partition.context import current_rules, names_without_rules, rules_over
 from shardax.partition.errors import NoRulesError, raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
@@ -44,7 +44,8 @@ def partition_specs(
 
     Args:
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
-        rules: Rules, pairs or a mapping; None for the current rules.
+        rules: Rules, pairs or a mapping; None for the current rules. Without any, the names are
+            those of mesh axes.
         overrides: Filter to spec or rules, before the rules (``shardax.partition.tree_layout``).
 
     Returns:
@@ -65,7 +66,12 @@ def partition_specs(
         >>> partition_specs([Scale().weight, jnp.ones(3), "no array"], {"mlp": "model"})
         [P(None, 'model'), P(), None]
     """
-    layout = TreeLayout(TreeInventory(tree), None, rules, overrides, over_mesh=False)
+    # Without rules a name is that of a mesh axis, which only a mesh can deny: it is kept, so that a
+    # mesh that has no such axis is an error where the spec is used.
+    alone = rules is None and not current_rules() and resolve_mesh(None) is None
+    layout = TreeLayout(
+        TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=alone
+    )
     return layout.entries(layout.checked().specs)
 
 

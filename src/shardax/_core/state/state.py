@@ -33,7 +33,8 @@ _UNKNOWN = Origin(Variable, EMPTY)
 class State(Shown, Mapping[Any, Any]):
     """Values by path; see the module's text.
 
-    Two are equal if paths, origins and every number, shape or sharding are.
+    Two are equal if paths, origins (types of Variables and their metadata, such as names of axes)
+    and every number, shape or sharding are. ``state.flat()`` compares the values alone.
 
     Args:
         entries: A nested mapping (or another State) of values.
