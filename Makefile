@@ -107,9 +107,10 @@ house: $(TEST)
 test-pages: $(TEST)
 	$(PYTEST) README.md docs
 
-# JAX then traces anew at every call, and looks through the heap after every trace.
+# JAX then traces anew at every call, and looks through the heap after every trace. The page on random
+# numbers shows a leak of plain JAX.
 test-leaks: $(TEST)
-	JAX_CHECK_TRACER_LEAKS=1 $(PYTEST) README.md docs
+	JAX_CHECK_TRACER_LEAKS=1 SHARDAX_TEST_CPU_SECONDS=600 $(PYTEST) README.md docs --ignore=docs/random.md
 
 test-times: $(TEST)
 	$(PYTEST) $(PARALLEL) -p tests.suite.times --times=times.json
