@@ -24,8 +24,9 @@ def run_advice(error: BaseException, code: str, names: Mapping[str, Any]) -> Any
     if "rest" in names:
         tree = ast.fix_missing_locations(_Filled().visit(tree))
     namespace = names if isinstance(names, dict) else dict(names)
-    if len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr):
-        return eval(compile(ast.Expression(tree.body[0].value), "<advice>", "eval"), namespace)
+    match tree.body:
+        case [ast.Expr(value=value)]:
+            return eval(compile(ast.Expression(value), "<advice>", "eval"), namespace)
     exec(compile(tree, "<advice>", "exec"), namespace)
     return None
 

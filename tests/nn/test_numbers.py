@@ -57,7 +57,7 @@ def _reference(logits: np.ndarray[Any, Any], targets: Any, mask: Any) -> float:
         chosen = scores[target] if 0 <= target < 6 else np.nan
         total += weight * (np.log(np.exp(scores).sum()) - chosen)
         norm += weight
-    return total / norm if norm else 0.0
+    return float(total / norm) if norm else 0.0
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
