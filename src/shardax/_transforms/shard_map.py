@@ -526,14 +526,14 @@ class _ShardMapCall(MappedCall):
 
     def _leave(self, context: engine.RunContext) -> tuple[list[Any], ...]:
         """Groups what leaves a shard by spec."""
-        outputs, leaving = self.record(context)
+        outputs, leaving, sown = self.record(context)
         entries: list[PartitionSpec] = []
         for item in leaving:
             specs = spread(item.entry, item.value, item.path, "in_specs or out_specs")
             for leaf, spec in zip(jax.tree.leaves(item.value), specs, strict=True):
                 self._check_leaving(item, leaf, spec)
             entries += specs
-        return self.group(outputs, entries)
+        return self.group(outputs, sown, entries)
 
     def _check_leaving(self, item: LeavingValue, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that shards can be put together to one array."""

@@ -58,6 +58,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("devices", "processes"), (1, 4096, "a number from 1 to 4,096")),
     "process": (0, 4095, "a number from 0 to 4,095"),
     "restarts": _SOME,
+    "start_timeout": (sys.float_info.min, 10**6, "a number of seconds above 0, such as 60"),
     "learning_rate": (sys.float_info.min, sys.float_info.max, "a finite number above 0"),
     "temperature": (0, sys.float_info.max, "a finite number of at least 0"),
     "large": (0, 2**40, "a finite number of at least 0"),

@@ -31,7 +31,8 @@ _PROMPT, _SAMPLE_LENGTH = "def ", 240
 _PROMPT_LENGTH = 16  # tokens of the held-out text, which a fine-tuned model continues
 _PICTURED = (".embed.embedding", ".layers[0].mlp.gate.kernel")
 _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or given
-PLACES = ("coordinator", "processes", "process", "verbose_processes")  # of one process
+# Of one process.
+PLACES = ("coordinator", "processes", "process", "start_timeout", "verbose_processes")
 _MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero")
 _MAY_DIFFER += ("timings", *PLACES)
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
@@ -89,6 +90,8 @@ class Train:
     processes: int | None = None
     # Which of them this one is, from 0.
     process: int | None = None
+    # Seconds in which all processes have to be there.
+    start_timeout: float = 60
     # Print in all processes, not only in the first.
     verbose_processes: bool = False
     # Print where the time went between the start of the process and the end of the first step.
@@ -143,9 +146,11 @@ class Train:
         if self.coordinator is None and given:
             raise inputs.CommandError(f"--{given[0]} needs --coordinator HOST:PORT.")
         if self.coordinator == "auto":
-            distributed.initialize()
+            distributed.initialize(timeout=self.start_timeout)
         elif self.coordinator is not None:
-            distributed.initialize(self.coordinator, self.processes, self.process)
+            distributed.initialize(
+                self.coordinator, self.processes, self.process, timeout=self.start_timeout
+            )
 
     def _fresh(self) -> RunSettings:
         preset = inputs.find_preset(self.preset)

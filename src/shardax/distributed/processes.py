@@ -17,8 +17,10 @@ import itertools
 import json
 import os
 import re
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -35,6 +37,8 @@ from shardax.distributed.errors import DisagreementError, DistributedError
 
 # A process that has not been heard of for so long is dead, and all others end.
 HEARTBEAT_SECONDS = 15
+# In which all processes of a job come together.
+START_SECONDS = 60
 # Others may compile, read data or checksums meanwhile.
 ANSWER_SECONDS = 600
 _SHOWN = 12  # differences in a message
@@ -46,7 +50,11 @@ T = TypeVar("T")
 
 
 def initialize(
-    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    timeout: float = START_SECONDS,
 ) -> None:
     """Starts this process as one of several, before any JAX computation.
 
@@ -58,10 +66,12 @@ def initialize(
         coordinator: ``host:port`` of process 0, where it listens.
         processes: How many there are.
         process: Which of them this one is, from 0.
+        timeout: Seconds until all have to be there. A process that gives up once it has reached
+            the coordinator can only end.
 
     Raises:
-        DistributedError: If the arguments do not fit, JAX has already been used, or the others
-            cannot be reached.
+        DistributedError: If the arguments do not fit, JAX has already been used, the port is in
+            use, or the others do not come in time.
 
     Example:
         >>> initialize("localhost:9000", processes=2, process=2)
@@ -75,8 +85,12 @@ def initialize(
         raise DistributedError(
             f"process={process} of processes={processes}: give one from 0 to {processes - 1}."
         )
-    if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", coordinator):
+    if coordinator is not None and not (
+        re.fullmatch(r".+:\d{1,5}", coordinator) and _port(coordinator) < 2**16
+    ):
         raise DistributedError(f"coordinator={coordinator!r} is no host:port.")
+    if isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and 0 < timeout < 10**6):
+        raise DistributedError(f"timeout={timeout!r} is no number of seconds, such as timeout=60.")
     if jax.distributed.is_initialized():
         found = jax.process_count(), jax.process_index()
         if any(a not in (None, b) for a, b in zip((processes, process), found, strict=True)):
@@ -85,21 +99,112 @@ def initialize(
                 f"{process} of {processes}. Call initialize once."
             )
         return
-    try:
-        jax.distributed.initialize(
-            coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+    deadline = time.monotonic() + timeout
+    address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if address is not None and process == 0:
+        _check_port_is_free(_port(address))
+    elif address is not None and process is not None:
+        while not _is_listening(address, deadline):
+            if time.monotonic() >= deadline:
+                raise DistributedError(
+                    f"Process {process} waited {timeout:g} s for process 0, but nothing listens at "
+                    f"{address}. Start process 0 there, or give all processes its address."
+                )
+            time.sleep(0.1)
+    error = _join(coordinator, processes, process, deadline)
+    if error is _LATE:
+        label = "This process" if process is None else f"Process {process}"
+        count = "all processes" if processes is None else f"all {processes} processes"
+        place = "" if address is None else f" at {address}"
+        raise DistributedError(
+            f"{label} waited {timeout:g} s for {count} to meet{place}. One was not started, or "
+            f"what listens there is not process 0 of this job. Give more time if they come later: "
+            f"timeout={10 * timeout:g}, --start-timeout {10 * timeout:g} on the command line."
         )
-    except ValueError as error:
+    if isinstance(error, ValueError):
         if coordinator is None and processes is None and process is None:
             return  # no cluster was detected
         raise DistributedError(
             f"Not all of coordinator, processes and process are known here: {error} Give all three."
         ) from error
-    except RuntimeError as error:
+    if isinstance(error, RuntimeError):
         raise DistributedError(
             f"The processes cannot be started together: {str(error).strip()}"
         ) from error
-    sys.excepthook = functools.partial(_end_on_error, sys.excepthook)
+    if error is not None:
+        raise error
+
+
+_LATE = TimeoutError()
+
+
+def _join(
+    coordinator: str | None, processes: int | None, process: int | None, deadline: float
+) -> BaseException | None:
+    """Starts ``jax.distributed``; returns what it raised, ``_LATE`` past the deadline."""
+    ended: list[BaseException | None] = []
+    remaining = max(deadline - time.monotonic(), 0.1)
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(
+                coordinator,
+                processes,
+                process,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                # When JAX's own time is over it aborts the process.
+                initialization_timeout=int(remaining) + 600,
+            )
+            ended.append(None)
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
+            ended.append(error)
+
+    # In a thread of its own: connecting cannot be given up, but waiting for it can.
+    thread = threading.Thread(target=connect, name="shardax-initialize", daemon=True)
+    thread.start()
+    try:
+        thread.join(remaining)
+    finally:  # also if it is interrupted: then it could not end otherwise
+        if jax.distributed.is_initialized():
+            sys.excepthook = functools.partial(_end_on_error, sys.excepthook)
+    return ended[0] if ended else _LATE
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _check_port_is_free(port: int) -> None:
+    """Raises if process 0 cannot listen at a port: JAX would crash, or share it."""
+    family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
+    try:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # a machine without IPv6
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    with listener:
+        try:
+            if os.name == "posix":  # a port whose last job has ended is free
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if listener.family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(("", port))
+        except OSError as error:
+            raise DistributedError(
+                f"Process 0 cannot listen at port {port}: {error.strerror}. Another program, or a "
+                "job that has not ended, has it; give all processes another port."
+            ) from error
+
+
+def _is_listening(address: str, deadline: float) -> bool:
+    """Whether a connection to an address is accepted."""
+    host, _, port = address.rpartition(":")
+    # Not all that is left: a packet that is lost would take the whole time.
+    seconds = min(max(deadline - time.monotonic(), 0.1), 5)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+    except OSError:
+        return False
+    return True
 
 
 def _end_on_error(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shardax._core.graph.paths import format_path
 from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
+from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Param
 from shardax._transforms.errors import ArgumentError
@@ -73,7 +73,8 @@ class EMA(Module):
             shown = getattr(wrt, "__name__", repr(wrt))
             raise OptimizerStateError(
                 f"No Variable of the {type(model).__name__} matches wrt={shown}, so there is "
-                "nothing to average. Choose others: EMA(model, decay, wrt=filter)."
+                f"nothing to average.{describe_plain_arrays(model)} Choose others: "
+                "`EMA(model, decay, wrt=filter)`."
             )
         # With arrays of its own, as a train step may donate those of both.
         self.model = copy.deepcopy(model)

@@ -29,7 +29,7 @@ from shardax._core.frames import local, resolve
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
+from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import Origin, State, flatten_mapping
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.errors import ArgumentError
@@ -121,7 +121,8 @@ class Optimizer(Module):
             shown = getattr(wrt, "__name__", repr(wrt))
             raise OptimizerStateError(
                 f"No Variable of the {type(model).__name__} matches wrt={shown}, so there is "
-                f"nothing to train. Choose others: Optimizer(model, tx, wrt=filter)."
+                f"nothing to train.{describe_plain_arrays(model)} Choose others: "
+                f"`Optimizer(model, tx, wrt=filter)`."
             )
         shapes = jax.tree.map(_shape_of, self._state_of([v._value for v in variables]))
         layout = optimizer_state.layout_of(self._transformation, shapes)

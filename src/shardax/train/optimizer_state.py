@@ -122,8 +122,9 @@ def _layout_of(
 
     def init(leaves: list[Any]) -> list[Any]:
         nonlocal separated
-        separated = separate_arrays(transformation.value.init(treedef.unflatten(leaves)))
-        return separated.arrays
+        state = separate_arrays(transformation.value.init(treedef.unflatten(leaves)))
+        separated = state._replace(arrays=[])  # those of a trace do not outlive it
+        return state.arrays
 
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     closed = jax.make_jaxpr(init)(structs)

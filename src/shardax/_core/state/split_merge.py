@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
@@ -24,7 +25,7 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
-from shardax._core.variable import Variable, copied_leaf, fitted
+from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted
 
 T = TypeVar("T")
 
@@ -392,6 +393,23 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
     flat = _flat(tree, "iter_variables")
     for position in matching(filters or (...,), _named(flat)):
         yield flat.leaf_paths[position], flat.leaves[position]
+
+
+def describe_plain_arrays(tree: Any, where: Path = ()) -> str:
+    """Returns, for errors, which arrays of a tree are no Variables, and how they become some."""
+    flat = _flat(tree, "iter_variables")
+    paths = [
+        path
+        for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True)
+        if type(leaf) is ArrayAttribute and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if not paths:
+        return ""
+    names = [format_path((*where, *path)) for path in paths[:8]] + ["..."] * (len(paths) > 8)
+    return (
+        f" Plain arrays ({', '.join(names)}) are no parameters; wrap those that are to be learned "
+        f"where they are made: `sx.Param(array)`."
+    )
 
 
 def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:

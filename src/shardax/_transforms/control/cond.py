@@ -26,6 +26,7 @@ from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
+from shardax._transforms.lift.tracer_errors import naming
 
 
 class BranchOutcome(NamedTuple):
@@ -337,7 +338,7 @@ class _BranchingCall:
         self.union: tuple[int, ...] = ()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
         self.ones = [
-            jax.jit(functools.partial(self._one, which), inline=INLINE)
+            jax.jit(naming(functools.partial(self._one, which), call, "pair", which), inline=INLINE)
             for which in range(len(labels))
         ]
 
@@ -353,7 +354,9 @@ class _BranchingCall:
             self.done[which] = effects, _result_outline(context.result, effects), treedef
             return (leaves, dict(zip(effects.written, outputs.written, strict=True)), outputs.fresh)
 
-        return self.call.run(values, *plain, leave, which=which)
+        return engine.ending_well(
+            self.call.run, self.call, values, *plain, leave, which=which, otherwise=([], {}, [])
+        )
 
     def _branch(self, which: int, targets: Sequence[_OutputType], values: Any, plain: Any) -> Any:
         """Runs a branch and returns, flat, what leaves every branch."""
@@ -376,6 +379,7 @@ class _BranchingCall:
         outcomes = []
         for which, label in enumerate(self.labels):
             leaves, written, fresh = scan.abstract_eval(self.ones[which], *inputs)
+            engine.raise_new_captures(self.call)
             effects, outline, _ = self.done[which]
             outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
         for other in outcomes[1:]:

@@ -21,6 +21,7 @@ from shardax._transforms.control.scan import LoopBody
 from shardax._transforms.errors import DecisionError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
+from shardax._transforms.lift.tracer_errors import naming
 
 
 def as_predicate(value: Any, what: str) -> Any:
@@ -185,7 +186,7 @@ class ReadOnlyFunction:
         self.role = role
         self.finish = finish
         # Compiled as a unit so that JAX traces it once.
-        self.one = jax.jit(self._one, inline=INLINE)
+        self.one = jax.jit(naming(self._one, body.call, "leaves", which), inline=INLINE)
 
     def __call__(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
         return self.one(*self.body.inputs(carry))

@@ -38,6 +38,7 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import CarryError, PrefixError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine, prefix
+from shardax._transforms.lift.tracer_errors import naming
 from shardax._transforms.vmap import axes as mapped
 
 
@@ -80,15 +81,26 @@ class LoopBody:
         self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
         self.carried_variables: tuple[int, ...] = ()
         self.carry_paths: list[Path] = []
-        self.outputs: engine.LiftedOutputs | None = None
+        # Effects and structure of the result; the arrays of a trace do not outlive it.
+        self.effects: engine.Effects | None = None
+        self.result_tree: Any = None
         # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
         # of the loop, which is then smaller and quicker to differentiate.
-        self.one = jax.jit(self._one, inline=INLINE)
+        self.one = jax.jit(naming(self._one, call, "leaves"), inline=INLINE)
 
     def _one(self, values: list[Any], plain: list[Any]) -> tuple[list[Any], dict[int, Any], Any]:
         """Runs one iteration."""
         positional, named = self.plain_tree.unflatten(plain)
-        return self.call.run(values, positional, named, self._leave, graphdef=self.graphdef)
+        return engine.ending_well(
+            self.call.run,
+            self.call,
+            values,
+            positional,
+            named,
+            self._leave,
+            graphdef=self.graphdef,
+            otherwise=([], {}, None),
+        )
 
     def _leave(self, context: engine.RunContext) -> tuple[list[Any], dict[int, Any], Any]:
         name = self.call.name
@@ -98,8 +110,9 @@ class LoopBody:
         returned = jax.tree.map(context.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(given, returned, self.label, name)
         self.carry_paths = paths
-        self.outputs, extra, apart = self.record(context)
-        written = zip(self.outputs.effects.written, self.outputs.written, strict=True)
+        outputs, extra, apart = self.record(context)
+        self.effects, self.result_tree = outputs.effects, jax.tree.structure(outputs.result)
+        written = zip(outputs.effects.written, outputs.written, strict=True)
         return leaves, {p: v for p, v in written if p not in apart}, extra
 
     def record(
@@ -118,6 +131,7 @@ class LoopBody:
     def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
         """Finds which Variables are carried, and checks that their form stays."""
         leaves, written, extra = abstract_eval(self.one, list(values), list(plain))
+        engine.raise_new_captures(self.call)
         self.carried_variables = tuple(sorted(written))
         paths = self.call.graph.flat.leaf_paths
         for position in self.carried_variables:
@@ -197,12 +211,11 @@ class LoopBody:
 
     def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> engine.LiftedOutputs:
         """Returns the outputs of a loop that returns only the carry."""
-        assert self.outputs is not None
-        effects = self.outputs.effects
+        assert self.effects is not None
+        effects = self.effects
         final = dict(zip(self.carried_variables, carry[0], strict=True))
-        treedef = jax.tree.structure(self.outputs.result)
         written = [final[position] for position in effects.written]
-        return engine.LiftedOutputs(treedef.unflatten(carry[1]), written, [], effects)
+        return engine.LiftedOutputs(self.result_tree.unflatten(carry[1]), written, [], effects)
 
 
 def vary_alike(leaf: Any, other: Any) -> Any:
@@ -537,7 +550,7 @@ class _Scan(LoopBody):
         self, context: engine.RunContext
     ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
         """Records the rows of results and of sliced, sown, new Variables, too."""
-        outputs, leaving = self.mapped.record(context, lambda p: p not in self.sliced)
+        outputs, leaving, sown = self.mapped.record(context, lambda p: p not in self.sliced)
         new = [item.entry for item in leaving if item.new]
         self._check_changes(context, outputs, new)
         for item in leaving:
@@ -551,7 +564,7 @@ class _Scan(LoopBody):
         rows = [item.value for item in results if item.entry is not prefix.Carry]
         written = zip(outputs.effects.written, outputs.written, strict=True)
         slices = {position: value for position, value in written if position in self.sliced}
-        return outputs, (rows, slices, self.mapped.sown, outputs.fresh), self.sliced
+        return outputs, (rows, slices, sown, outputs.fresh), self.sliced
 
     def _check_changes(
         self, context: engine.RunContext, outputs: engine.LiftedOutputs, new: Sequence[Any]
@@ -603,8 +616,7 @@ class _Scan(LoopBody):
 
     def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
-        assert self.outputs is not None
-        outputs = self.outputs
+        assert self.effects is not None
         results, slices, _, fresh = rows
         final = dict(zip(self.carried_variables, carry[0], strict=True))
         for position, stacked in slices.items():
@@ -614,10 +626,12 @@ class _Scan(LoopBody):
             next(carry_leaves) if axis is prefix.Carry else _from_front(next(row_leaves), axis)
             for axis in self.result_axes
         ]
-        result = jax.tree.unflatten(jax.tree.structure(outputs.result), leaves)
-        written = [final[position] for position in outputs.effects.written]
+        written = [final[position] for position in self.effects.written]
         return engine.LiftedOutputs(
-            result, written, [*map(_from_front, fresh, self.axes_of_new)], outputs.effects
+            self.result_tree.unflatten(leaves),
+            written,
+            [*map(_from_front, fresh, self.axes_of_new)],
+            self.effects,
         )
 
 

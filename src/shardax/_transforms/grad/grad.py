@@ -31,6 +31,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
+from shardax._core.state.split_merge import describe_plain_arrays
 from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
@@ -191,7 +192,6 @@ class DiffArgument:
         self.label = call.labels[self.position]  # the name of its parameter
         # Whether it has a plain part.
         self.has_plain = not isinstance(self.template, (inputs.RootTemplate, inputs.StaticTemplate))
-        self._has_arrays = bool(jax.tree.leaves(arguments.plain[self.position]))
         predicate = to_predicate(chosen.filter)
         index = {id(leaf): i for i, leaf in enumerate(call.graph.flat.leaves)}
         self.objects = [
@@ -205,21 +205,28 @@ class DiffArgument:
             )
             for root, where in inputs.root_places(self.label, self.template)
         ]
+        self.holds_plain = bool(jax.tree.leaves(arguments.plain[self.position]))
+        # What an error says beside: whether arrays were forgotten to be made Variables.
+        self.plain_arrays = "" if self.entries else self._describe_plain_arrays(arguments.roots)
 
     @property
     def entries(self) -> list[DiffVariable]:
         """The chosen Variables of all its objects."""
         return [entry for item in self.objects for entry in item.entries]
 
+    def _describe_plain_arrays(self, roots: Sequence[Any]) -> str:
+        texts = [describe_plain_arrays(roots[item.root], item.where) for item in self.objects]
+        return next(filter(None, texts), "")
+
     def check_chosen(self) -> None:
         """Raises if the argument holds nothing to differentiate."""
-        if self.entries or (self.has_plain and self._has_arrays) or not self.objects:
+        if self.entries or self.holds_plain or not self.objects:
             return
         shown = getattr(self.filter, "__name__", repr(self.filter))
         raise DifferentiationError(
             f"The argument {self.label!r} ({self.objects[0].type_name}) has no Variable that the "
-            f"filter {shown} matches, so there is nothing to differentiate. Choose others with "
-            f"wrt=... or argnums=sx.DiffState({self.argnum}, filter)."
+            f"filter {shown} matches, so there is nothing to differentiate.{self.plain_arrays} "
+            f"Choose others: `wrt=filter`, or `argnums=sx.DiffState({self.argnum}, filter)`."
         )
 
     def gradient(self, left: dict[int, Any], plain: Any) -> Any:

@@ -106,7 +106,7 @@ def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[diff.DiffArgumen
             chosen[target.position] = diff.DiffState(target.argnum, target.filter)
     targets = [diff.DiffArgument(once, item) for item in chosen.values()]
     holding = [target for target in targets if target.objects]
-    if holding and not any(target.entries or target.has_plain for target in targets):
+    if holding and not any(target.entries or target.holds_plain for target in targets):
         holding[0].check_chosen()
     return targets
 

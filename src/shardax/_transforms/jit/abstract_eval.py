@@ -18,6 +18,7 @@ from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import check_static, resolve_arguments
+from shardax._transforms.lift.tracer_errors import naming
 
 
 class AbstractFrame(Frame):
@@ -72,7 +73,7 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def pure(values: Any, plain: Any, plain_named: Any) -> Any:
         return once.run_once(values, plain, plain_named, lambda result: (None, result))[1]
 
-    leaving = jax.eval_shape(pure, *abstract_inputs(once))
+    leaving = jax.eval_shape(naming(pure, once, "arguments"), *abstract_inputs(once))
     return once.finish_on(abstract_copy(once), leaving)
 
 
@@ -135,7 +136,9 @@ def make_jaxpr(
             "make_jaxpr", function, args, kwargs, AbstractFrame, static=static
         )
 
-        jaxpr, shapes = jax.make_jaxpr(once.run_whole, return_shape=True)(*abstract_inputs(once))
+        jaxpr, shapes = jax.make_jaxpr(
+            naming(once.run_whole, once, "arguments"), return_shape=True
+        )(*abstract_inputs(once))
         return (jaxpr, once.finish_on(abstract_copy(once), shapes)) if return_shape else jaxpr
 
     return jaxpr_of

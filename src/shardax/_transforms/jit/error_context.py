@@ -19,6 +19,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.errors import ArgumentError, DonationError, PrefixError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.engine import absent_error
+from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, rewrite
 
 _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 
@@ -51,6 +52,11 @@ def explain_places(error: Exception, program: Any) -> None:
         ) from error
     if "sharding" in text and isinstance(error, ValueError):
         raise PrefixError(explained) from error
+    if isinstance(error, TRACER_ERRORS) or "while tracing" in text:
+        rewrite(
+            error, lambda text: in_user_terms(text, program).replace(" for jit. ", " for sx.jit. ")
+        )
+        return
     notes = [f"{place.group(0)} is {place_name(place, program)}" for place in _PLACE.finditer(text)]
     error.add_note(f"In the call of {_shown(program.function)}: {', '.join(dict.fromkeys(notes))}.")
 

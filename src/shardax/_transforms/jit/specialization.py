@@ -29,6 +29,7 @@ from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +364,11 @@ class Specialization:
         function, objects = roots[0], roots[1 : 1 + self.root_count]
         args, kwargs = inputs.join_arguments(self, plain, named, objects)
         args, kwargs = self.positions.insert_static(args, kwargs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TRACER_ERRORS as error:
+            add_advice(error)
+            raise
 
     def _find_donated(
         self, graph: engine.InputGraph, arguments: inputs.SplitArguments

@@ -50,6 +50,7 @@ from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
 from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
 
 
 class InputGraph:
@@ -537,6 +538,7 @@ class LiftedCall:
         self.enter: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
         self.enter = lambda args, kwargs: (args, kwargs)
         self._late: list[tuple[weakref.ref[Any], int]] | None = None
+        self.new_captures: list[Any] = []  # of a run whose trace had to end
 
     def run(
         self,
@@ -560,7 +562,11 @@ class LiftedCall:
             # Containers of their own: the function may change those that it is given.
             kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
             args, kwargs = self.enter(args, kwargs)
-            result = roots[which](*args, **kwargs)
+            try:
+                result = roots[which](*args, **kwargs)
+            except TRACER_ERRORS as error:
+                add_advice(error)
+                raise
             frame.take_in()
             if isinstance(frame, SealedFrame):
                 frame.check_unwritten()
@@ -637,6 +643,25 @@ class RunContext(NamedTuple):
         changed = self.captured()
         if changed:
             raise NewCaptures([item.outer for item in changed])
+
+
+def ending_well(
+    run: Callable[..., Any], call: LiftedCall, *inputs: Any, otherwise: Any, **options: Any
+) -> Any:
+    """Returns what a traced run returns, or ``otherwise`` if it captured what it wrote."""
+    # An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in
+    # memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
+    try:
+        return run(*inputs, **options)
+    except NewCaptures as found:
+        call.new_captures = found.objects
+        return otherwise
+
+
+def raise_new_captures(call: LiftedCall) -> None:
+    """Raises ``NewCaptures`` if a run that was traced captured what it wrote."""
+    if call.new_captures:
+        raise NewCaptures(call.new_captures)
 
 
 def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:

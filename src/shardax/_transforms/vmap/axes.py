@@ -213,14 +213,13 @@ class MappedCall:
         self.boxes: MappedBoxes | None = None
         # Known after the function ran:
         self.moved: dict[int, Any] = {}
-        self.sown: dict[int, tuple[Any, ...]] = {}
         self.tree: Any = None
         self.order: list[int] = []
 
     def record(
         self, context: RunContext, is_shared: Callable[[int], bool] = lambda _: False
-    ) -> tuple[LiftedOutputs, list[LeavingValue]]:
-        """Records, inside, what a part did, and lists what leaves it."""
+    ) -> tuple[LiftedOutputs, list[LeavingValue], dict[int, Any]]:
+        """Records, inside, what a part did; returns what leaves it and what it sowed."""
         name, paths = self.call.name, self.assignment.leaf_paths
         check_result(context.result, name)
         self.streams.separate_kept(context)
@@ -247,13 +246,14 @@ class MappedCall:
             kind = "result" if in_result else "attached"
             leaving.append(LeavingValue(kind, path, entry, value, new))
         leaving += [LeavingValue("attached", paths[p], None, value) for p, value in sown.items()]
-        self.sown = sown
-        return outputs, leaving
+        return outputs, leaving, sown
 
-    def group(self, outputs: LiftedOutputs, entries: Iterable[Hashable]) -> tuple[list[Any], ...]:
+    def group(
+        self, outputs: LiftedOutputs, sown: Mapping[int, Any], entries: Iterable[Hashable]
+    ) -> tuple[list[Any], ...]:
         """Groups, inside, the arrays that leave, one list per entry."""
         # JAX is given the entry of each list, because what leaves is known only after the run.
-        leaves, self.tree = jax.tree.flatten((outputs, self.sown))
+        leaves, self.tree = jax.tree.flatten((outputs, sown))
         self.order = [self.entries.index(entry) for entry in entries]
         lists: tuple[list[Any], ...] = tuple([] for _ in self.entries)
         for place, leaf in zip(self.order, leaves, strict=True):

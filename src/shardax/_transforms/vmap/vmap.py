@@ -181,7 +181,7 @@ class _VmapCall(mapped.MappedCall):
     def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
         """Groups what leaves a batch element by axis."""
         axes = self.assignment.leaves
-        outputs, leaving = self.record(context, lambda position: axes[position] is None)
+        outputs, leaving, sown = self.record(context, lambda position: axes[position] is None)
         shared = [i for i, leaf in enumerate(leaving) if leaf.entry is None]
         values = [leaving[i].value for i in shared]
         for i, differs in zip(shared, varies(mark, values), strict=True):
@@ -194,7 +194,7 @@ class _VmapCall(mapped.MappedCall):
         new = [leaf.entry for leaf in leaving if leaf.new]
         mapped.name_new_dimensions(self.assignment, self.streams, outputs, new, self.partition_name)
         entries = [leaf.entry for leaf in leaving for _ in jax.tree.leaves(leaf.value)]
-        return self.group(outputs, entries)
+        return self.group(outputs, sown, entries)
 
     def _explain(self, leaf: mapped.LeavingValue) -> str:
         where = format_path(leaf.path)

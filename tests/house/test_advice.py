@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that errors advise is run by the tests that raise them.
+
+*Advice* is code in the text of an error: in backticks, or a call of ``sx.``. A test runs it by
+``tests.advice.run_advice(error, code, names)``, which takes it from the text. This file finds both
+in the sources. ``advice_not_run.txt`` lists the advice that no test runs; it only gets shorter: new
+advice is run, and what is run leaves the list.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tests.house.sources import ROOT, package_files
+from tests.house.test_errors import error_classes
+
+LIST = ROOT / "tests" / "house" / "advice_not_run.txt"
+HOLE = "{}"  # what an f-string fills in
+
+_QUOTED = re.compile(r"`([^`]+)`")
+_CALL = re.compile(r"\bsx\.[\w.]+\(")
+
+
+def text_of(node: ast.expr) -> str:
+    """The text that an expression gives, with a hole for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else HOLE
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left) + text_of(node.right)
+    return HOLE
+
+
+def calls_in(text: str) -> Iterator[str]:
+    """Yields the calls of ``sx.`` in a text, with their arguments."""
+    for match in _CALL.finditer(text):
+        depth = 0
+        for end in range(match.end() - 1, len(text)):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            if depth == 0:
+                yield text[match.start() : end + 1]
+                break
+
+
+def advice_in(text: str) -> Iterator[str]:
+    """Yields the code in the text of an error."""
+    yield from _QUOTED.findall(text)
+    yield from calls_in(_QUOTED.sub("", text))
+
+
+def all_advice() -> set[str]:
+    """All code that errors of the package advise, as ``module: code``."""
+    classes = set(error_classes())
+    found = set()
+    for source in package_files():
+        for node in ast.walk(source.tree):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "attr", getattr(node.func, "id", "")) in classes
+                and node.args
+            ):
+                found |= {
+                    f"{source.module}: {' '.join(code.split())}"
+                    for code in advice_in(text_of(node.args[0]))
+                }
+    return found
+
+
+def code_that_is_run() -> set[str]:
+    """The code that tests give to ``run_advice``."""
+    found = set()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        text = file.read_text()
+        if "run_advice" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", "") == "run_advice"
+                and isinstance(node.args[1], ast.Constant)
+            ):
+                found.add(str(node.args[1].value))
+    return found
+
+
+def is_run(advice: str, run: set[str]) -> bool:
+    """Whether a test runs a piece of advice, with something in place of its holes."""
+    code = advice.partition(": ")[2]
+    pattern = re.compile(".+?".join(map(re.escape, code.split(HOLE))), re.DOTALL)
+    return any(pattern.fullmatch(" ".join(text.split())) for text in run)
+
+
+def test_advice_of_errors_is_run_or_listed() -> None:
+    run = code_that_is_run()
+    missing = sorted(advice for advice in all_advice() if not is_run(advice, run))
+    listed = [line for line in LIST.read_text().splitlines() if line and line[0] != "#"]
+    assert listed == sorted(set(listed))
+    new = sorted(set(missing) - set(listed))
+    gone = sorted(set(listed) - set(missing))
+    assert new == [], "run these where they are raised (tests/advice.py)"
+    assert gone == [], "these are run, or no error advises them: take them off the list"
+
+
+def test_advice_is_found_in_texts() -> None:
+    text = "Write `v[...] = x`, or sx.cond(x > f(0), g), but not sx.cond."
+    assert [*advice_in(text)] == ["v[...] = x", "sx.cond(x > f(0), g)"]
+    assert is_run("m: sx.grad(f, {})", {"sx.grad(f, wrt=sx.Param)"})
+    assert not is_run("m: sx.grad(f, {})", {"sx.vjp(f, wrt=sx.Param)"})
