@@ -140,7 +140,10 @@ def test_traced_program_adds_no_operation_to_hand_written(raw: Any):
     ours = jax.make_jaxpr(jax.grad(lambda model: sx.models.next_token_loss(model, BATCH)))(model)
     found, expected = primitives(ours.jaxpr), primitives(by_hand.jaxpr)
     del found["name"]  # names for policies of remat, of which nothing is lowered
-    assert found - expected == Counter()  # attention, a jit of its own, leaves out what is unused
+    # Attention, a jit of its own, leaves out what is unused. The loss leaves out targets of -100,
+    # and ids below 0 give NaN: not so in the hand-written one.
+    beside = Counter(mul=2, ne=2, convert_element_type=1, jit=1, squeeze=1, gt=1) + Counter(["and"])
+    assert found - expected == beside
     assert found["dot_general"] == expected["dot_general"] > 30
 
 

@@ -22,7 +22,7 @@ from tests.transforms.examples import Scale
 from tests.transforms.test_dispatch import python_calls
 
 import shardax as sx
-from shardax._transforms.jit import jit as memory
+from shardax._transforms.jit import cache as memory
 from shardax.errors import StaticArgumentError
 
 

@@ -68,7 +68,7 @@ def test_two_differentiable_arguments_have_one_gradient() -> None:
     assert float(sx.grad(lambda m: rule(m, m))(Weight(3.0))["w"]) == 6
 
 
-def test_a_filter_that_leaves_the_variable_out_is_refused() -> None:
+def test_filter_that_excludes_the_variable_is_refused() -> None:
     rule = sx.custom_vjp(product, nondiff_argnums=(sx.DiffState(1, sx.BatchStat),))
     rule.defvjp(lambda a, b: (rule(a, b), b.w[...]), lambda r, ct: ({"w": ct * r}, None))
     with pytest.raises(DifferentiationError, match="in the argument 'b'"):

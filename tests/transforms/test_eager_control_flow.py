@@ -280,7 +280,7 @@ def test_refused_calls_are_refused_every_time() -> None:
             sx.cond(jnp.ones(2), twice, same, 1.0)
 
 
-def test_operands_of_other_kinds_are_refused_after_good_ones() -> None:
+def test_bad_operands_are_refused_after_good_ones() -> None:
     for _ in range(3):
         sx.cond(TRUE, twice, same, jnp.ones(2))
     with pytest.raises(sx.errors.DecisionError, match=r"pred of sx\.cond"):

@@ -175,7 +175,7 @@ def _port(address: str) -> int:
 
 
 def _check_port_is_free(port: int) -> None:
-    """Raises if process 0 cannot listen at a port: JAX would crash, or share it."""
+    """Raises if process 0 cannot listen at a port."""
     family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
     try:
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -34,11 +34,9 @@ def html_page(title: str, body: str, style: str = "") -> str:
 
 
 def inserted_at_once(body: str) -> str:
-    """Returns HTML that a browser inserts whole, however the page arrives.
-
-    Elements of treescope run a script when they are connected to the document. While a page is
-    parsed that can be before their script has arrived; a template's content has no such moment.
-    """
+    """Returns HTML that a browser inserts whole."""
+    # Elements of treescope run a script when they are connected to the document. While a page is
+    # parsed that can be before their script has arrived; a template's content has no such moment.
     return (
         f"<template>{body}</template><script>{{const here = document.currentScript;"
         "here.replaceWith(here.previousElementSibling.content);}</script>"

@@ -396,7 +396,7 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
 
 
 def describe_plain_arrays(tree: Any, where: Path = ()) -> str:
-    """Returns, for errors, which arrays of a tree are no Variables, and how they become some."""
+    """Describes, for errors, the arrays of a tree that are no Variables."""
     flat = _flat(tree, "iter_variables")
     paths = [
         path

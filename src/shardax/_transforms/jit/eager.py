@@ -43,8 +43,8 @@ _MOST_PROGRAMS = 128
 _MOST_CALLED_ONCE = 8
 
 
-class _Entry:
-    """What is known of calls of one kind."""
+class _CallKind:
+    """The program of calls of one kind."""
 
     __slots__ = ("anchors", "compiles", "program", "used")
 
@@ -55,7 +55,7 @@ class _Entry:
         self.anchors: list[Any] = []  # of functions with which the entry goes
 
 
-class _Call(NamedTuple):
+class _EagerCall(NamedTuple):
     """A call of a compiled program, while it lasts."""
 
     lifted: Lifted
@@ -68,13 +68,13 @@ class _Call(NamedTuple):
 class _Running(threading.local):
     """The innermost call of this thread."""
 
-    call: _Call | None = None
+    call: _EagerCall | None = None
 
 
 _running = _Running()
 _ticks = itertools.count()
-_entries: dict[Hashable, _Entry] = {}  # by the kind of a call
-_called_once: deque[_Entry] = deque()
+_entries: dict[Hashable, _CallKind] = {}  # by the kind of a call
+_called_once: deque[_CallKind] = deque()
 
 
 def _program(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls a transform, by a compiled program if one like it was called before."""
+    """Calls a transform, by a compiled program where that is right."""
     if frames.local.frame is not None or not frames.is_eager() or jax.config.jax_disable_jit:
         return lifted(functions, options, args, kwargs)
     try:
@@ -117,7 +117,7 @@ def run(
         with contextlib.suppress(ValueError):
             _called_once.remove(entry)
     outer, trace = _running.call, list[str]()
-    _running.call = _Call(lifted, functions, options, len(args), trace)
+    _running.call = _EagerCall(lifted, functions, options, len(args), trace)
     failed = False
     try:
         result = program(*args, *behavior.objects, **kwargs)
@@ -149,7 +149,7 @@ def run(
 def _kind_of(
     lifted: Lifted, behavior: Behavior, functions: Sequence[Any], args: Sequence[Any]
 ) -> Hashable:
-    """Returns what calls that share a program have in common, beside what ``jit`` compares."""
+    """Returns what calls with one program have in common."""
     same: list[Identity] = []
     if behavior.closes_over_arrays:
         # An array is a constant of the program, so the program goes with the functions.
@@ -161,9 +161,9 @@ def _anchor(function: Any) -> Any:
     return _anchor(function.__func__) if isinstance(function, types.MethodType) else function
 
 
-def _called_once_by(program: Jit) -> _Entry:
+def _called_once_by(program: Jit) -> _CallKind:
     """Returns an entry whose program is kept for a while."""
-    entry = _Entry()
+    entry = _CallKind()
     entry.program = program
     _called_once.append(entry)
     if len(_called_once) > _MOST_CALLED_ONCE:
@@ -172,7 +172,7 @@ def _called_once_by(program: Jit) -> _Entry:
     return entry
 
 
-def _remember(key: Hashable, anchors: Sequence[Any], entry: _Entry) -> _Entry:
+def _remember(key: Hashable, anchors: Sequence[Any], entry: _CallKind) -> _CallKind:
     """Notes that a call of this kind was made."""
     while len(_entries) >= _MOST_PROGRAMS:
         with contextlib.suppress(KeyError, ValueError):  # another thread was first

@@ -65,7 +65,7 @@ Way = tuple[Hashable, ...]
 
 
 class Behavior:
-    """What functions depend on now: parts that compare, and the objects that they reach."""
+    """What functions depend on now."""
 
     def __init__(self, functions: Sequence[Any], options: Any = None) -> None:
         self.objects: list[Object] = []  # Modules and Variables, each once
@@ -85,10 +85,13 @@ class Behavior:
         return self.codes, tuple(self.parts.items())
 
     def note_writes(self, functions: Sequence[Any], options: Any = None) -> bool:
-        """Takes out of later keys what a trace has changed; returns whether it changed any."""
+        """Ignores from now on what a trace changed; returns whether any."""
         # What a function does to objects of Python happens when it is traced, as in JAX. It is no
         # reason to trace it again.
-        parts = Behavior(functions, options).parts
+        try:
+            parts = Behavior(functions, options).parts
+        except NotComparable:  # nor is it at the next call
+            return False
         changed = {way for way, part in self.parts.items() if parts.get(way, self) != part}
         if not changed:
             return False
@@ -217,7 +220,7 @@ def _code_of(function: Any) -> Hashable:
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Whether a value is an instance of a class of the user or of shardax."""
+    """Whether a value is an instance of a user's or shardax's class."""
     attributes = getattr(value, "__dict__", None)
     return (
         isinstance(attributes, dict)

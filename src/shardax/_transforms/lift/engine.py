@@ -648,7 +648,7 @@ class RunContext(NamedTuple):
 def ending_well(
     run: Callable[..., Any], call: LiftedCall, *inputs: Any, otherwise: Any, **options: Any
 ) -> Any:
-    """Returns what a traced run returns, or ``otherwise`` if it captured what it wrote."""
+    """Returns a traced run's result, ``otherwise`` if it captured writes."""
     # An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in
     # memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
     try:

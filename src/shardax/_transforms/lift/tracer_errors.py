@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's errors about values that are not known while a function is traced.
+"""JAX's errors about values that are unknown while tracing.
 
 They keep their type, for ``except``. Their text names the user's function, its arguments and
 Variables instead of the flat lists that JAX was given, and says what to write.
@@ -73,11 +73,9 @@ Form = Literal["arguments", "leaves", "pair"]
 
 
 def naming(pure: Callable[..., Any], call: Any, form: Form, which: int = 0) -> Callable[..., Any]:
-    """Returns a pure function whose tracer errors are in terms of the user's function.
-
-    ``pure`` takes the values of Variables, and plain arguments in one of three forms: positional
-    and named, all leaves in one list, or both in one tuple.
-    """
+    """Returns a pure function with tracer errors that name arguments."""
+    # ``pure`` takes the values of Variables, and plain arguments in one of three forms: positional
+    # and named, all leaves in one list, or both in one tuple.
     # Traces may be nested, and a body may use what an outer one was given. So the names that JAX
     # shows are those of one level.
     level, frame = 0, frames.local.frame

@@ -219,7 +219,7 @@ class MappedCall:
     def record(
         self, context: RunContext, is_shared: Callable[[int], bool] = lambda _: False
     ) -> tuple[LiftedOutputs, list[LeavingValue], dict[int, Any]]:
-        """Records, inside, what a part did; returns what leaves it and what it sowed."""
+        """Records what a part did; returns what leaves and is sown."""
         name, paths = self.call.name, self.assignment.leaf_paths
         check_result(context.result, name)
         self.streams.separate_kept(context)
