@@ -45,6 +45,7 @@ def _left_out() -> dict[str, list[str]]:
 
     inner = vars(sx.partition)
     found = {"shardax.partition": [n for n in inner if getattr(sx, n, None) is inner[n]]}
+    found["shardax.models"] = ["Rope"]  # of shardax.nn
     # Modules and no packages, so all that they import and use is in them too.
     for module in (sx.train.checkpoint, sx.train.metrics):
         found[module.__name__] = [

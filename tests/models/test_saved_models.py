@@ -221,6 +221,7 @@ TINY = {
     "max_position_embeddings": 8,
     "n_embd": 8,
     "n_head": 2,
+    "rotary_pct": 0.5,
     "n_positions": 8,
     "image_size": 4,
     "patch_size": 2,

@@ -108,7 +108,7 @@ def cast_part(old: jax.Array, new: Any, owner: str) -> Any:
     problem = _misfit_of_dtype(old, new, value)
     if problem:
         _refuse_assignment(old, owner, problem)
-    array = value.compute() if isinstance(value, LazyValue) else value
+    array: Any = value.compute() if isinstance(value, LazyValue) else value
     return array.astype(old.dtype)
 
 
@@ -164,7 +164,9 @@ def _is_castable(new: Any, dtype: Any, target: Any) -> bool:
         return False  # keys of random numbers
     if isinstance(new, _NUMBERS) and jnp.issubdtype(target, jnp.integer):
         limits = jnp.iinfo(target)
-        return not isinstance(new, complex) and limits.min <= new <= limits.max and new == int(new)
+        number: Any = new
+        is_real = not isinstance(new, complex)
+        return is_real and limits.min <= number <= limits.max and number == int(number)
     if isinstance(new, _NUMBERS) and jnp.issubdtype(target, jnp.bool_):
         return new in (0, 1)
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)

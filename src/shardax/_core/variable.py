@@ -494,7 +494,7 @@ def _check_frozen(variable: Any, given: Variable[Any]) -> None:
 
 def _frozen_mismatch(variable: Any, given: Variable[Any]) -> str | None:
     """Returns what is wrong where a frozen value belongs to another Variable."""
-    metadata = given._here()._metadata
+    metadata: Any = given._here()._metadata
     frozen_type = getattr(metadata, "variable_type", None)
     if frozen_type is None:
         return None

@@ -264,7 +264,8 @@ def target_weights(batch: Any) -> Any:
     # By its mask, and 0 for what losses ignore.
     if not isinstance(batch, Mapping):
         return None
-    mask, targets = batch.get("mask"), batch.get("targets")
+    mask: Any = batch.get("mask")
+    targets: Any = batch.get("targets")
     dtype = getattr(targets, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.signedinteger) or not targets.ndim:
         return mask

@@ -250,7 +250,7 @@ def _cond(
     functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
 ) -> Any:
     pred, *operands = args
-    branches = dict(zip(("true_fun", "false_fun"), functions, strict=True))
+    branches: dict[str, Any] = dict(zip(("true_fun", "false_fun"), functions, strict=True))
     _check_callable("cond", branches)
     decision = loops.as_predicate(pred, "pred of sx.cond")
     choose = functools.partial(_choose, decision)
@@ -302,7 +302,7 @@ def _switch(
     return _run("switch", branches, (operands, named_operands), decision, choose)
 
 
-def _check_callable(name: str, functions: dict[str, Any]) -> None:
+def _check_callable(name: str, functions: Mapping[str, Any]) -> None:
     for label, function in functions.items():
         if not callable(function):
             raise BranchError(
@@ -313,7 +313,7 @@ def _check_callable(name: str, functions: dict[str, Any]) -> None:
 
 def _run(
     name: str,
-    functions: dict[str, Callable[..., Any]],
+    functions: Mapping[str, Callable[..., Any]],
     operands: tuple[Sequence[Any], Mapping[str, Any]],
     decision: Any,
     choose: Callable[..., Any],

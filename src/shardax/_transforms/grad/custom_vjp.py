@@ -217,7 +217,8 @@ class CustomVjpCall:
             outputs, packed = self._forward(context)
             self.known, self.emit = context.known(), frozenset(outputs.effects.written)
             for index in self.indices:
-                if id(context.variable(index)) in context.frame.by_closure:
+                by_closure = getattr(context.frame, "by_closure", ())
+                if id(context.variable(index)) in by_closure:
                     self.second_ways[index] = "by a closure"
             return outputs, packed
 

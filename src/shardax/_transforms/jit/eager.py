@@ -61,7 +61,7 @@ class _EagerCall(NamedTuple):
     lifted: Lifted
     functions: Sequence[Callable[..., Any]]
     options: Any
-    count: int  # of positional arguments; objects that the functions reach follow
+    arity: int  # of positional arguments; objects that the functions reach follow
     trace: list[str]  # "begun", and "done" once the transform has returned
 
 
@@ -82,7 +82,7 @@ def _program(*args: Any, **kwargs: Any) -> Any:
     call = _running.call
     assert call is not None
     call.trace.append("begun")
-    result = call.lifted(call.functions, call.options, args[: call.count], kwargs)
+    result = call.lifted(call.functions, call.options, args[: call.arity], kwargs)
     call.trace.append("done")
     return result
 
@@ -99,7 +99,8 @@ def run(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Calls a transform, by a compiled program where that is right."""
-    if frames.local.frame is not None or not frames.is_eager() or jax.config.jax_disable_jit:
+    config: Any = jax.config
+    if frames.local.frame is not None or not frames.is_eager() or config.jax_disable_jit:
         return lifted(functions, options, args, kwargs)
     try:
         behavior = Behavior(functions, options)
@@ -118,7 +119,7 @@ def run(
             _called_once.remove(entry)
     outer, trace = _running.call, list[str]()
     _running.call = _EagerCall(lifted, functions, options, len(args), trace)
-    failed = False
+    failed, result = False, None
     try:
         result = program(*args, *behavior.objects, **kwargs)
     except Exception as error:
