@@ -104,6 +104,24 @@ def refused_argument(held: Any) -> str | None:
     )
 
 
+# Functions of JAX 0.10 to 0.12 that call a user's function with arguments which they put together
+# from leaves: those of custom_vjp, custom_jvp, custom_gradient, custom_vmap and others.
+_CALLERS = ("flatten_fun", "_flatten_")
+_TREES = frozenset({"jax._src.tree_util", "jax._src.tree", "jax.tree", "jax.tree_util"})
+
+
+def rebuilds_arguments() -> bool:
+    """Whether JAX is rebuilding an argument of a user's function."""
+    # If JAX renames these functions, an eager call is no longer recognized.
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not (module in _TREES or module.startswith("shardax.")):
+            return module.startswith("jax.") and frame.f_code.co_name.startswith(_CALLERS)
+        frame = frame.f_back
+    return False
+
+
 def asks_from_c() -> bool:
     """Whether JAX looks for ``__jax_array__`` from C++."""
     # JAX 0.10 to 0.12. It takes every error for a no; from Python 3.13 all but AttributeError are

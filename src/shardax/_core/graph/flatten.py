@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from shardax._core._jax import Tracer
+from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import LayerViewError, StaticAttributeError, TreeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
@@ -428,10 +428,12 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
 def _rebuilt_here(children: Sequence[Any]) -> tuple[Any, str | None]:
     """Returns owner and lock of what JAX rebuilds."""
     owner = owner_here()
-    traced = isinstance(owner, PlainTrace) or any(
-        isinstance(leaf, Tracer) for child in children for leaf in jax.tree.leaves(child)
+    is_lost = (
+        isinstance(owner, PlainTrace)
+        or any(isinstance(leaf, Tracer) for child in children for leaf in jax.tree.leaves(child))
+        or (owner is None and rebuilds_arguments())
     )
-    return owner, READ_ONLY if traced else None
+    return owner, READ_ONLY if is_lost else None
 
 
 _PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
