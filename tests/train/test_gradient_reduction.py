@@ -16,9 +16,9 @@ from tests.train.small_runs import raw
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import AccumulationError, DataParallelError
+from shardax.errors import AccumulationError, DataParallelError, TrainerError
 from shardax.hlo import read_program
-from shardax.train import data_parallel_value_and_grad
+from shardax.train import TrainerSettings, data_parallel_value_and_grad
 
 OVER = ("slice", "data")
 RULES = {"batch": OVER, "mlp": "model"}
@@ -305,3 +305,10 @@ def test_invalid_reductions_are_refused_with_the_cause() -> None:
             step = data_parallel_value_and_grad(loss, over, **options)
             with pytest.raises(DataParallelError, match=message):
                 step(Net(), batch)
+
+
+def test_reduce_over_as_one_string_is_refused() -> None:
+    with pytest.raises(
+        TrainerError, match=r"reduce_over='data', one string.*reduce_over=\('data',"
+    ):
+        TrainerSettings(steps=1, reduce_over="data")  # pyright: ignore[reportArgumentType]

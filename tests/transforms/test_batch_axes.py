@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import (
@@ -445,3 +446,19 @@ def test_law_vmap_equals_stacked_loop_over_lanes(drawn: Any) -> None:
     found = sx.vmap(total, in_axes="auto", batch=batch)(whole)
     expected = [total(taken(i), np) for i in range(size)]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_advice_for_ambiguous_sizes_works() -> None:
+    arrays = {"x": jnp.arange(28.0).reshape(4, 7), "W": jnp.arange(28.0).reshape(7, 4)}
+
+    def total(arrays: Any) -> Any:
+        return (arrays["x"] @ arrays["W"]).sum()
+
+    with pytest.raises(sx.errors.AmbiguousBatchError) as caught:
+        sx.vmap(total, in_axes="auto", batch=4)(arrays)
+    text = str(caught.value)
+    code = text[text.index("batch=sx.Batch(") + len("batch=") : text.index(" for sx.vmap")]
+    batch = run_advice(caught.value, code, {"sx": sx})
+    result = sx.vmap(total, in_axes="auto", batch=batch)(arrays)
+    expected = np.asarray(arrays["x"]) @ np.asarray(arrays["W"])
+    np.testing.assert_allclose(result, expected.sum(1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardax as sx
@@ -124,3 +125,17 @@ def test_jax_numpy_functions_accept_variables() -> None:
     w, x = _weights(), jnp.full((2, 2), 2.0)
     assert jax.lax.dot(w.value, x).tolist() == jnp.dot(w, x).tolist() == (w @ x).tolist()
     assert str(w) == repr(w) == "Param(float32[2, 2])"
+
+
+@pytest.mark.parametrize("unroll", ["x", 1.5, 0, -1, None])
+def test_wrong_unroll_is_refused_by_name(unroll: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"unroll of sx\.scan is .* at least 1, or True"):
+        sx.scan(lambda c, x: (c, x), unroll=unroll)
+    if unroll is not None:
+        with pytest.raises(ArgumentError, match=r"unroll of sx\.fori_loop is"):
+            sx.fori_loop(0, 3, lambda i, c: c, 0.0, unroll=unroll)
+    with pytest.raises(ArgumentError, match=r"reverse of sx\.scan is 'yes'"):
+        sx.scan(lambda c, x: (c, x), reverse="yes")
+    for right in (1, 2, np.int64(3), True, False):
+        total, _ = sx.scan(lambda c, x: (c + x, x), unroll=right)(0.0, jnp.arange(4.0))
+        assert float(total) == 6.0

@@ -111,6 +111,11 @@ class TrainerSettings:
                 f"TrainerSettings has peak_flops={peak!r}, but it must be a number above 0, such "
                 "as 989e12, or None."
             )
+        if isinstance(self.reduce_over, str):
+            raise TrainerError(
+                f"TrainerSettings has reduce_over={self.reduce_over!r}, one string, but it is a "
+                f"tuple of mesh axes: reduce_over=({self.reduce_over!r},)."
+            )
         if self.reduce_dtype is not None and not self.reduce_over:
             raise TrainerError(
                 f"TrainerSettings has reduce_dtype={self.reduce_dtype!r}, but no axes along which "

@@ -17,7 +17,7 @@ from shardax._core._jax import INLINE
 from shardax._core.frames import kind_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Variable
-from shardax._transforms.control.scan import LoopBody
+from shardax._transforms.control.scan import LoopBody, check_unroll
 from shardax._transforms.errors import DecisionError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
@@ -127,6 +127,7 @@ def fori_loop(
     Raises:
         CarryError: As for ``while_loop``.
         DecisionError: If a bound is not one integer.
+        ArgumentError: If ``unroll`` is of another kind.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -137,6 +138,8 @@ def fori_loop(
         >>> sx.fori_loop(0, 5, add, total) is total, int(total)
         (True, 10)
     """
+    if unroll is not None:
+        check_unroll("fori_loop", unroll)
     if type(lower) is int and type(upper) is int:  # part of the program, as in JAX
         return eager.run(_fori_loop, (body_fun,), (unroll, lower, upper), (init_val,), {})
     return eager.run(_fori_loop, (body_fun,), (unroll,), (init_val, lower, upper), {})

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 
 from shardax._core._jax import INLINE, varying_axes
@@ -35,7 +36,7 @@ from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_obj
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import CarryError, PrefixError
+from shardax._transforms.errors import ArgumentError, CarryError, PrefixError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine, prefix
 from shardax._transforms.lift.tracer_errors import naming
@@ -399,7 +400,8 @@ def scan(
         CarryError: If ``Carry`` is given twice, nested, or only on one side; when called, if what
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
-        ArgumentError: If it is given ``init`` and ``xs``, as ``jax.lax.scan`` is.
+        ArgumentError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
+            and ``xs``, as ``jax.lax.scan`` is.
         AxisSizeError: If ``length`` is no size; when called, if an array has no such axis, or sizes
             differ.
         BoxError: When called, if a box cannot lose or gain the dimension; names its path.
@@ -416,6 +418,9 @@ def scan(
         >>> same is total, float(total), rows.tolist()
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
+    check_unroll("scan", unroll)
+    if not isinstance(reverse, (bool, np.bool_)):
+        raise ArgumentError(f"reverse of sx.scan is {reverse!r}; give True or False.")
     has_carry = _check_axes(in_axes, out_axes)
     length = mapped.as_count(length, "length")
     mapped.mapped_name(metadata, "scan")
@@ -444,6 +449,16 @@ def _scan(
         return loop.run(length, reverse, unroll)
 
     return engine.retry_captured(attempt)
+
+
+def check_unroll(name: str, unroll: Any) -> None:
+    """Raises unless an option says how many iterations one turn runs."""
+    is_count = isinstance(unroll, (int, np.integer)) and unroll >= 1
+    if not (is_count or isinstance(unroll, (bool, np.bool_))):
+        raise ArgumentError(
+            f"unroll of sx.{name} is {unroll!r}; give the number of iterations that one turn of "
+            f"the loop runs, an integer of at least 1, or True for all."
+        )
 
 
 def _check_axes(in_axes: Any, out_axes: Any) -> bool:

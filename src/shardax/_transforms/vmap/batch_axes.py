@@ -519,10 +519,11 @@ class _AxisFinder:
         if len(doubts) > 12:
             lines.append(f"  and {len(doubts) - 12} more")
         keys = dict.fromkeys(filter_text(part.kind, part.paths[0]) for part, _ in doubts[:12])
+        where = f"where={{{', '.join(f'{key}: None' for key in keys)}}}"
         return (
             f"A batch of {self.size} cannot be found by sizes alone:\n" + "\n".join(lines) + "\n"
-            f"Declare them in where, each with its axis, or None for what is shared: "
-            f"where={{{', '.join(f'{key}: None' for key in keys)}}}."
+            f"Declare them, each with its axis, or None for what is shared: "
+            f"batch=sx.Batch({self.size}, {where}) for sx.vmap, {where} for sx.batch_axes."
         )
 
 
