@@ -100,7 +100,7 @@ def test_a_failure_on_the_way_leaves_nothing(
         raise OSError("disk full")
 
     monkeypatch.setattr(exporting, step, fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(sx.errors.ExportError, match=r"disk full\. Nothing was left there"):
         sx.host.export(Counter(), jnp.ones(2), to=tmp_path / "counter")
     assert list(tmp_path.iterdir()) == []
 

@@ -100,11 +100,11 @@ def test_pytree_value_of_one_array_takes_the_names() -> None:
     assert sx.partition_specs(variable, RULES) == (P("data", "model"),)
 
 
-def test_current_rules_apply_by_default_else_replicated() -> None:
+def test_current_rules_apply_by_default_else_names() -> None:
     weight = sx.Param(jnp.ones((4, 8)), axes=("embed", "mlp"))
     with sx.axis_rules({"mlp": "model"}):
         assert sx.partition_specs(weight) == P(None, "model")
-    assert sx.partition_specs(weight) == P(None, None)
+    assert sx.partition_specs(weight) == P("embed", "mlp")
 
 
 def test_names_are_seen_inside_a_compiled_function_too() -> None:

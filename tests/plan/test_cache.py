@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import pytest
 from tests.plan.steps import perceptron
 
@@ -161,6 +162,7 @@ def test_program_text_is_independent_of_the_caller() -> None:
         return lowered.as_text(debug_info=True)
 
     one = lowered()
+    jax.clear_caches()  # or the step, one function, is not traced again
     other = lowered()  # of another line
     assert one != other
     assert program_text(one) == program_text(other)

@@ -368,6 +368,23 @@ def test_nothing_of_a_closure_is_kept_alive() -> None:
     assert [reference() for reference in references] == [None] * 4
 
 
+def test_model_with_a_closure_over_itself_dies() -> None:
+    references = []
+    for _ in range(4):
+        layer = Layer()
+        layer.act = lambda x, layer=layer: layer.scale * x
+        sx.cond(TRUE, lambda layer, x: x, lambda layer, x: x + 1, layer, jnp.ones(4))
+        sx.jit(lambda layer: jnp.ones(()))(layer)
+        references.append(weakref.ref(layer))
+        layer = Layer()
+        layer.act = (lambda held: lambda x: held.scale * x)(layer)
+        sx.cond(TRUE, lambda layer, x: x, lambda layer, x: x + 1, layer, jnp.ones(4))
+        references.append(weakref.ref(layer))
+    del layer
+    gc.collect()
+    assert [ref() for ref in references] == [None] * 8
+
+
 def test_models_that_were_passed_die() -> None:
     references = []
     for _ in range(4):

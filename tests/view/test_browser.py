@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,11 @@ def test_page_that_arrives_in_pieces_is_whole(browser: Any) -> None:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with HTTPServer(("localhost", 0), Server) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
+    with ThreadingHTTPServer(("localhost", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         browser.get(f"http://localhost:{server.server_port}/")
         wait_for(lambda: "# 84 parameters" in text(browser))
+        server.shutdown()
     assert errors(browser) == []
 
 

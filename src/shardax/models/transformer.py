@@ -642,7 +642,8 @@ class Transformer(Module):
             counted = jnp.cumsum(real, -1, dtype=jnp.int32)
             positions = jnp.maximum(counted + _last_positions(cache), 0)
         if positions is None:
-            self._check_positions(np.int32(tokens.shape[-1] - 1))
+            if isinstance(tokens.shape[-1], int):  # and no size of any number, in an export
+                self._check_positions(np.int32(tokens.shape[-1] - 1))
             positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
         else:
             self._check_positions(positions)

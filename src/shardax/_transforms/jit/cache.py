@@ -16,10 +16,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardax._core.frames import exclusive
+from shardax._core.graph.flatten import static_values
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.behavior import Behavior, NotComparable
+from shardax._transforms.lift.behavior import Behavior, NotComparable, is_lasting
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import CachedCall
@@ -39,6 +40,7 @@ class CompilationCache:
     def __init__(self, behavior: Any = None) -> None:
         # What the function did at every trace; None if that changed, or the cache is not shared.
         self.behavior = behavior
+        self.by_behavior: Any = None  # under what it is shared by functions that are made anew
         # Where the function takes objects from; looked for at the first call, as names may be bound
         # later.
         self.sources: list[inputs.ClosureSource] | None = None
@@ -57,6 +59,8 @@ class CompilationCache:
                 if entry.specialization is oldest:
                     self.calls.pop(key, None)
         self.specializations[program.key] = program
+        if self.by_behavior is not None and not can_be_kept(self):
+            _by_behavior.pop(self.by_behavior, None)
 
     def remember(self, key: Any, entry: CachedCall, graph: engine.InputGraph, few: bool) -> None:
         """Remembers a call until one of its objects is gone."""
@@ -122,6 +126,13 @@ def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache
         return made
 
 
+def can_be_kept(cache: CompilationCache) -> bool:
+    """Whether static values of its programs can hold no model."""
+    # A model whose attribute is a function that closes over it would never be freed.
+    definitions = (d for key in [*cache.specializations] for d in key[0].objects)
+    return all(is_lasting(v) for d in definitions for _, v in static_values(d, ()))
+
+
 def _cache_by_behavior(options_key: Any, behavior: Behavior) -> CompilationCache:
     """Returns the cache of functions made anew, like a lambda."""
     key = options_key, behavior.key
@@ -129,6 +140,7 @@ def _cache_by_behavior(options_key: Any, behavior: Behavior) -> CompilationCache
     # Objects from where the key does not see them might be others for the next function.
     if made is None or made.behavior != behavior.key or made.captured:
         made = CompilationCache(behavior.key)
+    made.by_behavior = key
     while len(_by_behavior) >= _MOST_BY_BEHAVIOR:
         _by_behavior.pop(next(iter(_by_behavior)))
     _by_behavior[key] = made  # the latest used is the last

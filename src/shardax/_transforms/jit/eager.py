@@ -32,6 +32,7 @@ import jax
 from shardax._core import frames
 from shardax._core.errors import ConcurrentWriteError, ShardaxError
 from shardax._transforms.errors import DonationError
+from shardax._transforms.jit.cache import can_be_kept
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
 from shardax._transforms.lift.behavior import Behavior, Identity, NotComparable
@@ -127,6 +128,8 @@ def run(
         # says in its own words what is wrong. What fails later fails there, too.
         refused = isinstance(error, ShardaxError) and not isinstance(error, _RAISED)
         failed = trace[-1] == "begun" if trace else refused
+        # JAX has no type for it. As it is, a transform moves arrays to its own mesh.
+        failed = failed or "incompatible devices" in str(error)
         if not failed:
             raise
     finally:
@@ -144,6 +147,8 @@ def run(
         # Objects from where the key does not see them might be others next time.
         if failed or program.memory.captured:
             entry.compiles, entry.program = False, None
+        elif not can_be_kept(program.memory):
+            entry.program = None
     return result
 
 

@@ -12,6 +12,7 @@ is taken out of the keys of that code.
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import types
@@ -227,6 +228,31 @@ def _is_ordinary(value: Any) -> bool:
         and not isinstance(value, type)
         and _package(type(value)) not in _LIBRARIES
     )
+
+
+_LASTING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, np.dtype, np.ufunc)
+
+
+def is_lasting(value: Any, depth: int = 0) -> bool:
+    """Whether a static value may be kept: it can hold no model."""
+    kind = type(value)
+    if kind in _PLAIN or kind in (float, complex) or isinstance(value, _LASTING):
+        return True
+    if depth > _MOST_DEPTH:
+        return False
+    if isinstance(value, (tuple, frozenset)):
+        parts: Iterable[Any] = value
+    elif isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        try:
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        except ValueError:
+            return False
+        parts = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    else:
+        return _package(kind) in ("jax", "jaxlib")  # such as ``jax.nn.relu``
+    return all(is_lasting(part, depth + 1) for part in parts)
 
 
 def _package(kind: type) -> str:
