@@ -24,8 +24,11 @@ PROCESSES = 7
 
 OPTIONAL = ["optax", "orbax", "rich", "treescope", "tyro", "flax", "equinox", "penzai"]
 
+# Without garbage collection: one of all that JAX has made takes as long as the import of shardax,
+# and falls into either by chance.
 TIME_BOTH = """
-import json, time
+import gc, json, time
+gc.disable()
 start = time.process_time()
 import jax
 after_jax = time.process_time()
