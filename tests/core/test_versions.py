@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax._core import _jax
+from shardax.errors import ReadOnlyCopyError
 
 WITH_VERSION = """
 import jax
@@ -141,6 +142,20 @@ def asks_from_c() -> None:
     assert printed == []
 
 
+def rebuilds_arguments() -> None:
+    def write(variable: Any) -> Any:
+        variable.value = variable.value + 1
+        return variable.value
+
+    by_vjp, by_jvp = jax.custom_vjp(write), jax.custom_jvp(write)
+    by_vjp.defvjp(lambda v: (write(v), None), lambda kept, given: (given,))
+    by_jvp.defjvp(lambda given, tangents: (write(*given), tangents[0].value))
+    for call in (by_vjp, by_jvp):
+        with pytest.raises(ReadOnlyCopyError):
+            call(sx.Param(jnp.ones(2)))
+    assert write(jax.tree.map(jnp.negative, sx.Param(jnp.ones(2)))).tolist() == [0.0, 0.0]
+
+
 def jaxprs() -> None:
     weight = jnp.arange(3.0)
     program = jax.make_jaxpr(
@@ -253,6 +268,7 @@ PROMISES: dict[str, Callable[[], None]] = {
     "refused_argument": refused_argument,
     "ARRAYS_ONLY": refused_argument,
     "asks_from_c": asks_from_c,
+    "rebuilds_arguments": rebuilds_arguments,
     "open_jaxpr": jaxprs,
     "inner_jaxprs": jaxprs,
     "never_changes_closures": never_changes_closures,
