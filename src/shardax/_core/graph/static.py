@@ -34,8 +34,10 @@ from shardax._core.object import Object
 _PLAIN_TYPES = frozenset(
     {bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type, range, np.dtype}
 )
-# Attributes of functions that change nothing in what they do; the second is of ``jit``.
-_NEUTRAL_ATTRIBUTES = frozenset({"__wrapped__", "__shardax_programs__"})
+# The attribute of a function in which ``jit`` keeps its programs.
+PROGRAMS_ATTRIBUTE = "__shardax_programs__"
+# Attributes of functions that change nothing in what they do.
+NEUTRAL_ATTRIBUTES = frozenset({"__wrapped__", PROGRAMS_ATTRIBUTE})
 # Closures nested deeper than this are compared by identity, which is always safe.
 _MAX_FUNCTION_DEPTH = 12
 
@@ -149,7 +151,7 @@ def _identity(value: Any) -> Hashable:
 
 def _closure_key(function: types.FunctionType, depth: int) -> Hashable:
     """Returns what a function does now: code, globals, defaults and closure."""
-    if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - _NEUTRAL_ATTRIBUTES:
+    if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - NEUTRAL_ATTRIBUTES:
         return _identity(function)
     try:
         cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())

@@ -9,18 +9,21 @@ same (``lift.behavior``).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import types
 import weakref
+from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardax._core.frames import exclusive
 from shardax._core.graph.flatten import static_values
+from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.behavior import Behavior, NotComparable, is_lasting
+from shardax._transforms.lift.behavior import Behavior, is_lasting
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import CachedCall
@@ -37,10 +40,12 @@ _MAX_CALLS_WITH_SOURCES = 64
 class CompilationCache:
     """The specializations and cached calls of one compiled function."""
 
-    def __init__(self, behavior: Any = None) -> None:
-        # What the function did at every trace; None if that changed, or the cache is not shared.
-        self.behavior = behavior
-        self.by_behavior: Any = None  # under what it is shared by functions that are made anew
+    def __init__(self, behaviors: tuple[Hashable, ...] = (), options: Any = None) -> None:
+        # The behavior keys for which its programs are right; empty if it is not shared.
+        self.behaviors = {*behaviors}
+        # The key of options, if functions that are made anew share it by what they do.
+        self.options_by_behavior = options
+        self.may_be_kept = True  # whether static values of its programs can hold no model
         # Where the function takes objects from; looked for at the first call, as names may be bound
         # later.
         self.sources: list[inputs.ClosureSource] | None = None
@@ -59,8 +64,45 @@ class CompilationCache:
                 if entry.specialization is oldest:
                     self.calls.pop(key, None)
         self.specializations[program.key] = program
-        if self.by_behavior is not None and not can_be_kept(self):
-            _by_behavior.pop(self.by_behavior, None)
+        if self.behaviors:
+            reference = weakref.ref(self)  # the cache must go with the last that uses it
+            program.tracing = lambda function: _tracing(reference(), function)
+        # A model whose attribute is a function that closes over it would never be freed.
+        values = (v for d in program.key[0].objects for _, v in static_values(d, ()))
+        if not all(map(is_lasting, values)):
+            self.may_be_kept = False
+            self._leave_table(self.behaviors)
+
+    def unshare(self) -> None:
+        """Leaves the cache to those who have it."""
+        self._leave_table(self.behaviors)
+        self.behaviors = set()
+
+    def note_writes(self, before: Behavior, function: Any) -> None:
+        """Notes what a function did before and does after a trace."""
+        try:
+            key_before, key_after = before.keys_around_trace([function])
+            self.behaviors |= {key_before, key_after}
+        except TypeError:  # no longer comparable, or hashable
+            return
+        if key_before != key_after:
+            # Elsewhere a function may depend on what its trace writes.
+            self._leave_table([key_before])
+            self.join_table(key_after)
+
+    def join_table(self, behavior: Hashable) -> None:
+        """Lets functions of a behavior find the cache."""
+        if self.options_by_behavior is not None and self.may_be_kept:
+            _by_behavior.pop((self.options_by_behavior, behavior), None)
+            while len(_by_behavior) >= _MOST_BY_BEHAVIOR:
+                _by_behavior.pop(next(iter(_by_behavior)))
+            _by_behavior[self.options_by_behavior, behavior] = self  # the latest used is the last
+
+    def _leave_table(self, behaviors: Iterable[Hashable]) -> None:
+        for behavior in behaviors:
+            key = self.options_by_behavior, behavior
+            if _by_behavior.get(key) is self:
+                del _by_behavior[key]
 
     def remember(self, key: Any, entry: CachedCall, graph: engine.InputGraph, few: bool) -> None:
         """Remembers a call until one of its objects is gone."""
@@ -83,7 +125,6 @@ class CompilationCache:
         self.calls.clear()
 
 
-_PROGRAMS = "__shardax_programs__"
 _MOST_OPTIONS = 16
 
 
@@ -97,9 +138,26 @@ class _SharedCache(NamedTuple):
         return dict, ()
 
 
-# Caches of functions that close over nothing, by what they do.
+# Caches of functions that close over nothing, by options and what they do.
 _by_behavior: dict[Any, CompilationCache] = {}
 _MOST_BY_BEHAVIOR = 64
+
+
+@contextlib.contextmanager
+def _tracing(cache: CompilationCache | None, function: Any) -> Iterator[None]:
+    """Notes what the function of a cache does before and after a trace."""
+    if cache is None or not cache.behaviors:
+        yield
+        return
+    before = behavior_of(function)
+    if before is None or before.key() not in cache.behaviors:
+        cache.unshare()  # its programs differ in what the function did
+        yield
+        return
+    try:
+        yield
+    finally:
+        cache.note_writes(before, function)
 
 
 def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache:
@@ -111,47 +169,37 @@ def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache
     if behavior is None:
         return CompilationCache()
     with exclusive:
-        if function.__closure__ is None and not behavior.objects:
-            return _cache_by_behavior(key, behavior)
         # An attribute of the function, so that both go together.
-        caches = function.__dict__.setdefault(_PROGRAMS, {})
-        known = caches.get(key)
-        is_own = known is None or known.function() is function
-        if known and is_own and known.cache.behavior == behavior.key:
-            return known.cache
+        caches = function.__dict__.setdefault(PROGRAMS_ATTRIBUTE, {})
+        shared = caches.get(key)
+        is_own = shared is None or shared.function() is function
+        if shared and is_own and behavior.key() in shared.cache.behaviors:
+            return shared.cache
         if len(caches) >= _MOST_OPTIONS or not is_own:
-            caches = function.__dict__[_PROGRAMS] = {}
-        made = CompilationCache(behavior.key)
-        caches[key] = _SharedCache(weakref.ref(function), made)
-        return made
+            caches = function.__dict__[PROGRAMS_ATTRIBUTE] = {}
+        if function.__closure__ is None and not behavior.objects:
+            cache = _cache_by_behavior(key, behavior.key())
+        else:
+            cache = CompilationCache((behavior.key(),))
+        caches[key] = _SharedCache(weakref.ref(function), cache)
+        return cache
 
 
-def can_be_kept(cache: CompilationCache) -> bool:
-    """Whether static values of its programs can hold no model."""
-    # A model whose attribute is a function that closes over it would never be freed.
-    definitions = (d for key in [*cache.specializations] for d in key[0].objects)
-    return all(is_lasting(v) for d in definitions for _, v in static_values(d, ()))
-
-
-def _cache_by_behavior(options_key: Any, behavior: Behavior) -> CompilationCache:
+def _cache_by_behavior(options_key: Any, behavior: Hashable) -> CompilationCache:
     """Returns the cache of functions made anew, like a lambda."""
-    key = options_key, behavior.key
-    made = _by_behavior.pop(key, None)
+    cache = _by_behavior.get((options_key, behavior))
     # Objects from where the key does not see them might be others for the next function.
-    if made is None or made.behavior != behavior.key or made.captured:
-        made = CompilationCache(behavior.key)
-    made.by_behavior = key
-    while len(_by_behavior) >= _MOST_BY_BEHAVIOR:
-        _by_behavior.pop(next(iter(_by_behavior)))
-    _by_behavior[key] = made  # the latest used is the last
-    return made
+    if cache is None or cache.captured:
+        cache = CompilationCache((behavior,), options_key)
+    cache.join_table(behavior)
+    return cache
 
 
 def behavior_of(function: Any) -> Behavior | None:
     """Returns what a function depends on, None if not comparable."""
     try:
         behavior = Behavior([function])
-        hash(behavior.key)
-    except (NotComparable, TypeError):
+        hash(behavior.key())
+    except TypeError:
         return None
     return behavior

@@ -32,10 +32,10 @@ import jax
 from shardax._core import frames
 from shardax._core.errors import ConcurrentWriteError, ShardaxError
 from shardax._transforms.errors import DonationError
-from shardax._transforms.jit.cache import can_be_kept
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
-from shardax._transforms.lift.behavior import Behavior, Identity, NotComparable
+from shardax._transforms.lift.arguments import Identity
+from shardax._transforms.lift.behavior import Behavior
 
 # A transform that takes its arguments apart: functions, options, positional and named arguments.
 Lifted = Callable[[Sequence[Any], Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -44,7 +44,7 @@ _MOST_PROGRAMS = 128
 _MOST_CALLED_ONCE = 8
 
 
-class _CallKind:
+class _Entry:
     """The program of calls of one kind."""
 
     __slots__ = ("anchors", "compiles", "program", "used")
@@ -53,7 +53,17 @@ class _CallKind:
         self.program: Jit | None = None
         self.compiles = True
         self.used = 0
-        self.anchors: list[Any] = []  # of functions with which the entry goes
+        # References to the functions of kinds of calls that are only remembered while these live.
+        self.anchors: dict[_CallKind, list[Any]] = {}
+
+
+class _CallKind(NamedTuple):
+    """What calls with one program have in common."""
+
+    lifted: Lifted
+    behavior: Hashable
+    arity: int  # of positional arguments
+    functions: tuple[Hashable, ...] = ()  # by identity, if that matters
 
 
 class _EagerCall(NamedTuple):
@@ -74,8 +84,8 @@ class _Running(threading.local):
 
 _running = _Running()
 _ticks = itertools.count()
-_entries: dict[Hashable, _CallKind] = {}  # by the kind of a call
-_called_once: deque[_CallKind] = deque()
+_entries: dict[_CallKind, _Entry] = {}  # by the kind of a call
+_called_once: deque[_Entry] = deque()
 
 
 def _program(*args: Any, **kwargs: Any) -> Any:
@@ -105,9 +115,11 @@ def run(
         return lifted(functions, options, args, kwargs)
     try:
         behavior = Behavior(functions, options)
-        key = _kind_of(lifted, behavior, functions, args)
-        entry = _entries.get(key)
-    except (NotComparable, TypeError):  # TypeError: a part is not hashable
+        kind = _CallKind(lifted, behavior.key(), len(args))
+        of_functions = kind._replace(functions=tuple(map(_identity, functions)))
+        entry = None if behavior.closes_over_arrays else _entries.get(kind)
+        entry = entry or _entries.get(of_functions)
+    except TypeError:  # a part cannot be compared or hashed
         return lifted(functions, options, args, kwargs)
     if entry is not None and not entry.compiles:
         return lifted(functions, options, args, kwargs)
@@ -138,38 +150,35 @@ def run(
         return result
     if failed:
         result = lifted(functions, options, args, kwargs)  # an error is not remembered
-    with contextlib.suppress(NotComparable, TypeError):
-        if behavior.note_writes(functions, options):
-            key = _kind_of(lifted, Behavior(functions, options), functions, args)
-        if entry is None or key not in _entries:
-            anchors = functions if behavior.closes_over_arrays else ()
-            entry = _remember(key, anchors, entry or _called_once_by(program))
-        # Objects from where the key does not see them might be others next time.
-        if failed or program.memory.captured:
-            entry.compiles, entry.program = False, None
-        elif not can_be_kept(program.memory):
-            entry.program = None
+    if entry is None:
+        entry = _called_once_by(program)
+    # Objects from where the key does not see them might be others next time.
+    if failed or program.memory.captured:
+        entry.compiles, entry.program = False, None
+    elif not program.memory.may_be_kept:
+        entry.program = None
+    with contextlib.suppress(TypeError):  # no longer comparable, or hashable
+        before, after = behavior.keys_around_trace(functions, options)
+        # An array is a constant of the program, so the program goes with the functions.
+        if behavior.closes_over_arrays:
+            _remember(of_functions._replace(behavior=after), entry, functions, True)
+        else:
+            _remember(kind._replace(behavior=after), entry)
+        if before != after:
+            # For another function with this behavior, the trace may have something to write.
+            _remember(of_functions._replace(behavior=before), entry, functions)
     return result
 
 
-def _kind_of(
-    lifted: Lifted, behavior: Behavior, functions: Sequence[Any], args: Sequence[Any]
-) -> Hashable:
-    """Returns what calls with one program have in common."""
-    same: list[Identity] = []
-    if behavior.closes_over_arrays:
-        # An array is a constant of the program, so the program goes with the functions.
-        same = [Identity(_anchor(function)) for function in functions]
-    return lifted, behavior.key, len(args), *same
+def _identity(function: Any) -> Hashable:
+    if isinstance(function, types.MethodType):
+        return Identity(function.__self__), Identity(function.__func__)
+    return Identity(function)
 
 
-def _anchor(function: Any) -> Any:
-    return _anchor(function.__func__) if isinstance(function, types.MethodType) else function
-
-
-def _called_once_by(program: Jit) -> _CallKind:
+def _called_once_by(program: Jit) -> _Entry:
     """Returns an entry whose program is kept for a while."""
-    entry = _CallKind()
+    entry = _Entry()
     entry.program = program
     _called_once.append(entry)
     if len(_called_once) > _MOST_CALLED_ONCE:
@@ -178,18 +187,23 @@ def _called_once_by(program: Jit) -> _CallKind:
     return entry
 
 
-def _remember(key: Hashable, anchors: Sequence[Any], entry: _CallKind) -> _CallKind:
-    """Notes that a call of this kind was made."""
+def _remember(
+    kind: _CallKind, entry: _Entry, functions: Sequence[Any] = (), goes_with_functions: bool = False
+) -> None:
+    """Remembers the entry of calls of a kind, while the functions live."""
+    if _entries.get(kind) is entry:
+        return
     while len(_entries) >= _MOST_PROGRAMS:
         with contextlib.suppress(KeyError, ValueError):  # another thread was first
             _entries.pop(min(_entries.copy().items(), key=lambda item: item[1].used)[0], None)
 
     def forget(_: Any) -> None:
-        gone = _entries.pop(key, None)
-        if gone is not None:
-            gone.program = None
+        entry = _entries.pop(kind, None)
+        if entry is not None and goes_with_functions:
+            entry.program = None
 
     entry.used = next(_ticks)
-    entry.anchors = [weakref.ref(_anchor(function), forget) for function in anchors]
-    _entries[key] = entry
-    return entry
+    _entries[kind] = entry
+    entry.anchors[kind] = [
+        weakref.ref(f.__self__ if isinstance(f, types.MethodType) else f, forget) for f in functions
+    ]

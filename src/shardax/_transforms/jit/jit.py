@@ -44,7 +44,7 @@ from shardax._transforms.errors import OutputError, StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.jit.abstract_eval import eval_shape
-from shardax._transforms.jit.cache import CompilationCache, behavior_of, shared_cache
+from shardax._transforms.jit.cache import CompilationCache, shared_cache
 from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
@@ -499,11 +499,6 @@ class Jit(PickledByName, Wrapper):
     def _attempt(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any, compile_first: bool = False
     ) -> Any:
-        behavior = None
-        if self.memory.behavior is not None:
-            behavior = behavior_of(self.__wrapped__)
-            if behavior is None or behavior.key != self.memory.behavior:
-                self.memory.behavior = None
         while True:
             program, graph, arguments = self.prepare(args, kwargs)
             entry = local.call = CachedCall(program, graph)
@@ -531,10 +526,6 @@ class Jit(PickledByName, Wrapper):
                 raise
             finally:
                 local.call = None
-        if behavior is not None and behavior.note_writes([self.__wrapped__]):
-            now = behavior_of(self.__wrapped__)  # without what the trace has counted
-            if self.memory.behavior is not None:
-                self.memory.behavior = None if now is None else now.key
         engine.check_no_leak(graph, outputs)
         if key is not None and local.frame is None:
             entry.learn(outputs.effects)

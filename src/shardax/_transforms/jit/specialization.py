@@ -9,6 +9,7 @@ function is then traced once first; JAX keeps the trace.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -135,6 +136,10 @@ class StaleOutputShardings(Exception):
     """Stops a trace whose result has another layout than the declared shardings."""
 
 
+def _not_noted(_: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Specialization:
     """One compiled form of a function."""
 
@@ -151,6 +156,8 @@ class Specialization:
         self.function = function
         self.options = options
         self.key = key
+        # Entered with the function for as long as a trace takes; the cache sets it.
+        self.tracing: Callable[[Any], contextlib.AbstractContextManager[None]] = _not_noted
         self.names = names
         self.positions = positions
         self.graphdef = graph.flat.graphdef
@@ -317,7 +324,7 @@ class Specialization:
         if self.signatures and retraces.listeners.get():
             retraces.report_trace(self, self.signatures, signature)
         self.signatures.append(signature)
-        with engine.CompiledFrame("jit") as frame:
+        with self.tracing(self.function), engine.CompiledFrame("jit") as frame:
             roots, copies = engine.bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
             result = self._call_user(roots, plain, named)
             frame.take_in()

@@ -128,7 +128,7 @@ NUMBER_TYPES = frozenset({int, float, complex})
 
 # Packages whose instances (meshes, policies, loggers) are compared by identity alone. A class that
 # was made by ``exec`` without a module name says that it is of ``builtins``.
-_TAKEN_WHOLE = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
+LIBRARIES = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
 
 
 def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
@@ -165,13 +165,13 @@ def _key(value: Any, outer: tuple[Any, ...]) -> Hashable:
     holder = value.__self__ if isinstance(value, types.MethodType) else value
     if not _is_open(holder) or any(holder is item for item in outer):
         return key
-    return (key, *(_attribute(holder, name, (*outer, holder)) for name in vars(holder)))
+    outer = (*outer, holder)
+    return (key, *(_attribute(name, v, outer) for name, v in attributes_of(holder).items()))
 
 
-def _attribute(holder: Any, name: str, outer: tuple[Any, ...]) -> Hashable:
-    value = vars(holder)[name]
+def _attribute(name: str, value: Any, outer: tuple[Any, ...]) -> Hashable:
     if isinstance(value, Object):  # used without being passed, it is an input of the program
-        return (name, _Same(value))
+        return (name, Identity(value))
     try:
         return (name, _key(value, outer))
     except TypeError as error:
@@ -181,21 +181,21 @@ def _attribute(holder: Any, name: str, outer: tuple[Any, ...]) -> Hashable:
         ) from error
 
 
-class _Same:
+class Identity:
     """An object by its identity, for as long as it lives."""
 
     __slots__ = ("_hash", "held")
 
-    def __init__(self, held: Object) -> None:
-        self.held = weakref.ref(held)
-        self._hash = id(held)
+    def __init__(self, value: Any) -> None:
+        self.held = weakref.ref(value)
+        self._hash = id(value)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         held = self.held()
-        return held is not None and isinstance(other, _Same) and other.held() is held
+        return held is not None and isinstance(other, Identity) and other.held() is held
 
 
 def _is_open(value: Any) -> bool:
@@ -204,7 +204,7 @@ def _is_open(value: Any) -> bool:
     return (
         kind.__eq__ is object.__eq__
         and kind.__hash__ is object.__hash__
-        and kind.__module__.partition(".")[0] not in _TAKEN_WHOLE
+        and kind.__module__.partition(".")[0] not in LIBRARIES
         and not isinstance(value, Object)
         and is_plain_instance(value)
     )
@@ -685,7 +685,7 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
     elif isinstance(value, dict):
         items = value.values()
     elif is_plain_instance(value):
-        items = vars(value).values()
+        items = attributes_of(value).values()
     else:
         return
     first = itertools.islice(items, _MAX_ITEMS)
@@ -699,5 +699,34 @@ def is_plain_instance(value: Any) -> bool:
     return (
         not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
         and not hasattr(value, "__wrapped__")
-        and isinstance(getattr(value, "__dict__", None), dict)
+        and (
+            isinstance(getattr(value, "__dict__", None), dict)
+            or any("__slots__" in vars(base) for base in type(value).__mro__)
+        )
     )
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an instance, also those in ``__slots__``."""
+    attributes = getattr(value, "__dict__", None)
+    attributes = dict(attributes) if isinstance(attributes, dict) else {}
+    for base in type(value).__mro__:
+        if "__slots__" in vars(base):
+            for name, slot in vars(base).items():
+                if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
+                    attributes[name] = slot.__get__(value)
+    return attributes
+
+
+# Flags of a class: made at run time, and without a constructor.
+_HEAP_TYPE, _NO_CONSTRUCTOR = 1 << 9, 1 << 7
+
+
+def native_base(kind: type) -> type:
+    """Returns the first base class that is written in C."""
+    for base in kind.__mro__:
+        if not base.__flags__ & _HEAP_TYPE or base.__flags__ & _NO_CONSTRUCTOR:
+            return base
+        if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType):
+            return base
+    return object

@@ -6,59 +6,59 @@ defaults, and closures and globals that hold equal values. A name that was bound
 was appended or an attribute that was set makes another key. Modules and Variables are no part of
 it: where they are reached is, and lifted functions have them as inputs. Attributes of modules and
 classes are not compared, and neither are functions of other modules: as for ``jax.jit``, they are
-what they were when a program was traced. What a trace writes itself, such as a counter of traces,
-is taken out of the keys of that code.
+what they were when a program was traced. Whatever may hide a state (a generator, a random
+generator, an instance of a class that is written in C) has no key.
+
+A trace may itself write into Python objects: a counter of traces, a list of shapes. What it left
+there is no reason to trace again, so it is in keys as *left by a trace*, whatever it is, until
+something else is written there.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardax._core.graph.static import exact_key
+from shardax._core.graph.static import NEUTRAL_ATTRIBUTES, exact_key
 from shardax._core.object import Object, Wrapper
 from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift.arguments import Identity
 
 # What is nested deeper, or has more items, is not compared.
-_MOST_DEPTH = 8
+_MOST_DEPTH = 12
 _MOST_ITEMS = 64
 _MOST_BYTES = 4096  # of a NumPy array, which may be changed in place
 
 _PLAIN = frozenset({bool, int, str, bytes, type(None), type(Ellipsis)})
-_FIXED = (types.ModuleType, types.BuiltinFunctionType, np.ufunc)
-_LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "optax", *sys.stdlib_module_names} - {"builtins"})
+_FIXED = (
+    types.ModuleType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    np.ufunc,
+)
+# Packages and types whose instances do the same for as long as they live, or change no result.
+_CONSTANT_PACKAGES = frozenset({"jax", "jaxlib", "logging", "typing"})
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_CONSTANT_TYPES = (type, type(functools.lru_cache(len)), *_LOCKS)
+# Packages whose functions depend on no global that a user changes.
+_LIBRARIES = inputs.LIBRARIES | {"shardax", "optax"}
+# Classes written in C whose instances are their items and attributes.
+_CONTAINERS = (tuple, list, dict, OrderedDict)
+_HOLDERS = (object, types.SimpleNamespace)
 
 
-class NotComparable(Exception):
+class NotComparable(TypeError):
     """A function depends on what cannot be compared at the next call."""
-
-
-class Identity:
-    """An object by its identity, for as long as it lives."""
-
-    __slots__ = ("_hash", "held")
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self.held: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            raise NotComparable from None
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        held = self.held()
-        return held is not None and isinstance(other, Identity) and other.held() is held
 
 
 # A way from the functions to a part: of closures and globals the name, of containers the key.
@@ -71,118 +71,158 @@ class Behavior:
     def __init__(self, functions: Sequence[Any], options: Any = None) -> None:
         self.objects: list[Object] = []  # Modules and Variables, each once
         self.closes_over_arrays = False
-        self.parts: dict[Way, Hashable] = {}
         self.codes = tuple(map(_code_of, functions))
-        # What functions of this code were seen to write, such as a counter of traces.
-        self._written = _written.get(self.codes, frozenset())
+        self._parts: dict[Way, Hashable] = {}
+        self._holders: dict[Way, int] = {}  # the ``id`` of where a part is held
         self._places: dict[int, int] = {}  # by ``id``, of what was met before
         for place, function in enumerate(functions):
-            self._visit(function, (place,))
-        self._visit(options, ("options",))
+            self._visit(function, (place,), 0)
+        self._visit(options, ("options",), 0)
 
-    @property
     def key(self) -> Hashable:
-        """The behavior key."""
-        return self.codes, tuple(self.parts.items())
+        """Returns the behavior key."""
+        written = _written.get(self.codes)
+        if not written:
+            return self.codes, tuple(self._parts.items())
+        others = tuple(item for item in self._parts.items() if _root_in(item[0], written) is None)
+        left = tuple((way, self._content_or_left(way)) for way in written if way in self._parts)
+        return self.codes, others, left
 
-    def note_writes(self, functions: Sequence[Any], options: Any = None) -> bool:
-        """Ignores from now on what a trace changed; returns whether any."""
-        # What a function does to objects of Python happens when it is traced, as in JAX. It is no
-        # reason to trace it again.
-        try:
-            parts = Behavior(functions, options).parts
-        except NotComparable:  # nor is it at the next call
-            return False
-        changed = {way for way, part in self.parts.items() if parts.get(way, self) != part}
+    def _content(self, way: Way) -> Hashable:
+        return tuple(item for item in self._parts.items() if item[0][: len(way)] == way)
+
+    def _content_or_left(self, way: Way) -> Hashable:
+        content = self._content(way)
+        return "left" if _left.get((self._holders[way], way[-1])) == content else content
+
+    def keys_around_trace(
+        self, functions: Sequence[Any], options: Any = None
+    ) -> tuple[Hashable, Hashable]:
+        """Returns the keys before and after a trace of these functions."""
+        after = Behavior(functions, options)
+        changed = {way for way, part in self._parts.items() if after._parts.get(way, self) != part}
         if not changed:
-            return False
-        if len(_written) >= _MOST_CODES:
-            _written.clear()
-        _written[self.codes] = self._written | changed
-        return True
+            return self.key(), self.key()
+        for table in (_written, _left):
+            if len(table) >= _MOST_WRITTEN:
+                table.clear()
+        ways = {*_written.get(self.codes, ()), *changed}
+        roots = (way for way in ways if _root_in(way[:-1], ways) is None)
+        _written[self.codes] = tuple(sorted(roots, key=repr))
+        before = self.key()
+        for way in _written[self.codes]:
+            if way in after._parts and after._content(way) != self._content(way):
+                _left[after._holders[way], way[-1]] = after._content(way)
+        return before, after.key()
 
-    def _visit(self, value: Any, way: Way) -> None:
-        if way in self._written:
-            return
+    def _visit(self, value: Any, way: Way, holder: int) -> None:
         kind = type(value)
+        self._holders[way] = holder
         if kind in _PLAIN:
-            self.parts[way] = kind, value
+            self._parts[way] = kind, value
         elif kind is float:
-            self.parts[way] = kind, value.hex()
+            self._parts[way] = kind, value.hex()
         elif isinstance(value, Object):
             place = self._places.setdefault(id(value), len(self.objects))
             if place == len(self.objects):
                 self.objects.append(value)
-            self.parts[way] = Object, place  # ``jit`` compares its structure
+            self._parts[way] = Object, place  # ``jit`` compares its structure
         elif isinstance(value, _FIXED):
-            self.parts[way] = value
+            self._parts[way] = value
         elif isinstance(value, jax.Array):
             self.closes_over_arrays = True
-            self.parts[way] = Identity(value)
+            self._parts[way] = Identity(value)
         elif isinstance(value, np.ndarray):
-            if value.nbytes > _MOST_BYTES or value.dtype.hasobject:
+            if value.nbytes > _MOST_BYTES or value.dtype.hasobject or kind is not np.ndarray:
                 raise NotComparable
-            self.parts[way] = kind, value.dtype.str, value.shape, value.tobytes()
+            self._parts[way] = kind, value.dtype.str, value.shape, value.tobytes()
         elif len(way) > _MOST_DEPTH:
             raise NotComparable
-        elif isinstance(value, (tuple, list)):
-            self._visit_items(kind, enumerate(value), len(value), way)
-        elif isinstance(value, dict):
-            names = tuple((type(name), name) for name in value)
-            self._visit_items((kind, names), value.items(), len(value), way)
         else:
             self._visit_composite(value, kind, way)
-
-    def _visit_items(
-        self, kind: Hashable, items: Iterable[tuple[Hashable, Any]], count: int, way: Way
-    ) -> None:
-        if count > _MOST_ITEMS:
-            raise NotComparable
-        self.parts[way] = kind, count
-        for name, item in items:
-            self._visit(item, (*way, name))
 
     def _visit_composite(self, value: Any, kind: type, way: Way) -> None:
         if isinstance(value, types.FunctionType):
             self._visit_function(value, way)
         elif isinstance(value, types.MethodType):
-            self._visit_items(kind, enumerate((value.__self__, value.__func__)), 2, way)
+            self._visit_items(value, enumerate((value.__self__, value.__func__)), way)
+        elif isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
+            if isinstance(value.__self__, (types.ModuleType, type(None))):
+                self._parts[way] = value
+            else:  # such as the ``append`` of a list
+                self._visit_items(value, [(value.__name__, value.__self__)], way)
         elif isinstance(value, functools.partial):
-            parts = (value.func, value.args, value.keywords)
-            self._visit_items(kind, enumerate(parts), 3, way)
+            self._visit_items(value, enumerate((value.func, value.args, value.keywords)), way)
+        elif isinstance(value, weakref.ref):
+            self._visit_items(value, [("referent", value())], way)
         elif isinstance(value, Wrapper):
-            parts = (value.__wrapped__,)
-            self._visit_items((kind, value._wrapping()), enumerate(parts), 1, way)
-        elif _is_ordinary(value):
+            self._visit_items(value, [(value._wrapping(), value.__wrapped__)], way)
+        elif isinstance(value, _CONSTANT_TYPES):
+            self._parts[way] = Identity(value)
+        elif isinstance(value, enum.Enum):
+            self._parts[way] = _constant_key(value)
+        elif kind.__module__.partition(".")[0] in _CONSTANT_PACKAGES:
+            is_by_identity = kind.__eq__ is object.__eq__
+            self._parts[way] = Identity(value) if is_by_identity else _exact_key(value)
+        elif not self._is_met(value, way):
             self._visit_instance(value, kind, way)
-        elif kind.__eq__ is object.__eq__:
-            self.parts[way] = Identity(value)
-        else:
-            try:
-                self.parts[way] = kind, exact_key(value)
-            except TypeError:
-                raise NotComparable from None
 
-    def _met(self, value: Any, way: Way) -> bool:
+    def _is_met(self, value: Any, way: Way) -> bool:
         """Whether a value was met before; it is described only once."""
         place = self._places.setdefault(id(value), -1 - len(self._places))
         met = place != -len(self._places)
-        self.parts[way] = type(value), place
+        self._parts[way] = type(value), place
         return met
 
+    def _visit_instance(self, value: Any, kind: type, way: Way) -> None:
+        """Visits a container or an instance: what it holds now."""
+        native = inputs.native_base(kind)
+        attributes = inputs.attributes_of(value)
+        if native in _CONTAINERS:
+            if len(value) > _MOST_ITEMS:
+                raise NotComparable
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            self._visit_items(value, items, way)
+        elif native in (set, frozenset):
+            self._parts[way] = kind, _constant_key(frozenset(value))
+        elif native in _HOLDERS:
+            if callable(value):
+                self._visit(kind.__call__, (*way, "__call__"), 0)
+        elif kind.__eq__ is object.__eq__:
+            raise NotComparable
+        else:
+            self._parts[way] = _exact_key(value)
+        if len(attributes) > _MOST_ITEMS:
+            raise NotComparable
+        if attributes:
+            self._visit_items(value, attributes.items(), (*way, "__dict__"))
+
+    def _visit_items(self, value: Any, items: Iterable[tuple[Hashable, Any]], way: Way) -> None:
+        names: list[Hashable] = []
+        for name, item in list(items):
+            part = name if type(name) in _PLAIN else _constant_key(name)
+            names.append((type(name), part))
+            self._visit(item, (*way, part), id(value))
+        self._parts[way] = self._parts.get(way, type(value)), *names
+
     def _visit_function(self, function: types.FunctionType, way: Way) -> None:
-        if self._met(function, way):
+        if self._is_met(function, way):
             return
         code, scope = function.__code__, function.__globals__
-        self.parts[way] = code
+        self._parts[way] = code
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # a name that is not bound yet
                 raise NotComparable from None
-            self._visit(content, (*way, name))
-        self._visit(function.__defaults__, (*way, "__defaults__"))
-        self._visit(function.__kwdefaults__, (*way, "__kwdefaults__"))
+            self._visit(content, (*way, name), id(cell))
+        self._visit(function.__defaults__, (*way, "__defaults__"), 0)
+        self._visit(function.__kwdefaults__, (*way, "__kwdefaults__"), 0)
+        attributes = [item for item in vars(function).items() if item[0] not in NEUTRAL_ATTRIBUTES]
+        if attributes:
+            self._visit_items(function, attributes, (*way, "__dict__"))
+        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+            return
         closes_over_arrays = self.closes_over_arrays
         for name in inputs.global_names(code):
             if name in scope:
@@ -192,26 +232,22 @@ class Behavior:
     def _visit_global(self, value: Any, scope: Mapping[str, Any], way: Way) -> None:
         # Functions of other modules are what they are.
         if isinstance(value, types.FunctionType) and value.__globals__ is not scope:
-            self.parts[way] = Identity(value)
+            self._parts[way] = Identity(value)
+            self._holders[way] = id(scope)
         else:
-            self._visit(value, way)
-
-    def _visit_instance(self, value: Any, kind: type, way: Way) -> None:
-        """Visits an ordinary instance: what it holds now."""
-        if self._met(value, way):
-            return
-        attributes = vars(value)
-        # Instances of shardax are what they hold.
-        identity = None if _package(kind) == "shardax" else Identity(value)
-        self._visit_items(
-            (kind, identity, tuple(attributes)), attributes.items(), len(attributes), way
-        )
-        if callable(value):
-            self._visit(kind.__call__, (*way, "__call__"))
+            self._visit(value, way, id(scope))
 
 
-_MOST_CODES = 1024
-_written: dict[Hashable, frozenset[Way]] = {}
+_MOST_WRITTEN = 1024
+# What functions of a code were seen to write, each the way to a part.
+_written: dict[Hashable, tuple[Way, ...]] = {}
+# What traces left, by the ``id`` of what holds it and the name there.
+_left: dict[tuple[int, Hashable], Hashable] = {}
+
+
+def _root_in(way: Way, ways: Iterable[Way]) -> Way | None:
+    """Returns the way of ``ways`` that leads to a part or to what holds it."""
+    return next((root for root in ways if way[: len(root)] == root), None)
 
 
 def _code_of(function: Any) -> Hashable:
@@ -220,14 +256,18 @@ def _code_of(function: Any) -> Hashable:
     return getattr(function, "__code__", None) or Identity(type(function))
 
 
-def _is_ordinary(value: Any) -> bool:
-    """Whether a value is an instance of a user's or shardax's class."""
-    attributes = getattr(value, "__dict__", None)
-    return (
-        isinstance(attributes, dict)
-        and not isinstance(value, type)
-        and _package(type(value)) not in _LIBRARIES
-    )
+def _exact_key(value: Any) -> Hashable:
+    try:
+        return exact_key(value)
+    except (TypeError, ValueError):  # ValueError: a view of memory that may be written
+        raise NotComparable from None
+
+
+def _constant_key(value: Any) -> Hashable:
+    """Returns the key of a value that holds nothing that may change."""
+    if not is_lasting(value):
+        raise NotComparable
+    return _exact_key(value)
 
 
 _LASTING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, np.dtype, np.ufunc)
@@ -251,9 +291,5 @@ def is_lasting(value: Any, depth: int = 0) -> bool:
             return False
         parts = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     else:
-        return _package(kind) in ("jax", "jaxlib")  # such as ``jax.nn.relu``
+        return kind.__module__.partition(".")[0] in ("jax", "jaxlib")  # such as ``jax.nn.relu``
     return all(is_lasting(part, depth + 1) for part in parts)
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
