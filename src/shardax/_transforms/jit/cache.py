@@ -145,7 +145,7 @@ _MOST_BY_BEHAVIOR = 64
 
 @contextlib.contextmanager
 def _tracing(cache: CompilationCache | None, function: Any) -> Iterator[None]:
-    """Notes what the function of a cache does before and after a trace."""
+    """Notes what a function does before and after a trace."""
     if cache is None or not cache.behaviors:
         yield
         return

@@ -44,7 +44,7 @@ _MOST_PROGRAMS = 128
 _MOST_CALLED_ONCE = 8
 
 
-class _Entry:
+class _EagerProgram:
     """The program of calls of one kind."""
 
     __slots__ = ("anchors", "compiles", "program", "used")
@@ -84,8 +84,8 @@ class _Running(threading.local):
 
 _running = _Running()
 _ticks = itertools.count()
-_entries: dict[_CallKind, _Entry] = {}  # by the kind of a call
-_called_once: deque[_Entry] = deque()
+_entries: dict[_CallKind, _EagerProgram] = {}  # by the kind of a call
+_called_once: deque[_EagerProgram] = deque()
 
 
 def _program(*args: Any, **kwargs: Any) -> Any:
@@ -176,9 +176,9 @@ def _identity(function: Any) -> Hashable:
     return Identity(function)
 
 
-def _called_once_by(program: Jit) -> _Entry:
+def _called_once_by(program: Jit) -> _EagerProgram:
     """Returns an entry whose program is kept for a while."""
-    entry = _Entry()
+    entry = _EagerProgram()
     entry.program = program
     _called_once.append(entry)
     if len(_called_once) > _MOST_CALLED_ONCE:
@@ -188,7 +188,10 @@ def _called_once_by(program: Jit) -> _Entry:
 
 
 def _remember(
-    kind: _CallKind, entry: _Entry, functions: Sequence[Any] = (), goes_with_functions: bool = False
+    kind: _CallKind,
+    entry: _EagerProgram,
+    functions: Sequence[Any] = (),
+    goes_with_functions: bool = False,
 ) -> None:
     """Remembers the entry of calls of a kind, while the functions live."""
     if _entries.get(kind) is entry:

@@ -246,7 +246,7 @@ _left: dict[tuple[int, Hashable], Hashable] = {}
 
 
 def _root_in(way: Way, ways: Iterable[Way]) -> Way | None:
-    """Returns the way of ``ways`` that leads to a part or to what holds it."""
+    """Returns the shortest of some ways that leads to a part."""
     return next((root for root in ways if way[: len(root)] == root), None)
 
 
