@@ -408,16 +408,18 @@ def _specs(leaf: Any) -> Sequence[Any]:
 
 def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
     """Returns the name that ``metadata`` gives the mapped dimension."""
-    given = {} if metadata is None else metadata
-    if not isinstance(given, Mapping) or (
-        PARTITION_NAME not in given and difflib.get_close_matches(PARTITION_NAME, map(str, given))
+    if metadata is None:
+        return None
+    if not isinstance(metadata, Mapping) or (
+        PARTITION_NAME not in metadata
+        and difflib.get_close_matches(PARTITION_NAME, map(str, metadata))
     ):
         raise errors.PrefixError(
             f"metadata of sx.{name} is {metadata!r}; it is a mapping that has the name of the "
             f"mapped dimension, metadata={{sx.partition.PARTITION_NAME: 'layers'}}, and may have "
             f"further entries, which add_axis and remove_axis of boxes are given."
         )
-    return given.get(PARTITION_NAME)
+    return metadata.get(PARTITION_NAME)
 
 
 def element_graphdef(
