@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 from tests.select.test_edits import Layer, Model, Pair
 
 import shardax as sx
@@ -72,8 +73,11 @@ def test_insertion_elsewhere_is_refused_with_the_way_out(select: Any) -> None:
     selection = select()
     before = repr(selection.tree)
     for insert in (selection.insert_before, selection.insert_after):
-        with pytest.raises(SelectionError, match=r"apply\(lambda old: sx\.nn\.Sequential"):
+        with pytest.raises(SelectionError) as caught:
             insert("new")
+        names = {"sx": sx, "new": abs}
+        both = run_advice(caught.value, "lambda old: sx.nn.Sequential(old, new)", names)
+        assert selection.apply(lambda _: both(abs)(-1)) is not None
     assert repr(selection.tree) == before
 
 
@@ -91,5 +95,7 @@ def test_fixed_size_containers_cannot_lose_items(model: Model) -> None:
         sx.select(Pair(1, 2)).at_equal_to(1),
         sx.select(model).at(lambda m: m.first.w.value),
     ):
-        with pytest.raises(SelectionError, match="fixed number"):
+        with pytest.raises(SelectionError, match="fixed number") as caught:
             selection.remove()
+        nothing = run_advice(caught.value, "sx.nn.Sequential()", {"sx": sx})
+        assert selection.set(nothing) is not None and nothing(2) == 2

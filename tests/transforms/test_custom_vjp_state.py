@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 from tests.transforms.examples import Box, Scale, values
 from tests.transforms.rules import Sine, X, flat, tenfold
 
@@ -267,8 +268,18 @@ def test_invalid_rule_raises_with_the_reason(
     lift: Any, fwd: Any, bwd: Any, error: type[ShardaxError], message: str
 ) -> None:
     function = _rule(fwd, bwd or (lambda r, ct: (None, None)))
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         lift(lambda m: function(m, X))(Sine())
+    if "mean" in message:
+        names = {"sx": sx, "filter": (sx.Param, sx.BatchStat)}
+        run_advice(caught.value, "nondiff_argnums=sx.DiffState(0, filter)", names)
+        chosen = sx.custom_vjp(
+            lambda m, x: (m.mean * x).sum(), nondiff_argnums=names["nondiff_argnums"]
+        )
+        chosen.defvjp(lambda m, x: (chosen(m, x), None), bwd)
+        assert flat(sx.grad(lambda m: chosen(m, X), wrt=sx.BatchStat)(Sine())) == {
+            ("mean",): X.tolist()
+        }
 
 
 @pytest.mark.parametrize(

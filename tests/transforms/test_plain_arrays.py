@@ -102,3 +102,6 @@ def test_models_without_arrays_have_no_such_hint() -> None:
     gradient = sx.grad(lambda v: (v.value**2).sum(), argnums=names["argnums"])(counts)
     assert chosen is None
     np.testing.assert_array_equal(gradient, [2, 2])
+    assert run_advice(caught.value, "wrt=filter", names) is None
+    gradient = sx.grad(lambda v: (v.value**2).sum(), wrt=names["wrt"])(counts)
+    np.testing.assert_array_equal(gradient, [2, 2])

@@ -155,8 +155,8 @@ class ManualRegion(NamedTuple):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise AbstractValueError(
                 f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): a shape "
-                "without numbers. Materialise the model first (sx.shard(model, mesh, rules)), or "
-                "use sx.eval_shape."
+                "without numbers. Give the model numbers first, sx.update(model, state), or "
+                "restore a checkpoint into it; or look at shapes only with sx.eval_shape."
             )
         if not isinstance(leaf, engine.ARRAY_OR_NUMBER):
             raise errors.ArgumentError(
