@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def run_advice(error: BaseException, code: str, names: Mapping[str, Any]) -> Any:
-    """Runs code of an error's text with the names that it uses; returns what it gives.
+def run_advice(error: BaseException | str, code: str, names: Mapping[str, Any]) -> Any:
+    """Runs code of an error, or of its text, with the names that it uses; returns what it gives.
 
     Assignments are made in ``names``, if it is a dict. ``...`` in code stands for what the reader
     adds: it is the value of the name ``rest``, if there is one; as the key of a dict it is the

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 from tests.host.exported_models import Counter, Noisy
 
 import shardax as sx
@@ -96,7 +97,20 @@ def test_references_of_jax_are_refused(tmp_path: pathlib.Path) -> None:
         held[...] = held[...] + x
         return held[...]
 
-    assert "jax.Ref" in refusal(tmp_path, f, jnp.ones(2))
+    text = refusal(tmp_path, f, jnp.ones(2))
+    assert "jax.Ref" in text
+
+    class Holder(sx.Module):
+        def __init__(self) -> None:
+            names = {"sx": sx, "value": jnp.zeros(2)}
+            self.total = run_advice(text, "sx.Variable(value)", names)
+
+        def __call__(self, x: Any) -> Any:
+            self.total += x
+            return self.total.value
+
+    loaded = sx.host.load(sx.host.export(Holder(), jnp.ones(2), to=tmp_path / "holder"))
+    assert [loaded(jnp.ones(2)).tolist() for _ in range(2)] == [[1, 1], [2, 2]]
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -165,7 +179,14 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 def test_values_not_representable_outside_python_are_named(
     tmp_path: pathlib.Path, function: Any, args: Any, said: str
 ) -> None:
-    assert said in refusal(tmp_path, function, *args)
+    text = refusal(tmp_path, function, *args)
+    assert said in text
+    if said == "returns Modules":
+        module = Counter()
+        code = "sx.state(module).to_pure_dict()"
+        values = lambda module: run_advice(text, code, {"sx": sx, "module": module})  # noqa: E731
+        loaded = sx.host.load(sx.host.export(values, module, to=tmp_path / "values"))
+        assert loaded(module).keys() == values(module).keys()
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,26 @@ def code_that_is_run() -> set[str]:
         if "run_advice" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, ast.Call)
-                and getattr(node.func, "id", "") == "run_advice"
-                and isinstance(node.args[1], ast.Constant)
-            ):
-                found.add(str(node.args[1].value))
+            if isinstance(node, ast.FunctionDef):
+                found |= code_run_in(node)
+    return found
+
+
+def code_run_in(function: ast.FunctionDef) -> set[str]:
+    """The code that a function gives to ``run_advice``, itself or by a local name."""
+    texts: dict[str, list[ast.expr]] = {}
+    calls = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            texts.setdefault(node.targets[0].id, []).append(node.value)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "run_advice":
+            calls.append(node.args[1])
+    found = set()
+    for code in calls:
+        choices = texts.get(code.id, []) if isinstance(code, ast.Name) else [code]
+        for choice in choices:
+            parts = [choice.body, choice.orelse] if isinstance(choice, ast.IfExp) else [choice]
+            found |= {text_of(part) for part in parts} - {HOLE}
     return found
 
 

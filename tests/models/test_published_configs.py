@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.models.published import MODELS
 from tests.values import with_values
 
@@ -209,7 +210,9 @@ def advised(text: str) -> str:
 def test_advice_by_kind_runs(changes: dict[str, Any], says: str, tmp_path: Path):
     text = refusal(tmp_path, {**LLAMA, **changes})
     assert says in text
-    exec(advised(text), {"sx": sx})
+    known = "sx.models.register('llama_like', like='llama', architectures={'LikeForCausalLM': {}})"
+    code = known if "known type" in says else advised(text)
+    run_advice(text, code, {"sx": sx})
     config = read(tmp_path, {**LLAMA, **changes})
     assert config.head == (None if "Token" in str(changes) else "tokens")
 

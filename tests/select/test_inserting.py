@@ -77,7 +77,7 @@ def test_insertion_elsewhere_is_refused_with_the_way_out(select: Any) -> None:
             insert("new")
         names = {"sx": sx, "new": abs}
         both = run_advice(caught.value, "lambda old: sx.nn.Sequential(old, new)", names)
-        assert selection.apply(lambda _: both(abs)(-1)) is not None
+        assert selection.set(both(abs)(-1)) is not None
     assert repr(selection.tree) == before
 
 

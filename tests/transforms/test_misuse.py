@@ -89,6 +89,11 @@ def test_wrong_option_raises_with_valid_values(
 ) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()
+    if "SingleDeviceSharding" in str(caught.value):
+        device = jax.devices()[1]
+        names = {"sx": sx, "jax": jax, "f": lambda x: x + 1, "device": device}
+        code = "sx.jit(f, in_shardings=jax.sharding.SingleDeviceSharding(device))"
+        assert run_advice(caught.value, code, names)(1.0).device == device
     if "sx.DiffState" in str(caught.value):
         run_advice(caught.value, "argnums=(0, sx.DiffState(1, sx.Param))", names := {"sx": sx})
         gradients = sx.grad(lambda x, w: (x * w).sum(), argnums=names["argnums"])

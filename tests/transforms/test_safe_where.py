@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import ArgumentError, DecisionError
