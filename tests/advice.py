@@ -9,6 +9,8 @@ advise, and in the tests which of it is run.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +33,15 @@ def run_advice(error: BaseException | str, code: str, names: Mapping[str, Any]) 
             return eval(compile(ast.Expression(value), "<advice>", "eval"), namespace)
     exec(compile(tree, "<advice>", "exec"), namespace)
     return namespace["result"] if is_head else None
+
+
+def run_advice_first(error: BaseException, code: str, then: str) -> str:
+    """Runs code of an error in a new process, before anything else; returns what ``then`` gives."""
+    assert code in str(error), f"the error does not advise {code!r}:\n{error}"
+    program = f"import jax, shardax as sx\n{code}\nprint({then})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 class _Filled(ast.NodeTransformer):

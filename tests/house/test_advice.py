@@ -20,6 +20,7 @@ from tests.house.test_errors import error_classes
 LIST = ROOT / "tests" / "house" / "advice_not_run.txt"
 HOLE = "{}"  # what an f-string fills in
 
+_RUN_BY = ("run_advice", "run_advice_first")
 _QUOTED = re.compile(r"`([^`]+)`")
 _CALL = re.compile(r"\bsx\.[\w.]+\(")
 
@@ -101,7 +102,7 @@ def code_run_in(function: ast.FunctionDef) -> set[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             texts.setdefault(node.targets[0].id, []).append(node.value)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "run_advice":
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _RUN_BY:
             calls.append(node.args[1])
     found = set()
     for code in calls:

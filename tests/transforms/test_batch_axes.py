@@ -256,7 +256,7 @@ def test_entries_and_sizes_of_wrong_type_are_refused() -> None:
         with pytest.raises(AxisSizeError) as caught:
             sx.Batch(size)  # pyright: ignore[reportArgumentType] (what is tested)
         names = {"sx": sx, "problem": {"x": jnp.ones((8, 3))}}
-        assert run_advice(caught.value, "sx.batch_axes(problem, 8)", names)["x"].axis == 0
+        assert run_advice(caught.value, "sx.batch_axes(problem, 8)", names).axes == {"x": 0}
     with pytest.raises(PrefixError, match="by the size of the batch") as caught:
         sx.vmap(jnp.sum, in_axes="auto")(jnp.ones((8, 3)))
     names = {"sx": sx, "f": jnp.sum, "filter": ...}

@@ -85,9 +85,15 @@ def test_gradients_name_arrays_that_are_no_params(use: str, kind: str) -> None:
     ids=["Optimizer", "EMA"],
 )
 def test_training_names_arrays_that_are_no_params(make: Callable[[Any], Any]) -> None:
+    chosen = {"EMA": sx.train.EMA, "decay": 0.5, "Optimizer": sx.train.Optimizer}
+    chosen |= {"tx": optax.sgd(1.0), "filter": sx.BatchStat}
+    chosen["model"] = Holder([sx.BatchStat(jnp.ones(2))])
     model = Plain(np.ones(2, np.float32))
     with pytest.raises(OptimizerStateError, match=r"Plain arrays \(\.kernel\) are no") as caught:
         make(model)
+    averages = "EMA(" in str(caught.value)
+    code = "EMA(model, decay, wrt=filter)" if averages else "Optimizer(model, tx, wrt=filter)"
+    run_advice(caught.value, code, chosen)
     names = {"array": model.kernel, "sx": sx}
     model.kernel = run_advice(caught.value, "sx.Param(array)", names)
     make(model)
