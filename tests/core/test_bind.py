@@ -188,7 +188,11 @@ def test_mismatched_value_is_refused_with_its_place(variables: Any, message: str
     slots, _ = sx.unbind(linear())
     with pytest.raises(BindError, match=message) as caught:
         sx.bind(slots, variables())
-    _, fitting = run_advice(caught.value, "sx.unbind(tree)", {"sx": sx, "tree": linear(1)})
+    names = {"sx": sx, "tree": linear(1)}
+    if "no label" in message:
+        _, frozen = run_advice(caught.value, "sx.unbind(tree, freeze=True)", names)
+        assert sx.bind(slots, frozen).kernel is frozen[0]
+    _, fitting = run_advice(caught.value, "sx.unbind(tree)", names)
     assert sx.bind(slots, fitting).kernel is fitting[0]
 
 

@@ -312,6 +312,10 @@ def disagreeing(_: Any, folder: Path) -> dict[str, Any]:
             names = {"sx": sx, "x": spans, "array": spans}
             if name == "tolist":
                 found["gathered"] = len(run_advice(error, "sx.distributed.gather(x)", names))
+            if name == "unshard":
+                names = {"sx": sx, "model": made}
+                arrays = run_advice(error, "sx.distributed.gather(model)", names)
+                found["arrays"] = sorted(arrays)
             if name == "pickle":
                 gathered = run_advice(error, "sx.distributed.gather(array)", names)
                 found["pickled"] = len(sx.host.loads(sx.host.dumps(gathered)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tests.advice import run_advice
 from tests.host.exported_models import run_python
 
 import shardax as sx
@@ -64,12 +65,18 @@ def test_reports_do_not_disturb_each_other() -> None:
     assert (names(outer), names(inner)) == (["one", "two", "three"], ["two"])
 
 
-def test_call_already_compiled_is_not_listed() -> None:
+def test_call_already_compiled_is_not_listed(tmp_path: pathlib.Path) -> None:
     step = sx.jit(lambda x: x + 3)
     step(X)
     with sx.host.compile_report() as report:
         step(X)
     assert report.programs == []
+    code = "sx.configure(cache_dir=...)"
+    try:
+        run_advice(str(report), code, {"sx": sx, "rest": tmp_path / "cache"})
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache")
+    finally:
+        sx.configure(cache_dir="default")
 
 
 def test_other_threads_are_listed_too() -> None:

@@ -186,7 +186,7 @@ def test_values_not_representable_outside_python_are_named(
         code = "sx.state(module).to_pure_dict()"
         values = lambda module: run_advice(text, code, {"sx": sx, "module": module})  # noqa: E731
         loaded = sx.host.load(sx.host.export(values, module, to=tmp_path / "values"))
-        assert loaded(module).keys() == values(module).keys()
+        assert loaded().keys() == values(module).keys()
 
 
 @pytest.mark.parametrize(

@@ -204,14 +204,17 @@ def advised(text: str) -> str:
     [
         ({"clip_qkv": 8.0, "note": "x"}, "clip_qkv=8.0 is unknown; note='x' is unknown"),
         ({"architectures": ["LlamaForTokenClassification"]}, "without the head"),
-        ({"model_type": "llama_like", "architectures": ["LikeForCausalLM"]}, "a known type"),
+        ({"model_type": "llamas", "architectures": ["LikeForCausalLM"]}, "a known type"),
     ],
 )
 def test_advice_by_kind_runs(changes: dict[str, Any], says: str, tmp_path: Path):
     text = refusal(tmp_path, {**LLAMA, **changes})
     assert says in text
-    known = "sx.models.register('llama_like', like='llama', architectures={'LikeForCausalLM': {}})"
-    code = known if "known type" in says else advised(text)
+    code = advised(text)
+    if "clip_qkv" in changes:
+        code = "sx.models.register('llama', like='llama', harmless=['clip_qkv', 'note'])"
+    if "known type" in says:
+        code = "sx.models.register('llamas', like='llama', architectures={'LikeForCausalLM': {}})"
     run_advice(text, code, {"sx": sx})
     config = read(tmp_path, {**LLAMA, **changes})
     assert config.head == (None if "Token" in str(changes) else "tokens")
@@ -244,8 +247,11 @@ def test_a_lenient_read_warns_with_names(tmp_path: Path):
     name = "model.layers.1.mlp.up_proj.weight"
     tensors["renamed"] = tensors.pop(name)
     safetensors.save_file(tensors, file)
-    with pytest.raises(PretrainedError, match=r"strict=False\) initialises what is missing"):
+    with pytest.raises(PretrainedError, match=r"strict=False\) initialises what") as refused:
         from_pretrained(tmp_path)
+    names = {"sx": sx, "folder": tmp_path}
+    with pytest.warns(UserWarning, match="The model is not all of"):
+        run_advice(refused.value, "sx.models.from_pretrained(folder, strict=False)", names)
     with pytest.warns(UserWarning, match="The model is not all of") as caught:
         from_pretrained(tmp_path, strict=False)
     assert len(caught) == 1

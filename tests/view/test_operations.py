@@ -165,7 +165,12 @@ def test_the_table_shows_operations_on_request(auto_mesh: Mesh) -> None:
 
 def test_what_cannot_be_counted_is_refused() -> None:
     model = Tower(sx.Rngs(0))
-    holder = sx.Dict(layer=model)
+
+    class Holder(sx.Module):
+        def __init__(self) -> None:
+            self.layer = model
+
+    holder = Holder()
     with pytest.raises(sx.errors.OperationsError, match="cannot be called") as caught:
         sx.view.table(holder, inputs=[TOKENS])
     code = "sx.view.table(model, inputs=(x,), call=lambda model, x: model.layer(x))"
