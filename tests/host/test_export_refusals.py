@@ -119,6 +119,8 @@ def test_references_of_jax_are_refused(tmp_path: pathlib.Path) -> None:
 def test_random_state_without_a_seed_is_named(tmp_path: pathlib.Path) -> None:
     text = refusal(tmp_path, sx.abstract(Noisy(sx.Rngs(0))), jnp.ones((2, 3)))
     assert ".dropout.stream.key" in text
+    seeded = Noisy(run_advice(text, "sx.Rngs(0)", {"sx": sx}))
+    sx.host.export(seeded, jnp.ones((2, 3)), to=tmp_path / "seeded")
 
 
 def test_global_stream_draw_is_refused_by_name(tmp_path: pathlib.Path) -> None:
@@ -260,4 +262,8 @@ def test_a_function_over_two_meshes_is_told_which(tmp_path: pathlib.Path) -> Non
     )
     text = refusal(tmp_path, lambda x, y: x.sum() + y.sum(), left, right)
     assert "2 meshes" in text
+    names = {"sx": sx, "mesh": Mesh(devices, ("a",)), "rules": {}}
+    names["model"] = model = sx.List([sx.Param(left), sx.Param(right)])
+    run_advice(text, "sx.shard(model, mesh, rules)", names)
+    sx.host.export(lambda x, y: x + y, *(v.value for v in model), to=tmp_path / "one")
     assert "an array of y" in text

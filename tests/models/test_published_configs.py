@@ -385,3 +385,12 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path):
     assert from_pretrained(snapshot).config.num_layers == 2
     (tmp_path / "link").symlink_to(snapshot)
     assert from_pretrained(tmp_path / "link").config.num_layers == 2
+
+
+def test_model_of_no_family_has_checkpoints(tmp_path: Path):
+    model = with_values(sx.nn.MLP(2, 2, rngs=None))
+    with pytest.raises(PretrainedError, match="MLP is of no family") as caught:
+        save_pretrained(model, tmp_path)
+    names = {"sx": sx, "model": model, "folder": tmp_path / "saved"}
+    run_advice(caught.value, "sx.train.checkpoint.save(model, folder)", names)
+    sx.train.checkpoint.restore(sx.clone(model), tmp_path / "saved")
