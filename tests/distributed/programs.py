@@ -242,6 +242,20 @@ def changed_copy(mesh: Any, other: bool) -> Scaled:
     return made
 
 
+def advised(name: str, error: Exception, model: Scaled) -> dict[str, Any]:
+    """What the code gives that some errors of ``disagreeing`` advise."""
+    array = model.embed.embedding.value
+    names = {"sx": sx, "model": model, "x": array, "array": array}
+    if name == "tolist":
+        return {"gathered": len(run_advice(error, "sx.distributed.gather(x)", names))}
+    if name == "unshard":
+        return {"arrays": sorted(run_advice(error, "sx.distributed.gather(model)", names))}
+    if name == "pickle":
+        whole_array = run_advice(error, "sx.distributed.gather(array)", names)
+        return {"pickled": len(sx.host.loads(sx.host.dumps(whole_array)))}
+    return {}
+
+
 def disagreeing(_: Any, folder: Path) -> dict[str, Any]:
     """The messages of runs of which process 1 does something else."""
     other = sx.distributed.process_index() == 1
@@ -309,16 +323,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, Any]:
             found[name] = "nothing was raised"
         except sx.errors.ShardaxError as error:
             found[name] = f"{type(error).__name__}: {error}"
-            names = {"sx": sx, "x": spans, "array": spans}
-            if name == "tolist":
-                found["gathered"] = len(run_advice(error, "sx.distributed.gather(x)", names))
-            if name == "unshard":
-                names = {"sx": sx, "model": made}
-                arrays = run_advice(error, "sx.distributed.gather(model)", names)
-                found["arrays"] = sorted(arrays)
-            if name == "pickle":
-                gathered = run_advice(error, "sx.distributed.gather(array)", names)
-                found["pickled"] = len(sx.host.loads(sx.host.dumps(gathered)))
+            found |= advised(name, error, made)
         assert time.monotonic() - begin < SECONDS / 2
     found["repr"] = repr(spans)
     with contextlib.redirect_stdout(io.StringIO()) as picture:
