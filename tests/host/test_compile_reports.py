@@ -71,12 +71,15 @@ def test_call_already_compiled_is_not_listed(tmp_path: pathlib.Path) -> None:
     with sx.host.compile_report() as report:
         step(X)
     assert report.programs == []
-    code = "sx.configure(cache_dir=...)"
+    settings = dict(jax.config.values)
     try:
-        run_advice(str(report), code, {"sx": sx, "rest": tmp_path / "cache"})
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache")
+        names = {"sx": sx, "rest": tmp_path / "cache"}
+        run_advice(str(report), "sx.configure(cache_dir=...)", names)
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
     finally:
-        sx.configure(cache_dir="default")
+        for name, value in settings.items():
+            if jax.config.values[name] != value:
+                jax.config.update(name, value)
 
 
 def test_other_threads_are_listed_too() -> None:
