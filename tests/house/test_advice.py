@@ -107,13 +107,13 @@ def code_run_in(function: ast.FunctionDef) -> set[str]:
             texts.setdefault(node.targets[0].id, []).append(node.value)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _RUN_BY:
             calls.append(node.args[1])
-    found = set()
+    codes = set()
     for code in calls:
         choices = texts.get(code.id, []) if isinstance(code, ast.Name) else [code]
         for choice in choices:
             parts = [choice.body, choice.orelse] if isinstance(choice, ast.IfExp) else [choice]
-            found |= {text_of(part) for part in parts} - {HOLE}
-    return found
+            codes |= {text_of(part) for part in parts} - {HOLE}
+    return codes
 
 
 def is_run(advice: str, run: set[str]) -> bool:

@@ -178,5 +178,5 @@ def test_unsupported_operands_are_refused(arguments: Any, error: Any, message: s
         sx.safe_where(*arguments, otherwise=0.0, stand_in=0.5)
     if message == "no operands":
         code = "sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)"
-        found = run_advice(caught.value, code, {"sx": sx, "jnp": jnp, "x": jnp.array([-1.0, 1.0])})
-        assert found.tolist() == [0, 0]
+        names = {"sx": sx, "jnp": jnp, "x": jnp.array([-1.0, 1.0])}
+        assert run_advice(caught.value, code, names).tolist() == [0, 0]
