@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 
 import shardax as sx
 
@@ -106,8 +107,11 @@ def test_training_steps_equal_those_of_equinox() -> None:
 def test_module_with_initial_state_is_bridged_alone() -> None:
     model = sx.bridge.from_equinox(Peer(jax.random.key(0)), rngs=sx.Rngs(dropout=1))
     np.testing.assert_array_equal(model(X), bridged()(X))
-    with pytest.raises(sx.bridge.BridgeError, match=r"from_equinox\(module, state\)"):
-        sx.bridge.from_equinox(made()[0])
+    module, state = made()
+    with pytest.raises(sx.bridge.BridgeError, match="make_with_state") as caught:
+        sx.bridge.from_equinox(module)
+    names = {"sx": sx, "module": module, "state": state}
+    run_advice(caught.value, "sx.bridge.from_equinox(module, state)", names)
 
 
 def test_calls_under_named_vmap_keep_state() -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.core.elsewhere import in_another_process
 
 import shardax as sx
@@ -130,8 +131,11 @@ def test_copies_of_one_model_have_distinct_labels() -> None:
 
 def test_separately_unbound_equal_parts_claim_one_label() -> None:
     model = Head(sx.Param(jnp.ones(2)), sx.unbind(Head(sx.Cache(jnp.ones(1))))[0])
-    with pytest.raises(LabelConflictError, match=r"\.weight: a slot at \.others\[0\]\.weight"):
+    with pytest.raises(LabelConflictError, match=r"\.weight: a slot at \.others\[0\]") as caught:
         sx.unbind(model)
+    tree = Head(sx.Param(jnp.ones(2)), Head(sx.Cache(jnp.ones(1))))  # the parts not taken out
+    slots, variables = run_advice(caught.value, "sx.unbind(tree)", {"sx": sx, "tree": tree})
+    assert sx.bind(slots, variables).others[0].weight is tree.others[0].weight
     slots = [sx.unbind(Head(kind(jnp.ones(1))))[0] for kind in (sx.Param, sx.Cache)]
     with pytest.raises(LabelConflictError, match=r"\[0\]\.weight.*\[1\]\.weight"):
         sx.bind(slots, ())
@@ -182,8 +186,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("variables", "message"), REFUSED)
 def test_mismatched_value_is_refused_with_its_place(variables: Any, message: str) -> None:
     slots, _ = sx.unbind(linear())
-    with pytest.raises(BindError, match=message):
+    with pytest.raises(BindError, match=message) as caught:
         sx.bind(slots, variables())
+    names = {"sx": sx, "tree": linear(1)}
+    if "no label" in message:
+        _, frozen = run_advice(caught.value, "sx.unbind(tree, freeze=True)", names)
+        assert sx.bind(slots, frozen).kernel is frozen[0]
+    _, fitting = run_advice(caught.value, "sx.unbind(tree)", names)
+    assert sx.bind(slots, fitting).kernel is fitting[0]
 
 
 def test_all_mismatches_are_listed_in_one_error() -> None:

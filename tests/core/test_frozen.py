@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.structure import structure_epoch
 
 import shardax as sx
@@ -85,7 +86,9 @@ def test_frozen_pytree_does_not_follow_its_variables() -> None:
 
 
 def test_writing_frozen_value_is_refused_naming_its_label() -> None:
-    _, (frozen,) = sx.unbind(sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0)), freeze=True)
+    layer = sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0))
+    slots, values = sx.unbind(layer, freeze=True)
+    (frozen,) = values
 
     def write_whole() -> None:
         frozen.value = jnp.ones((2, 3))
@@ -99,9 +102,16 @@ def test_writing_frozen_value_is_refused_naming_its_label() -> None:
 
     before = frozen.value
     for write in (write_whole, write_at, add, lambda: frozen.set_metadata(axes=None)):
-        with pytest.raises(FrozenVariableError, match=r"Param .*\.kernel"):
+        with pytest.raises(FrozenVariableError, match=r"Param .*\.kernel") as caught:
             write()
     assert frozen.value is before
+    names = {"sx": sx, "model": sx.freeze(layer), "slots": slots, "frozen": values}
+    run_advice(caught.value, "sx.thaw(model)", names).kernel[...] = 0.0
+    run_advice(
+        caught.value,
+        "result, frozen = sx.stateless_call(slots, frozen, ...)",
+        names | {"rest": jnp.ones(2)},
+    )
     assert isinstance(FrozenVariableError(), AttributeError)
 
 
@@ -209,9 +219,14 @@ def test_reading_a_slot_is_refused_naming_its_label() -> None:
 
 
 def test_calling_unbound_model_names_the_missing_variable() -> None:
-    slots, _ = sx.unbind(Tied())
-    with pytest.raises(UnboundVariableError, match=r"BatchStat .*\.counts\[0\]"):
+    slots, variables = sx.unbind(Tied())
+    with pytest.raises(UnboundVariableError, match=r"BatchStat .*\.counts\[0\]") as caught:
         slots(WORDS)
+    names = {"sx": sx, "model": slots, "frozen": sx.freeze(variables), "rest": WORDS}
+    pure, _ = run_advice(caught.value, "sx.stateless_call(model, frozen, ...)", dict(names))
+    names |= {"variables": variables}
+    run_advice(caught.value, "model = sx.bind(model, variables)", names)
+    np.testing.assert_array_equal(names["model"](WORDS), pure)
 
 
 def test_slots_compare_by_type_and_label_without_leaves() -> None:
@@ -225,11 +240,17 @@ def test_slots_compare_by_type_and_label_without_leaves() -> None:
 
 
 def test_array_over_slot_or_frozen_value_is_refused() -> None:
-    slots, _ = sx.unbind(Tied())
+    slots, variables = sx.unbind(Tied())
     for tree in (slots, sx.freeze(Tied())):
-        with pytest.raises(StaticAttributeError, match=r"'embed'.*sx\.Param"):
+        with pytest.raises(StaticAttributeError, match=r"'embed'.*sx\.Param") as caught:
             tree.embed = jnp.ones((4, 3))
-        tree.embed = sx.Param(jnp.ones((4, 3)))
+        thaws = tree is not slots
+        names = {"sx": sx, "model": tree, "variables": variables}
+        code = "sx.thaw(model)" if thaws else "sx.bind(model, variables)"
+        run_advice(caught.value, code, names).embed[...] = jnp.ones((4, 3))
+        tree.embed = run_advice(
+            caught.value, "sx.Param(array)", {"sx": sx, "array": jnp.ones((4, 3))}
+        )
         tree.scale = jnp.zeros(3)  # an array for an array
         assert tree.scale.tolist() == [0.0, 0.0, 0.0]
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.strategies import Node, assert_equal_values, assert_same_model
 
 import shardax as sx
@@ -304,8 +305,10 @@ def setattr_on(node: Node, **attributes: Any) -> Node:
 
 
 def test_pop_needs_a_filter() -> None:
-    with pytest.raises(FilterError, match="at least one filter"):
+    with pytest.raises(FilterError, match="at least one filter") as caught:
         sx.pop(Layer())
+    names = {"sx": sx, "model": Layer()}
+    assert not run_advice(caught.value, "sx.pop(model, sx.Intermediate)", names).flat()
 
 
 def test_pop_of_a_read_only_copy_is_refused() -> None:

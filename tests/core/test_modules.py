@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.strategies import Node, assert_same_model
 from tests.structure import structure_epoch
 
@@ -145,6 +146,10 @@ def test_unsupported_attribute_type_is_refused_with_alternatives(value: Any) -> 
     assert issubclass(StaticAttributeError, TypeError)
     assert not hasattr(node, "setting")
     message = str(refused.value)
+    if isinstance(value, functools.partial):
+        array = run_advice(refused.value, "sx.Variable(...)", {"sx": sx, "rest": jnp.ones(2)})
+        node.setting = functools.partial(max, array)
+        assert sx.state(node).flat().keys() == {("setting", 0)}
     inner = isinstance(value, (list, dict))
     assert (
         ("of a list" in message or "of a dict" in message)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
@@ -176,8 +177,12 @@ def test_mismatched_values_are_refused_before_running() -> None:
 
     slots, (value,) = sx.unbind(Runs(), freeze=True)
     _, variables = sx.unbind(Runs())
-    with pytest.raises(BindError, match="frozen values, but was given Param"):
+    with pytest.raises(BindError, match="frozen values, but was given Param") as caught:
         slots.stateless_call(variables)
+    names = {"sx": sx, "model": sx.nn.Sequential(), "variables": variables}
+    assert run_advice(caught.value, "sx.freeze(variables)", names) == (value,)
+    names |= {"variables": (), "rest": X}
+    assert run_advice(caught.value, "sx.bind(model, variables)(...)", names) is X
     with pytest.raises(BindError, match=r"\.calls, for which there is no slot"):
         slots.stateless_call((value, *sx.unbind(noisy(), sx.Not(sx.Param), freeze=True)[1]))
     with pytest.raises(LabelConflictError):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax._core.graph.views import _known, stack_objects, view
@@ -272,8 +273,12 @@ def test_unsupported_view_operation_is_refused_without_effect(what: str) -> None
     sx.state(root)
     before = sx.graphdef(root), sx.state(root).flat()
     error, action = refused()[what]
-    with pytest.raises(error, match=r"layer"):
+    with pytest.raises(error, match=r"layer") as caught:
         action(root)
+    if "sx.clone(stack[i])" in str(caught.value):
+        names = {"sx": sx, "stack": [view(root, i) for i in range(3)], "i": 1}
+        layer = run_advice(caught.value, "sx.clone(stack[i])", names)
+        assert len(sx.state((root, layer)).flat()) == 6
     assert sx.graphdef(root) == before[0]
     for path, value in sx.state(root).flat().items():
         np.testing.assert_array_equal(value, before[1][path])

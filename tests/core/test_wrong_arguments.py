@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 
 import shardax as sx
+from shardax.errors import StateMismatchError
 
 LAYER = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
 GRAPHDEF, STATE = sx.split(LAYER)
@@ -51,23 +53,36 @@ def test_what_holds_no_model_is_refused(name: str, given: Any, fix: str) -> None
 @pytest.mark.parametrize("given", ["abc", 5, None, [1, 2], jnp.ones(2), LAYER, GRAPHDEF])
 def test_values_of_a_wrong_kind_are_refused(given: Any) -> None:
     for write in (sx.merge, lambda _, value: sx.update(sx.clone(LAYER), value)):
-        with pytest.raises(sx.errors.StateMismatchError, match=r"a State, a mapping by path"):
+        with pytest.raises(StateMismatchError, match=r"a State, a mapping by path") as caught:
             write(GRAPHDEF, given)
+        write(GRAPHDEF, run_advice(caught.value, "sx.state(model)", {"sx": sx, "model": LAYER}))
 
 
 @pytest.mark.parametrize("given", [STATE, LAYER, (GRAPHDEF, STATE), "abc"])
 def test_merge_wants_a_graphdef_first(given: Any) -> None:
-    with pytest.raises(sx.errors.TreeError, match=r"GraphDef.*sx\.merge\(graphdef, state\)"):
+    with pytest.raises(sx.errors.TreeError, match=r"GraphDef") as caught:
         sx.merge(given, GRAPHDEF)
+    names = {"sx": sx, "graphdef": GRAPHDEF, "state": STATE}
+    model = run_advice(caught.value, "sx.merge(graphdef, state)", names)
+    assert sx.graphdef(model) == GRAPHDEF
 
 
 def test_other_wrong_arguments_name_the_fix() -> None:
-    with pytest.raises(sx.errors.StateMismatchError, match=r"\.kernel: holds arrays, given 'x'"):
+    with pytest.raises(StateMismatchError, match=r"\.kernel: holds arrays, given 'x'"):
         sx.merge(GRAPHDEF, {"kernel": "x", "bias": jnp.ones(3)})
-    with pytest.raises(sx.errors.StateMismatchError, match=r"not of a list.*sx\.state\(model\)"):
+    with pytest.raises(StateMismatchError, match=r"not of a list") as caught:
         sx.State([1, 2])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(sx.errors.TreeError, match=r"sx\.unbind\(model, freeze=True\)"):
+    names = {"sx": sx, "model": LAYER, "array": jnp.ones((2, 3)), "x": jnp.ones(2)}
+    state = run_advice(caught.value, "sx.State({'kernel': array})", names)
+    assert run_advice(caught.value, "sx.state(model)", names).merge(state).flat().keys() == (
+        STATE.flat().keys()
+    )
+    with pytest.raises(sx.errors.TreeError, match=r"callable Module") as caught:
         sx.stateless_call(5, ())
+    result, _ = run_advice(
+        caught.value, "sx.stateless_call(*sx.unbind(model, freeze=True), x)", names
+    )
+    assert result.shape == (3,)
     for wrong in ("abc", 5, STATE, {"a": 1}):
         with pytest.raises(sx.errors.BindError, match=r"sx\.unbind\(tree\)"):
             sx.bind(sx.unbind(LAYER)[0], wrong)

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardax as sx
 from shardax.models import next_token_loss
+from tests.advice import run_advice
 from tests.distributed.processes import SECONDS
 from tests.models import forms
 from tests.train import small_runs
@@ -241,7 +242,21 @@ def changed_copy(mesh: Any, other: bool) -> Scaled:
     return made
 
 
-def disagreeing(_: Any, folder: Path) -> dict[str, str]:
+def advised(name: str, error: Exception, model: Scaled) -> dict[str, Any]:
+    """What the code gives that some errors of ``disagreeing`` advise."""
+    array = model.embed.embedding.value
+    names = {"sx": sx, "model": model, "x": array, "array": array}
+    if name == "tolist":
+        return {"gathered": len(run_advice(error, "sx.distributed.gather(x)", names))}
+    if name == "unshard":
+        return {"arrays": sorted(run_advice(error, "sx.distributed.gather(model)", names))}
+    if name == "pickle":
+        whole_array = run_advice(error, "sx.distributed.gather(array)", names)
+        return {"pickled": len(sx.host.loads(sx.host.dumps(whole_array)))}
+    return {}
+
+
+def disagreeing(_: Any, folder: Path) -> dict[str, Any]:
     """The messages of runs of which process 1 does something else."""
     other = sx.distributed.process_index() == 1
     mesh = mesh_of({"data": 2, "model": 2})
@@ -281,6 +296,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
         "host": lambda: sx.host.host_function(np.square, out=lambda x: x, nondiff=True)(
             spans.value
         ),
+        "pickle": lambda: sx.host.dumps(spans),
         "unshard": lambda: sx.unshard(made),
         "agree": lambda: sx.distributed.agree("width", {"a": 1, "b": [2, 3 if other else 4]}),
         "barrier": lambda: sx.distributed.barrier("here" if other else "there"),
@@ -298,7 +314,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
         "own numpy": lambda: scaled(jnp.ones(2), {"rate": rate_here}),
         "equal numpy": lambda: scaled(spans, {"rate": np.float32(1)}),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, attempt in attempts.items():
         sx.configure(debug_processes="num" in name)
         begin = time.monotonic()
@@ -307,6 +323,7 @@ def disagreeing(_: Any, folder: Path) -> dict[str, str]:
             found[name] = "nothing was raised"
         except sx.errors.ShardaxError as error:
             found[name] = f"{type(error).__name__}: {error}"
+            found |= advised(name, error, made)
         assert time.monotonic() - begin < SECONDS / 2
     found["repr"] = repr(spans)
     with contextlib.redirect_stdout(io.StringIO()) as picture:

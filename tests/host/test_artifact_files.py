@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.host.exported_models import Counter
 
 import shardax as sx
@@ -218,5 +219,10 @@ def test_a_program_of_64_bits_needs_64_bits(tmp_path: pathlib.Path) -> None:
     with jax.enable_x64(True):
         path = sx.host.export(lambda x: x * 2, np.ones(2), to=tmp_path / "f")
         assert sx.host.load(path)(np.ones(2)).dtype == np.float64
-    with pytest.raises(ArtifactEnvironmentError, match="float64"):
+    with pytest.raises(ArtifactEnvironmentError, match="float64") as caught:
         sx.host.load(path)
+    try:
+        run_advice(caught.value, "sx.configure(x64=True)", {"sx": sx})
+        assert sx.host.load(path)(np.ones(2)).dtype == np.float64
+    finally:
+        sx.configure(x64=False)

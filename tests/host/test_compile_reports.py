@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tests.advice import run_advice
 from tests.host.exported_models import run_python
 
 import shardax as sx
@@ -64,12 +65,21 @@ def test_reports_do_not_disturb_each_other() -> None:
     assert (names(outer), names(inner)) == (["one", "two", "three"], ["two"])
 
 
-def test_call_already_compiled_is_not_listed() -> None:
+def test_call_already_compiled_is_not_listed(tmp_path: pathlib.Path) -> None:
     step = sx.jit(lambda x: x + 3)
     step(X)
     with sx.host.compile_report() as report:
         step(X)
     assert report.programs == []
+    settings = dict(jax.config.values)
+    try:
+        names = {"sx": sx, "rest": tmp_path / "cache"}
+        run_advice(str(report), "sx.configure(cache_dir=...)", names)
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
+    finally:
+        for name, value in settings.items():
+            if jax.config.values[name] != value:
+                jax.config.update(name, value)
 
 
 def test_other_threads_are_listed_too() -> None:

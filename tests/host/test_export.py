@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.advice import run_advice
 from tests.host.exported_models import Counter, Noisy, RoundTrip, run_python, same, values
 from tests.host.exported_models import round_trip as round_trip
 from tests.strategies import models
@@ -254,13 +255,22 @@ def test_a_loaded_function_is_a_module(round_trip: RoundTrip) -> None:
     assert twin(jnp.ones(2)).tolist() == [2.0, 4.0]
 
 
-def test_copy_shares_program_and_pickling_is_refused(round_trip: RoundTrip) -> None:
+def test_copy_shares_program_and_pickling_is_refused(
+    round_trip: RoundTrip, tmp_path: pathlib.Path
+) -> None:
     loaded = round_trip(Counter(), jnp.ones(2))
     twin = copy.deepcopy(loaded)
     twin(jnp.ones(2))
     assert (twin.program is loaded.program, loaded(jnp.ones(2)).tolist()) == (True, [1.0, 2.0])
-    with pytest.raises(PickleWriteError, match="Counter"):
+    with pytest.raises(PickleWriteError, match="Counter") as caught:
         pickle.dumps(loaded)
+    path = sx.host.export(Counter(), jnp.ones(2), to=tmp_path / "counter")
+    names = {"sx": sx, "path": path, "loaded": loaded}
+    again = run_advice(caught.value, "sx.host.load(path)", names)
+    assert again(jnp.ones(2)).tolist() == [1.0, 2.0]
+    assert sx.state(again).flat().keys() == (
+        run_advice(caught.value, "sx.state(loaded)", names).flat().keys()
+    )
 
 
 def test_decoder_exports_with_dynamic_batch_and_length(round_trip: RoundTrip) -> None:

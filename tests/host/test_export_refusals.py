@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 from tests.host.exported_models import Counter, Noisy
 
 import shardax as sx
@@ -96,7 +97,20 @@ def test_references_of_jax_are_refused(tmp_path: pathlib.Path) -> None:
         held[...] = held[...] + x
         return held[...]
 
-    assert "jax.Ref" in refusal(tmp_path, f, jnp.ones(2))
+    text = refusal(tmp_path, f, jnp.ones(2))
+    assert "jax.Ref" in text
+
+    class Holder(sx.Module):
+        def __init__(self) -> None:
+            names = {"sx": sx, "value": jnp.zeros(2)}
+            self.total = run_advice(text, "sx.Variable(value)", names)
+
+        def __call__(self, x: Any) -> Any:
+            self.total += x
+            return self.total.value
+
+    loaded = sx.host.load(sx.host.export(Holder(), jnp.ones(2), to=tmp_path / "holder"))
+    assert [loaded(jnp.ones(2)).tolist() for _ in range(2)] == [[1, 1], [2, 2]]
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -105,6 +119,8 @@ def test_references_of_jax_are_refused(tmp_path: pathlib.Path) -> None:
 def test_random_state_without_a_seed_is_named(tmp_path: pathlib.Path) -> None:
     text = refusal(tmp_path, sx.abstract(Noisy(sx.Rngs(0))), jnp.ones((2, 3)))
     assert ".dropout.stream.key" in text
+    seeded = Noisy(run_advice(text, "sx.Rngs(0)", {"sx": sx}))
+    sx.host.export(seeded, jnp.ones((2, 3)), to=tmp_path / "seeded")
 
 
 def test_global_stream_draw_is_refused_by_name(tmp_path: pathlib.Path) -> None:
@@ -165,7 +181,14 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 def test_values_not_representable_outside_python_are_named(
     tmp_path: pathlib.Path, function: Any, args: Any, said: str
 ) -> None:
-    assert said in refusal(tmp_path, function, *args)
+    text = refusal(tmp_path, function, *args)
+    assert said in text
+    if said == "returns Modules":
+        module = Counter()
+        code = "sx.state(module).to_pure_dict()"
+        values = lambda module: run_advice(text, code, {"sx": sx, "module": module})  # noqa: E731
+        loaded = sx.host.load(sx.host.export(values, module, to=tmp_path / "values"))
+        assert loaded().keys() == values(module).keys()
 
 
 @pytest.mark.parametrize(
@@ -239,4 +262,8 @@ def test_a_function_over_two_meshes_is_told_which(tmp_path: pathlib.Path) -> Non
     )
     text = refusal(tmp_path, lambda x, y: x.sum() + y.sum(), left, right)
     assert "2 meshes" in text
+    names = {"sx": sx, "mesh": Mesh(devices, ("a",)), "rules": {}}
+    names["model"] = model = sx.List([sx.Param(left), sx.Param(right)])
+    run_advice(text, "sx.shard(model, mesh, rules)", names)
+    sx.host.export(lambda x, y: x + y, *(v.value for v in model), to=tmp_path / "one")
     assert "an array of y" in text

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.host.ways import FLOAT, same
 from tests.host.ways import way as way
 
@@ -145,7 +146,10 @@ def test_exception_inside_program_is_reported_and_linked(call: Any) -> None:
     told = str(caught.value)
     assert re.search(r"host function failing raised LibraryError: no such material", told)
     assert 'raise LibraryError("no such material")' in told
-    original = sx.host.host_exception(caught.value)
+    names = {"sx": sx, "error": caught.value, "body": lambda: jax.block_until_ready(call())}
+    original = run_advice(caught.value, "sx.host.host_exception(error)", names)
+    with pytest.raises(LibraryError):
+        run_advice(caught.value, "with sx.host.host_exceptions():", names)
     assert type(original) is LibraryError
     assert traceback.extract_tb(original.__traceback__)[-1].name == "failing"
 

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 from tests.host.pickled import Holder, Placed, run
 from tests.strategies import assert_equal_values, assert_same_model
 
@@ -60,8 +61,12 @@ def test_given_mesh_restores_layout_by_axis_names(placed: Placed) -> None:
     assert twin.mesh == small
     assert twin.kernel.sharding == NamedSharding(small, P("data", "model"))
     assert_equal_values(sx.state(twin).kernel, sx.state(placed).kernel)
-    with pytest.raises(PickleReadError, match=r"'data', 'model'.*\('rows',\)"):
+    with pytest.raises(PickleReadError, match=r"'data', 'model'.*\('rows',\)") as caught:
         sx.host.loads(sx.host.dumps(placed), mesh=jax.make_mesh((2,), ("rows",)))
+    rules = {"in": "model", "out": "data"}
+    names = {"sx": sx, "model": sx.host.loads(sx.host.dumps(placed)), "mesh": small, "rules": rules}
+    run_advice(caught.value, "sx.shard(model, mesh, rules)", names)
+    assert names["model"].kernel.sharding.mesh == small
 
 
 def test_indivisible_array_is_replicated_with_a_warning(placed: Placed) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.host import worker_functions as there
 from tests.host.waiting import wait_for
 
@@ -164,8 +165,10 @@ def test_models_arrive_and_are_copies(worker):
 def test_a_value_of_64_bits_is_not_cut(worker):
     with jax.enable_x64(True):
         wide = jnp.float64(1)
-    with pytest.raises(errors.WorkerPickleError, match=r"float64\[\].*configure=\{'x64': True\}"):
+    with pytest.raises(errors.WorkerPickleError, match=r"float64\[\]") as caught:
         worker.submit(abs, wide).result()
+    with run_advice(caught.value, "sx.host.Worker(configure={'x64': True})", {"sx": sx}) as wider:
+        assert wider.submit(float, wide).result() == 1.0
 
 
 def test_what_is_being_traced_cannot_be_sent(worker):
@@ -181,8 +184,13 @@ def test_what_cannot_be_pickled_is_named(worker):
 
 
 def test_oversized_messages_are_refused_and_the_worker_survives(worker):
-    with pytest.raises(errors.WorkerMessageError, match="max_message"):
-        worker.submit(len, np.zeros(1 << 20, "int8"))
+    array = np.zeros(1 << 20, "int8")
+    with pytest.raises(errors.WorkerMessageError, match="max_message") as caught:
+        worker.submit(len, array)
+    total = str(caught.value).partition(" is ")[2].partition(" bytes")[0]
+    code = f"sx.host.Worker(max_message={total})"
+    with run_advice(caught.value, code, {"sx": sx}) as wider:
+        assert wider.submit(len, array).result() == 1 << 20
     with pytest.raises(errors.WorkerMessageError, match="max_message"):
         worker.submit(there.make, 1 << 20).result()
     assert worker.submit(abs, -1).result() == 1
@@ -393,6 +401,13 @@ def test_shutdown_refuses_calls_and_ends_the_process():
 def test_options_that_do_not_fit_are_refused(options):
     with pytest.raises(errors.WorkerConfigError):
         Worker(**options)
+
+
+def test_late_worker_is_given_more_time():
+    with pytest.raises(errors.WorkerStartError, match=r"within 0\.01 seconds") as caught:
+        Worker(start_timeout=0.01)
+    with pytest.raises(errors.WorkerStartError, match=r"within 0\.02 seconds"):
+        run_advice(caught.value, "sx.host.Worker(start_timeout=0.02)", {"sx": sx})
 
 
 def test_settings_that_do_not_fit_say_so():

@@ -11,16 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.host import worker_functions as there
 
 import shardax as sx
 from shardax import errors
-from shardax.host import Worker, remote
+from shardax.host import remote
 
 
 @pytest.fixture(scope="module")
 def worker():
-    with Worker() as worker:
+    with pytest.raises(errors.WorkerConfigError, match="submit") as caught:
+        remote(there.add, executor=3)
+    with run_advice(caught.value, "sx.host.Worker()", {"sx": sx}) as worker:
         yield worker
 
 
@@ -64,11 +67,6 @@ def test_options_of_workers_are_refused_for_other_executors(option):
         pytest.raises(errors.WorkerConfigError, match=next(iter(option))),
     ):
         remote(there.add, executor=pool, **option)
-
-
-def test_what_is_no_executor_is_refused():
-    with pytest.raises(errors.WorkerConfigError, match="submit"):
-        remote(there.add, executor=3)
 
 
 def test_other_executors_receive_bytes_and_return_futures():

@@ -12,9 +12,11 @@ import sys
 import threading
 
 import pytest
+from tests.advice import run_advice
 from tests.host import worker_functions as there
 from tests.host.waiting import wait_for
 
+import shardax as sx
 from shardax import errors
 from shardax.host import Worker, connections
 
@@ -57,8 +59,11 @@ def is_over(connection):
 
 def test_other_credentials_are_refused(worker):
     other = credentials_of(Security.temporary())
-    with pytest.raises(errors.WorkerAuthenticationError, match=r"worker\.authkey"):
+    with pytest.raises(errors.WorkerAuthenticationError, match=r"worker\.authkey") as caught:
         Worker.connect(worker.address, other)
+    code = "sx.host.Worker.connect(worker.address, worker.authkey)"
+    with run_advice(caught.value, code, {"sx": sx, "worker": worker}) as client:
+        assert works(client)
     assert works(worker)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.models.published import MODELS
 from tests.values import with_values
 
@@ -203,13 +204,18 @@ def advised(text: str) -> str:
     [
         ({"clip_qkv": 8.0, "note": "x"}, "clip_qkv=8.0 is unknown; note='x' is unknown"),
         ({"architectures": ["LlamaForTokenClassification"]}, "without the head"),
-        ({"model_type": "llama_like", "architectures": ["LikeForCausalLM"]}, "a known type"),
+        ({"model_type": "llamas", "architectures": ["LikeForCausalLM"]}, "a known type"),
     ],
 )
 def test_advice_by_kind_runs(changes: dict[str, Any], says: str, tmp_path: Path):
     text = refusal(tmp_path, {**LLAMA, **changes})
     assert says in text
-    exec(advised(text), {"sx": sx})
+    code = advised(text)
+    if "clip_qkv" in changes:
+        code = "sx.models.register('llama', like='llama', harmless=['clip_qkv', 'note'])"
+    if "known type" in says:
+        code = "sx.models.register('llamas', like='llama', architectures={'LikeForCausalLM': {}})"
+    run_advice(text, code, {"sx": sx})
     config = read(tmp_path, {**LLAMA, **changes})
     assert config.head == (None if "Token" in str(changes) else "tokens")
 
@@ -241,8 +247,11 @@ def test_a_lenient_read_warns_with_names(tmp_path: Path):
     name = "model.layers.1.mlp.up_proj.weight"
     tensors["renamed"] = tensors.pop(name)
     safetensors.save_file(tensors, file)
-    with pytest.raises(PretrainedError, match=r"strict=False\) initialises what is missing"):
+    with pytest.raises(PretrainedError, match=r"strict=False\) initialises what") as refused:
         from_pretrained(tmp_path)
+    names = {"sx": sx, "folder": tmp_path}
+    with pytest.warns(UserWarning, match="The model is not all of"):
+        run_advice(refused.value, "sx.models.from_pretrained(folder, strict=False)", names)
     with pytest.warns(UserWarning, match="The model is not all of") as caught:
         from_pretrained(tmp_path, strict=False)
     assert len(caught) == 1
@@ -376,3 +385,12 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path):
     assert from_pretrained(snapshot).config.num_layers == 2
     (tmp_path / "link").symlink_to(snapshot)
     assert from_pretrained(tmp_path / "link").config.num_layers == 2
+
+
+def test_model_of_no_family_has_checkpoints(tmp_path: Path):
+    model = with_values(sx.nn.MLP(2, 2, rngs=None))
+    with pytest.raises(PretrainedError, match="MLP is of no family") as caught:
+        save_pretrained(model, tmp_path)
+    names = {"sx": sx, "model": model, "folder": tmp_path / "saved"}
+    run_advice(caught.value, "sx.train.checkpoint.save(model, folder)", names)
+    sx.train.checkpoint.restore(sx.clone(model), tmp_path / "saved")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
@@ -343,8 +344,9 @@ def test_explicit_axes_need_no_mesh_in_scope(case: str, scope: bool, compiled: b
     }.get(case, {})
     expected = call(layer, x, **given)
     sx.shard(layer, mesh, [("heads", "model")])
+    rules = [("batch", "data"), ("kv_heads", "model")]
     if cache is not None:
-        sx.shard(cache, mesh, [("batch", "data"), ("kv_heads", "model")])
+        sx.shard(cache, mesh, rules)
         given = {"cache": cache}
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh) if scope else contextlib.nullcontext():
@@ -355,5 +357,8 @@ def test_explicit_axes_need_no_mesh_in_scope(case: str, scope: bool, compiled: b
         assert int(cache.count) == 6
         assert cache.key.value.sharding.spec == PartitionSpec("data", None, "model", None)
         alone = sx.nn.AttentionCache(4, 8, 4, 4)
-        with pytest.raises(LayerInputError, match=r"on one device.*sx.shard\(cache"):
+        with pytest.raises(LayerInputError, match=r"on one device") as caught:
             layer(placed, cache=alone)
+        names = {"sx": sx, "cache": alone, "mesh": mesh, "rules": rules}
+        run_advice(caught.value, "sx.shard(cache, mesh, rules)", names)
+        np.testing.assert_allclose(layer(placed, cache=alone), found, rtol=1e-5, atol=1e-6)

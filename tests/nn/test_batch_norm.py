@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, SharedWriteError
@@ -203,8 +204,11 @@ def test_unsuitable_options_and_inputs_are_refused() -> None:
         sx.nn.BatchNorm(4, momentum=1.5)
     with pytest.raises(LayerConfigError, match="epsilon=-1"):
         sx.nn.BatchNorm(4, epsilon=-1)
-    with pytest.raises(LayerInputError, match="axis_name='batch'"):
-        sx.nn.BatchNorm(4, axis_name="batch")(floats(4, 4))
+    norm, x = sx.nn.BatchNorm(4, axis_name="batch"), floats(4, 4)
+    with pytest.raises(LayerInputError, match="axis_name='batch'") as caught:
+        norm(x)
+    mapped = run_advice(caught.value, "sx.vmap(..., axis_name='batch')", {"sx": sx, "rest": norm})
+    close(mapped(x), sx.nn.BatchNorm(4)(x))
 
 
 # --- under transforms ---

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, MissingRngsError
@@ -100,7 +101,13 @@ def test_split_input_gives_numbers_of_the_whole(mesh: Mesh):
 def test_wrong_rates_missing_streams_and_dimensions_are_refused():
     with pytest.raises(LayerConfigError, match=r"rate=1\.5"):
         sx.nn.Dropout(1.5)
-    with pytest.raises(MissingRngsError, match="made without rngs"):
+    with pytest.raises(MissingRngsError, match="made without rngs") as caught:
         sx.nn.Dropout(0.5)(ONES)
+    names = {"sx": sx, "Dropout": sx.nn.Dropout, "rngs": sx.Rngs(dropout=0), "x": ONES}
+    dropout = run_advice(caught.value, "Dropout(0.5, rngs=sx.Rngs(dropout=0))", names)
+    names["dropout"] = sx.nn.Dropout(0.5)
+    np.testing.assert_array_equal(
+        run_advice(caught.value, "dropout(x, rngs=rngs)", names), dropout(ONES)
+    )
     with pytest.raises(LayerInputError, match="no dimension 2"):
         sx.nn.Dropout(0.5, broadcast_dims=(2,), rngs=sx.Rngs(0))(ONES)

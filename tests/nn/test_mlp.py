@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
@@ -159,5 +160,7 @@ def test_unknown_and_unnamed_side_inputs_are_refused():
     ],
 )
 def test_seed_or_key_as_rngs_is_refused(rngs, shown, make):
-    with pytest.raises(SeedError, match=rf"(?s)^rngs takes .*{shown}"):
+    with pytest.raises(SeedError, match=rf"(?s)^rngs takes .*{shown}") as caught:
         make(rngs)
+    if "sx.Rngs(0)" in str(caught.value):
+        make(run_advice(caught.value, "sx.Rngs(0)", {"sx": sx}))

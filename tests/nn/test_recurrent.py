@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
@@ -298,8 +299,11 @@ def test_unsuitable_cells_and_inputs_are_refused() -> None:
     rnn = sx.nn.RNN(make("gru"))
     with pytest.raises(LayerConfigError, match=r"RNN runs a cell.*initial_carry"):
         sx.nn.RNN(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))
-    with pytest.raises(LayerConfigError, match="RNN runs a cell"):
+    with pytest.raises(LayerConfigError, match="RNN runs a cell") as caught:
         sx.nn.RNN(sx.nn.GRUCell)
+    code = "sx.nn.RNN(sx.nn.LSTMCell(in_features, features, rngs=rngs))"
+    names = {"sx": sx, "in_features": 2, "features": 3, "rngs": sx.Rngs(0)}
+    assert run_advice(caught.value, code, names)(jnp.ones((1, 4, 2))).shape == (1, 4, 3)
     with pytest.raises(LayerConfigError, match="features"):
         sx.nn.LSTMCell(2, 0, rngs=sx.Rngs(0))
     with pytest.raises(LayerConfigError, match="reverse=False"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
@@ -222,8 +223,12 @@ def test_activations_shrink_with_the_number_of_devices(how: str) -> None:
 
 
 def test_unsupported_rings_are_refused_with_the_alternative() -> None:
-    with pytest.raises(sx.errors.LayerInputError, match=r"without dropout.*context=\"all-gather\""):
+    with pytest.raises(sx.errors.LayerInputError, match=r"without dropout") as caught:
         split_call(AxisType.Auto, "ring", 16, dropout=0.5)
+    scopes = jax.set_mesh(mesh_of(AxisType.Auto)), sx.axis_rules(RULES)
+    gathered = run_advice(caught.value, 'sx.parallel(context="all-gather")', {"sx": sx})
+    with scopes[0], scopes[1], gathered:
+        assert attention(dropout=0.5)(floats(BATCH, TIME, WIDTH)).shape == (BATCH, TIME, WIDTH)
     layer, mesh = attention(), mesh_of(AxisType.Auto)
     for rules, time, message in (
         (RULES, 10, "divisible by 4, the devices of 'context'"),

@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax import named, nn
@@ -120,6 +121,18 @@ def test_stack_adds_its_own_mappable_axis_name(auto_mesh: Mesh) -> None:
     assert sx.shardings(stack, auto_mesh).stacked.kernel.spec == P(None, None, "model")
     assert sx.shardings(stack, auto_mesh, RULES).stacked.kernel.spec == P("data", None, "model")
     assert sx.shard(stack, auto_mesh, RULES)(jnp.ones((2, 16))).shape == (2, 16)
+
+
+def test_an_initializer_around_a_boxed_one_is_refused() -> None:
+    boxed = with_partitioning(NORMAL, ("data", None))
+    with pytest.raises(VariableValueError, match="and not an array") as caught:
+        sx.Param(sx.Init(lambda *args: boxed(*args), (8, 16), rngs=sx.Rngs(0))).value  # noqa: B018
+
+    def unboxed(*args: Any) -> Any:
+        return run_advice(caught.value, "sx.unbox(box)", {"sx": sx, "box": boxed(*args)})
+
+    weight = sx.Param(sx.Init(unboxed, (8, 16), rngs=sx.Rngs(0)), axes=("data", None))
+    assert weight.value.shape == (8, 16)
 
 
 def test_names_shorter_than_shape_leave_dimensions_whole(mesh: Mesh) -> None:

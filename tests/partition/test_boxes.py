@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import (
@@ -387,8 +388,12 @@ def test_errors_name_variables_and_modules_by_their_paths() -> None:
         add_axis({"w": sx.Param(jnp.ones(2), axes=("a",))}, 0, {})
     with pytest.raises(PartitioningUnspecifiedError, match=r"^\.s\.kernel: "):
         add_axis({"s": sx.state(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))}, 0, {})
-    with pytest.raises(BoxError, match=r"^\.m: a Linear is no box"):
+    with pytest.raises(BoxError, match=r"^\.m: a Linear is no box") as caught:
         add_axis({"m": sx.nn.Linear(2, 3, rngs=sx.Rngs(0))}, 0, LAYERS)
+    names = {"sx": sx, "PARTITION_NAME": PARTITION_NAME}
+    names["make"] = lambda _: sx.Param(jnp.ones(2), axes=("embed",))
+    make = run_advice(caught.value, "sx.vmap(make, metadata={PARTITION_NAME: 'layers'})", names)
+    assert make(jnp.arange(3)).axes == ("layers", "embed")
 
 
 # --- laws -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 from tests.partition.own_boxes import Split
 
 import shardax as sx
@@ -133,8 +134,11 @@ def test_one_box_knows_its_own_sharding(mesh: Mesh) -> None:
         logical = LogicallyPartitioned(value, ("batch", "embed"))
         assert logical.get_sharding(mesh).spec == P("model", None)
         assert baked.get_sharding(mesh).spec == P("data", "model")
-    with pytest.raises(NoRulesError, match="batch"):
+    with pytest.raises(NoRulesError, match="batch") as caught:
         LogicallyPartitioned(value, ("batch", "embed")).get_sharding(mesh)
+    with run_advice(caught.value, "sx.axis_rules(rules)", {"sx": sx, "rules": RULES}):
+        box = LogicallyPartitioned(value, ("batch", "embed"))
+        assert box.get_sharding(mesh) == baked.get_sharding(mesh)
     with pytest.raises(BoxError, match="no mesh"):
         Partitioned(value, ("data", None)).get_sharding()
 

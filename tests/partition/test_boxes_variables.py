@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 from tests.strategies import assert_equal_values, variables
 
 import shardax as sx
@@ -128,12 +129,19 @@ def test_variables_count_as_boxes_inside_programs() -> None:
 
 
 def test_what_is_no_variable_cannot_become_one() -> None:
-    with pytest.raises(BoxError, match="holds another"):
-        to_variables(Partitioned(LogicallyPartitioned(1.0, ()), ()))
+    nested = Partitioned(LogicallyPartitioned(1.0, ()), ())
+    with pytest.raises(BoxError, match="holds another") as caught:
+        to_variables(nested)
+    names = {"sx": sx, "unbox": unbox, "box": nested, "rest": ()}
+    assert float(run_advice(caught.value, "sx.Param(unbox(box), axes=...)", names)) == 1.0
     with pytest.raises(VariableValueError, match="text"):
         to_variables(Partitioned("text", ()))
-    with pytest.raises(BoxError, match="Linear"):
-        to_boxes({"m": sx.nn.Linear(2, 3, rngs=sx.Rngs(0))})
+    model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+    with pytest.raises(BoxError, match="Linear") as caught:
+        to_boxes({"m": model})
+    names = {"sx": sx, "to_boxes": to_boxes, "model": model}
+    taken = run_advice(caught.value, "to_boxes(dict(sx.iter_variables(model)))", names)
+    assert taken[("kernel",)].names == ("in", "out")
     assert to_boxes({"x": 3, "b": Partitioned(1.0, ())}) == {"x": 3, "b": Partitioned(1.0, ())}
     assert to_variables(["text", None, 3]) == ["text", None, 3]
 

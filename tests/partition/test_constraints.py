@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import AxisNamesError, ConstraintError, MeshError, NoMeshError, NoRulesError
@@ -223,8 +224,10 @@ def test_missing_mesh_is_refused_unless_ignorable() -> None:
 
 def test_missing_rules_are_refused_unless_ignorable(mesh: Mesh) -> None:
     x = rows(mesh, P("data"))
-    with pytest.raises(NoRulesError, match=r"with sx\.axis_rules\(rules\)"):
+    with pytest.raises(NoRulesError, match=r"no rules were given") as caught:
         sx.constrain(x, ("batch", None), mesh)
+    with run_advice(caught.value, "sx.axis_rules(rules)", {"sx": sx, "rules": RULES}):
+        assert_laid_out(sx.constrain(x, ("batch", None), mesh), mesh, P("data"))
     assert sx.constrain(x, ("batch", None), mesh, on_no_mesh="ignore") is x
     assert_laid_out(sx.constrain(x, (None, None), mesh), mesh, P())
     assert_laid_out(sx.constrain(x, ("batch", None), mesh, sx.Rules()), mesh, P())
@@ -251,6 +254,15 @@ def test_what_cannot_be_is_refused_in_words(
         jax.jit(lambda x: sx.constrain(x, names, mesh, rules))(rows(mesh))
     assert message in str(caught.value)
     assert "(root)" not in str(caught.value)
+
+
+def test_a_tree_is_no_array(mesh: Mesh) -> None:
+    tree = {"x": sx.Param(jax.ShapeDtypeStruct((8, 16), jnp.float32), axes=("batch", "embed"))}
+    with pytest.raises(ConstraintError, match="of type dict") as caught:
+        sx.constrain(tree, ("batch", "embed"), mesh, RULES)
+    names = {"sx": sx, "tree": tree, "mesh": mesh, "rules": RULES}
+    abstract = run_advice(caught.value, "sx.abstract(tree, mesh, rules)", names)
+    assert abstract["x"].sharding == sx.shardings(tree, mesh, RULES)["x"]
 
 
 def test_a_dimension_that_cannot_be_divided_is_refused(mesh: Mesh) -> None:

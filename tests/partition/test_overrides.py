@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 from tests.partition.models import RULES, Layer, Tower, assert_same_bits, values
 
 import shardax as sx
@@ -119,9 +120,15 @@ def test_malformed_overrides_are_refused_before_anything_is_computed(
     mesh: Mesh, overrides: Any
 ) -> None:
     model = Layer(sx.Rngs(0))
-    with pytest.raises(OverrideError, match="overrides="):
+    with pytest.raises(OverrideError, match="overrides=") as caught:
         sx.shard(model, mesh, RULES, overrides=overrides)
     assert model.up.is_lazy and model.down.is_lazy
+    if "list of pairs" in str(caught.value):
+        names = {"sx": sx, "PartitionSpec": PartitionSpec}
+        example = "{sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
+        example = run_advice(caught.value, example, names)
+        findings = sx.check(model, mesh, RULES, overrides=example)
+        assert "error" not in {finding.severity for finding in findings}
 
 
 def test_what_is_no_filter_is_refused(mesh: Mesh) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 
 from shardax.errors import MeshError, RulesError
 from shardax.partition.context import axis_rules, current_rules, logical_to_mesh_axes, resolve_rules
@@ -110,8 +111,10 @@ async def _async_generator() -> Any:
 
 @pytest.mark.parametrize("function", [_generator, _coroutine, _async_generator])
 def test_generators_and_coroutines_cannot_be_decorated(function: Callable[..., Any]) -> None:
-    with pytest.raises(RulesError, match="after the call"):
+    with pytest.raises(RulesError, match="after the call") as caught:
         axis_rules(A)(function)
+    names = {"axis_rules": axis_rules, "rest": A, "body": current_rules}
+    assert run_advice(caught.value, "with axis_rules(...)", names) == A
 
 
 def test_only_changed_rules_retrace_a_jitted_function() -> None:

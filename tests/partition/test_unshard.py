@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
+from tests.advice import run_advice
 from tests.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
@@ -89,6 +90,12 @@ def test_abstract_and_deleted_arrays_are_listed_unmoved(mesh: Mesh) -> None:
     gone.value.delete()
     with pytest.raises(PartitionCheckError) as caught:
         sx.unshard(model)
+    live = sx.Param(jnp.ones(8))
+    names = {"sx": sx, "jax": jax, "jnp": jnp, "copy": sx.clone(live)}
+    code = "sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))"
+    run_advice(caught.value, code, names)
+    live.value.delete()
+    assert float(names["copy"].sum()) == 8
     assert {finding.path: finding.code for finding in caught.value.findings} == {
         ("gone",): "deleted",
         ("shape",): "abstract",
@@ -98,7 +105,14 @@ def test_abstract_and_deleted_arrays_are_listed_unmoved(mesh: Mesh) -> None:
 
 def test_inside_a_program_it_is_refused(auto_mesh: Mesh) -> None:
     weight = sx.shard(sx.Param(jnp.ones((8, 8)), axes=("embed", "mlp")), auto_mesh, RULES)
-    with pytest.raises(PartitionCheckError, match="is being traced"):
+    with pytest.raises(PartitionCheckError, match="is being traced") as caught:
         sx.jit(sx.unshard)(weight)
+
+    @sx.jit
+    def whole(x: Any) -> Any:
+        return run_advice(caught.value, "sx.constrain(x, (None,) * x.ndim)", {"sx": sx, "x": x})
+
+    with jax.set_mesh(auto_mesh):
+        assert whole(weight).is_fully_replicated
     with pytest.raises((PartitionCheckError, ReadOnlyCopyError)):
         jax.jit(lambda w: sx.unshard(w).value)(weight)

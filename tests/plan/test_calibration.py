@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.advice import run_advice_first
 
 from shardax import hlo, plan
 from shardax.errors import HardwareError, PlanInputError
@@ -55,10 +56,13 @@ def test_measuring_takes_the_clock_that_it_is_given() -> None:
     assert cpu.peak("f32") == pytest.approx(2 * 8**3 / 0.15)
 
 
-@pytest.mark.parametrize("count", [0, 9])
-def test_calibrating_more_cpu_devices_than_exist_is_refused(count: int) -> None:
-    with pytest.raises(PlanInputError, match=rf"has 8 CPU devices, not {count}"):
-        plan.calibrate_cpu(count)
+def test_calibrating_more_cpu_devices_than_exist_is_refused() -> None:
+    with pytest.raises(PlanInputError, match="has 8 CPU devices, not 9") as caught:
+        plan.calibrate_cpu(9)
+    count = run_advice_first(caught.value, "sx.configure(devices=9)", "jax.device_count()")
+    assert count == "9"
+    with pytest.raises(PlanInputError, match=r"devices=0, but .* at least one"):
+        plan.calibrate_cpu(0)
 
 
 # --- GPUs -----------------------------------------------------------------------------------------

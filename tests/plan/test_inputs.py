@@ -14,6 +14,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax import models, train
@@ -181,8 +182,14 @@ def test_unplaceable_argument_is_reported_by_name() -> None:
     ],
 )
 def test_arguments_that_cannot_be_planned_are_refused(args: Any, found: str) -> None:
-    with pytest.raises(PlanInputError, match=found):
+    with pytest.raises(PlanInputError, match=found) as caught:
         Inputs(apply, args)
+    if "no axis names" in found:
+        code = 'sx.Param(init, axes=("embed", "mlp"))'
+        weight = run_advice(caught.value, code, {"sx": sx, "init": jnp.ones((2, 3))})
+        code = 'plan.NamedShape((64, 2048), "int32", ("batch", "seq"))'
+        batch = run_advice(caught.value, code, {"plan": sx.plan})
+        assert Inputs(apply, (weight, batch)).logical_names == ("embed", "mlp", "batch", "seq")
 
 
 def test_a_step_that_cannot_be_called_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 from tests.select.test_edits import Layer, Model, Pair
 
 import shardax as sx
@@ -64,6 +65,7 @@ def test_plain_lists_and_tuples_take_insertions(model: Model) -> None:
         lambda: sx.select(Model()).at(lambda m: m.first.w.value),
         lambda: sx.select({"a": 1}).at_equal_to(1),
         lambda: sx.select(Pair(1, 2)).at_equal_to(1),
+        lambda: sx.select(Pair(abs, 2)).at_equal_to(abs),
         lambda: sx.select(sx.Partitioned(jnp.ones(1), names=("x",))).at_instances_of(jax.Array),
         lambda: sx.select(sx.State({"a": 1})).at_equal_to(1),
     ],
@@ -72,8 +74,14 @@ def test_insertion_elsewhere_is_refused_with_the_way_out(select: Any) -> None:
     selection = select()
     before = repr(selection.tree)
     for insert in (selection.insert_before, selection.insert_after):
-        with pytest.raises(SelectionError, match=r"apply\(lambda old: sx\.nn\.Sequential"):
+        with pytest.raises(SelectionError) as caught:
             insert("new")
+        if callable(selection.get()):
+            names = {"sx": sx, "new": abs}
+            both = run_advice(caught.value, "lambda old: sx.nn.Sequential(old, new)", names)
+            assert selection.apply(both) is not None
+        else:
+            assert str(caught.value).endswith(".set(value).")
     assert repr(selection.tree) == before
 
 
@@ -89,7 +97,13 @@ def test_items_entries_and_attributes_are_removed(model: Model) -> None:
 def test_fixed_size_containers_cannot_lose_items(model: Model) -> None:
     for selection in (
         sx.select(Pair(1, 2)).at_equal_to(1),
+        sx.select(Pair(abs, 2)).at_equal_to(abs),
         sx.select(model).at(lambda m: m.first.w.value),
     ):
-        with pytest.raises(SelectionError, match="fixed number"):
+        with pytest.raises(SelectionError, match="fixed number") as caught:
             selection.remove()
+        if callable(selection.get()):
+            nothing = run_advice(caught.value, "sx.nn.Sequential()", {"sx": sx})
+            assert selection.set(nothing).first(2) == 2
+        else:
+            assert str(caught.value).endswith(".set(value).")

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 from tests.select.test_selecting import Block, Model, Pair, takes
 
 import shardax as sx
@@ -190,8 +191,12 @@ def test_in_a_stack_the_stacked_layer_is_found() -> None:
 def test_layer_view_is_not_part_of_the_model() -> None:
     stack = sx.nn.Stack(lambda: sx.nn.Linear(2, 2, rngs=sx.Rngs(0)), 3)
     for accessor in (lambda s: s[1], lambda s: s[1].kernel):
-        with pytest.raises(SelectionError, match="unstack_layers"):
+        with pytest.raises(SelectionError, match="view of one layer") as caught:
             sx.select(stack).at(accessor)
+    names = {"sx": sx, "stack": stack, "i": 1}
+    assert run_advice(caught.value, "sx.select(stack[i])", names).at_instances_of(sx.Param)
+    apart = run_advice(caught.value, "sx.nn.unstack_layers(stack)", names)
+    assert sx.select(apart).at_instances_of(sx.nn.Linear).count() == 3
 
 
 # --- text ---

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.strategies import Pair
 
 import shardax as sx
@@ -289,9 +290,11 @@ def test_accessor_of_value_outside_the_tree_is_refused(model: Model) -> None:
 
 
 def test_an_accessor_cannot_write(model: Model) -> None:
-    with pytest.raises(SelectionError, match="set"):
-        sx.select(model).at(lambda m: setattr(m, "kind", "other"))
-    assert not hasattr(model, "kind")
+    with pytest.raises(SelectionError) as caught:
+        sx.select(model).at(lambda m: setattr(m, "scale", 3.0))
+    code = "sx.select(model).at(lambda m: m.scale).set(value)"
+    edited = run_advice(caught.value, code, {"sx": sx, "model": model, "value": jnp.zeros(2)})
+    assert (edited.scale.tolist(), model.scale.tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
 # --- other narrowing ---
@@ -342,8 +345,14 @@ def test_refine_needs_a_selection_of_the_part(model: Model) -> None:
     blocks = sx.select(model).at_instances_of(Block)
     with pytest.raises(SelectionError, match=r"\.blocks\[0\]"):
         blocks.refine(lambda block: sx.select(model))
-    with pytest.raises(SelectionError, match=r"sx\.select\(part\)"):
+    with pytest.raises(SelectionError) as caught:
         blocks.refine(lambda block: block.attn)
+
+    def inside(part: Any) -> Any:
+        part = run_advice(caught.value, "sx.select(part)", {"sx": sx, "part": part})
+        return part.at(lambda block: block.attn)
+
+    assert blocks.refine(inside).count() == blocks.count()
 
 
 def test_invert_selects_the_largest_parts_without_anything_selected(model: Model) -> None:

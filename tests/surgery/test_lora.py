@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.surgery.decoders import TOKENS, close, decoder, in_every_layout, logits, run
 from tests.values import with_values
 
@@ -206,8 +207,10 @@ def test_ensemble_over_last_axis_is_refused() -> None:
 def test_second_adapter_is_refused_beside_others_not() -> None:
     mlp = sx.nn.MLP(4, 6, rngs=sx.Rngs(0))
     adapted = lora(sx.select(mlp).at(lambda mlp: mlp.up), 2)
-    with pytest.raises(errors.SelectionError, match=r"\.up has an adapter already"):
+    with pytest.raises(errors.SelectionError, match=r"\.up has an adapter already") as caught:
         lora(sx.select(adapted), 2)
+    merged = run_advice(caught.value, "sx.surgery.merge_lora(model)", {"sx": sx, "model": adapted})
+    assert lora(sx.select(merged), 2) is not None
     twice = lora(sx.select(adapted).at(lambda mlp: mlp.down), 2)
     assert sx.select(twice).at_instances_of(LoRA).count() == 2
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.surgery.decoders import TOKENS, close, decoder, logits, run
 from tests.values import with_values
 
@@ -202,13 +203,17 @@ def test_gradients_and_dropout_are_those_of_the_model() -> None:
 )
 def test_uncalled_value_is_refused_by_path(select: Any, path: str) -> None:
     mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-    with pytest.raises(errors.SelectionError, match=rf"\{path} is"):
+    with pytest.raises(errors.SelectionError, match=rf"\{path} is") as caught:
         save_activations(sx.select(mlp).at(select))
+    code = "sx.select(model).at_instances_of(sx.nn.Linear)"
+    save_activations(run_advice(caught.value, code, {"sx": sx, "model": mlp}))
 
 
 def test_empty_or_missing_selection_is_refused() -> None:
     mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
     with pytest.raises(errors.EmptySelectionError):
         save_activations(sx.select(mlp).at_instances_of(sx.nn.Embed))
-    with pytest.raises(errors.SelectionError, match=r"sx\.select\(model\)"):
+    with pytest.raises(errors.SelectionError, match="takes a selection") as caught:
         save_activations(mlp)  # pyright: ignore[reportArgumentType]
+    code = "sx.select(model).at_instances_of(sx.nn.Linear)"
+    save_activations(run_advice(caught.value, code, {"sx": sx, "model": mlp}))

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
+from tests.advice import run_advice
 from tests.train.small_runs import waves
 
 import shardax as sx
@@ -406,8 +407,19 @@ def test_a_tree_of_something_else_is_refused(tmp_path: Path) -> None:
     for tree in (jnp.ones(2), (Net(), 3), [Net(), jnp.ones(2)]):
         with pytest.raises(CheckpointValueError, match="made of Modules"):
             save(tree, tmp_path / "checkpoint")
-    with pytest.raises(AbstractValueError, match=r"\.kernel"):
-        save(sx.abstract(Net().blocks[0]), tmp_path / "checkpoint")
+    abstract = sx.abstract(Net().blocks[0])
+    with pytest.raises(AbstractValueError, match=r"\.kernel") as caught:
+        save(abstract, tmp_path / "checkpoint")
+    names = {"sx": sx, "model": abstract, "state": sx.state(Net().blocks[0])}
+    run_advice(caught.value, "sx.update(model, state)", names)
+    save(abstract, tmp_path / "checkpoint")
+    with pytest.raises(CheckpointMismatchError, match="frozen") as refused:
+        restore(sx.freeze(Net().blocks[0]), tmp_path / "checkpoint")
+    tree = run_advice(
+        refused.value, "sx.thaw(tree)", {"sx": sx, "tree": sx.freeze(Net(1).blocks[0])}
+    )
+    restore(tree, tmp_path / "checkpoint")
+    assert_same(tree, abstract)
 
 
 def test_a_checkpoint_never_overwrites_another(tmp_path: Path) -> None:

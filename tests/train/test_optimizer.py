@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.advice import run_advice
 from tests.train.towers import PATHS, TRANSFORMATIONS, Tower, X, loss, params_of, train_step
 from tests.values import with_values
 
@@ -248,6 +249,11 @@ def test_mismatched_gradients_are_listed_and_change_nothing() -> None:
     ]
     assert int(optimizer.step) == 0
     assert all((params_of(model)[path] == before[path]).all() for path in PATHS)
+    names = {"sx": sx, "optimizer": optimizer, "rest": X}
+    names["loss"] = lambda model, x: (model(x) ** 2).mean()
+    code = "sx.grad(loss, wrt=optimizer.wrt)(optimizer.model, ...)"
+    optimizer.update(run_advice(caught.value, code, names))
+    assert int(optimizer.step) == 1
 
 
 def test_model_among_the_gradients_is_refused() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
@@ -379,8 +380,12 @@ def test_invalid_pipelines_are_refused_before_anything_moves() -> None:
     ]  # fmt: skip
     for stages, options, message in cases:
         given = {"mesh": mesh, "microbatches": 4, "rules": {"batch": "data"}} | options
-        with pytest.raises(PipelineError, match=message):
+        with pytest.raises(PipelineError, match=message) as caught:
             PipelineStep(stages, squares, **given)
+        if "sx.clone(stage)" in str(caught.value):
+            names = {"sx": sx, "stage": stages[1]}
+            own = run_advice(caught.value, "sx.clone(stage)", names)
+            assert own.kernel is not stages[0].kernel
     last = [layers[0], sx.nn.Linear(2, 3, rngs=sx.Rngs(2))]
     with pytest.raises(sx.errors.PartitionCheckError, match="3"):  # of the second stage alone
         PipelineStep(last, squares, mesh=mesh, microbatches=4, rules={"out": "data"})
@@ -405,8 +410,11 @@ def test_invalid_pipelines_are_refused_before_anything_moves() -> None:
         jax.jit(lambda x: step(x, x)[0])(x)
     step = PipelineStep(layers, squares, mesh=make_mesh(stage=2), microbatches=2)
     layers[1].kernel.value = jax.device_put(layers[1].kernel.value, jax.devices()[5])
-    with pytest.raises(PipelineError, match=r"stages\[1\]\.kernel.*sx\.shard\(step\.stages\[1\]"):
+    with pytest.raises(PipelineError, match=r"stages\[1\]\.kernel") as caught:
         step(x, x)
+    names = {"sx": sx, "step": step, "rules": {}}
+    run_advice(caught.value, "sx.shard(step.stages[1], step.meshes[1], rules)", names)
+    step(x, x)
 
 
 def test_stages_may_scan_rematerialize_or_have_experts() -> None:

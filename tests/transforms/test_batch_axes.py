@@ -253,8 +253,17 @@ def test_entries_and_sizes_of_wrong_type_are_refused() -> None:
     with pytest.raises(FilterError):
         sx.Batch(4, where={3.5: 0})
     for size in (2.0, True, -1):
-        with pytest.raises(AxisSizeError):
+        with pytest.raises(AxisSizeError) as caught:
             sx.Batch(size)  # pyright: ignore[reportArgumentType] (what is tested)
+        names = {"sx": sx, "problem": {"x": jnp.ones((8, 3))}}
+        assert run_advice(caught.value, "sx.batch_axes(problem, 8)", names).axes == {"x": 0}
+    with pytest.raises(PrefixError, match="by the size of the batch") as caught:
+        sx.vmap(jnp.sum, in_axes="auto")(jnp.ones((8, 3)))
+    names = {"sx": sx, "f": jnp.sum, "filter": ...}
+    by_size = run_advice(caught.value, "sx.vmap(f, in_axes='auto', batch=8)", names)
+    batch = run_advice(caught.value, "sx.Batch(8, where={filter: 0})", names)
+    for run in (by_size, sx.vmap(jnp.sum, in_axes="auto", batch=batch)):
+        assert run(jnp.ones((8, 3))).tolist() == [3] * 8
 
 
 def test_shared_variable_is_declared_by_any_path() -> None:
@@ -456,8 +465,7 @@ def test_advice_for_ambiguous_sizes_works() -> None:
 
     with pytest.raises(sx.errors.AmbiguousBatchError) as caught:
         sx.vmap(total, in_axes="auto", batch=4)(arrays)
-    text = str(caught.value)
-    code = text[text.index("batch=sx.Batch(") + len("batch=") : text.index(" for sx.vmap")]
+    code = "sx.Batch(4, where={sx.PathContains('W'): None})"
     batch = run_advice(caught.value, code, {"sx": sx})
     result = sx.vmap(total, in_axes="auto", batch=batch)(arrays)
     expected = np.asarray(arrays["x"]) @ np.asarray(arrays["W"])

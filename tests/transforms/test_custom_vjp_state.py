@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 from tests.transforms.examples import Box, Scale, values
 from tests.transforms.rules import Sine, X, flat, tenfold
 
@@ -204,8 +205,16 @@ def test_gradient_missing_from_the_rule_raises(lift: Any) -> None:
     function = _closing(model, counter)
     with pytest.raises(DifferentiationError, match=r"the BatchStat at \S*model\.mean, which"):
         lift(lambda m: function(X), wrt=sx.BatchStat)(model)
-    with pytest.raises(DifferentiationError, match=r"the BatchStat at \.model\.mean, which"):
+    with pytest.raises(DifferentiationError, match=r"at \.model\.mean, which") as caught:
         lift(lambda m: tenfold(m, X).sum(), wrt=sx.BatchStat)(model)
+    names = {"sx": sx, "argnum": 0, "filter": sx.BatchStat}
+    run_advice(caught.value, "nondiff_argnums=sx.DiffState(argnum, filter)", names)
+    chosen = sx.custom_vjp(
+        lambda m, x: (m.mean * x).sum(), nondiff_argnums=names["nondiff_argnums"]
+    )
+    chosen.defvjp(lambda m, x: (chosen(m, x), None), lambda r, ct: ({"mean": 10 * ct * X}, None))
+    gradient = lift(lambda m: chosen(m, X), wrt=sx.BatchStat)(model)
+    assert flat(gradient) == {("mean",): (10 * X).tolist()}
     still = sx.custom_vjp(lambda x, y: x * y, nondiff_argnums=0)
     still.defvjp(lambda x, y: (x * y, x), lambda x, residuals, ct: (ct * x,))
     with pytest.raises(DifferentiationError, match=r"the argument 'x', which"):
@@ -267,8 +276,18 @@ def test_invalid_rule_raises_with_the_reason(
     lift: Any, fwd: Any, bwd: Any, error: type[ShardaxError], message: str
 ) -> None:
     function = _rule(fwd, bwd or (lambda r, ct: (None, None)))
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         lift(lambda m: function(m, X))(Sine())
+    if "model\\.mean" in message:
+        names = {"sx": sx, "filter": (sx.Param, sx.BatchStat)}
+        run_advice(caught.value, "nondiff_argnums=sx.DiffState(0, filter)", names)
+        chosen = sx.custom_vjp(
+            lambda m, x: (m.mean * x).sum(), nondiff_argnums=names["nondiff_argnums"]
+        )
+        chosen.defvjp(lambda m, x: (chosen(m, x), None), bwd)
+        assert flat(sx.grad(lambda m: chosen(m, X), wrt=sx.BatchStat)(Sine())) == {
+            ("mean",): X.tolist()
+        }
 
 
 @pytest.mark.parametrize(

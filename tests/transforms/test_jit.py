@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
@@ -276,9 +277,12 @@ def test_steady_call_names_nonarray_argument() -> None:
     compiled = sx.jit(lambda model, mode: model(mode))
     model = Scale()
     compiled(model, 1.0)
-    with pytest.raises(ArgumentError, match=r"^mode of .* is a str"):
+    with pytest.raises(ArgumentError, match=r"^mode of .* is a str") as caught:
         compiled(model, "train")
     assert int(model.calls) == 1
+    names = {"sx": sx, "f": lambda model, mode: model(len(mode)), "rest": "mode"}
+    static = run_advice(caught.value, "sx.jit(f, static_argnames=...)", names)
+    assert static(model, mode="train").tolist() == model(5.0).tolist()
 
 
 def test_a_result_that_is_no_array_is_named() -> None:

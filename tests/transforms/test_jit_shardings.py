@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
@@ -343,8 +344,11 @@ def test_everything_must_come_last(on: Sharding) -> None:
 
 
 def test_unfitting_sharding_names_the_variable(on: Sharding) -> None:
-    with pytest.raises(PrefixError, match=r"1 Variables.*\n  \.model\.calls, shape \(\)"):
+    with pytest.raises(PrefixError, match=r"1 Variables.*\n  \.model\.calls, shape \(\)") as caught:
         sx.jit(_step, in_shardings=(on("data"), None))(Scale(8), 1.0)
+    code = "sx.StateSharding({filter: ..., ...: ...})"
+    own = run_advice(caught.value, code, {"sx": sx, "filter": sx.Param, "rest": on()})
+    sx.jit(_step, in_shardings=(own, None))(Scale(8), 1.0)
     with pytest.raises(PrefixError, match=r"1 Variables.*\n  \.model\.factor, shape \(3,\)"):
         sx.jit(_step, in_shardings=(_by_type(on), None))(Scale(3), 1.0)
     with pytest.raises(PrefixError, match=r"x is incompatible with its sharding"):

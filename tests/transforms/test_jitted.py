@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.strategies import assert_same_model
 from tests.transforms.examples import Mask
 from tests.values import with_values
@@ -190,8 +191,14 @@ def test_only_callable_modules_are_wrapped(around: Callable[[Any], Any]) -> None
         pass
 
     for wrong in (jnp.tanh, Silent(), Silent):
-        with pytest.raises(LayerConfigError, match=around.__name__):
+        with pytest.raises(LayerConfigError, match=around.__name__) as caught:
             around(wrong)
+        names = {"sx": sx, "f": jnp.tanh}
+        for lifted in (
+            run_advice(caught.value, "sx.jit(f)", names),
+            run_advice(caught.value, "sx.remat(f)", names),
+        ):
+            assert float(lifted(0.0)) == 0.0
 
 
 @AROUND

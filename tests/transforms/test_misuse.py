@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import (
@@ -86,8 +87,17 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_wrong_option_raises_with_valid_values(
     call: Callable[[], Any], kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as caught:
         call()
+    if "SingleDeviceSharding" in str(caught.value):
+        device = jax.devices()[1]
+        names = {"sx": sx, "jax": jax, "f": lambda x: x + 1, "device": device}
+        code = "sx.jit(f, in_shardings=jax.sharding.SingleDeviceSharding(device))"
+        assert run_advice(caught.value, code, names)(1.0).device == device
+    if "sx.DiffState" in str(caught.value):
+        run_advice(caught.value, "argnums=(0, sx.DiffState(1, sx.Param))", names := {"sx": sx})
+        gradients = sx.grad(lambda x, w: (x * w).sum(), argnums=names["argnums"])
+        assert gradients(2.0, sx.Param(3.0)) == (3.0, 2.0)
 
 
 LAX: dict[str, tuple[Callable[[Any, Any], Any], str]] = {

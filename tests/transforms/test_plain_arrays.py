@@ -85,9 +85,15 @@ def test_gradients_name_arrays_that_are_no_params(use: str, kind: str) -> None:
     ids=["Optimizer", "EMA"],
 )
 def test_training_names_arrays_that_are_no_params(make: Callable[[Any], Any]) -> None:
+    chosen = {"EMA": sx.train.EMA, "decay": 0.5, "Optimizer": sx.train.Optimizer}
+    chosen |= {"tx": optax.sgd(1.0), "filter": sx.BatchStat}
+    chosen["model"] = Holder([sx.BatchStat(jnp.ones(2))])
     model = Plain(np.ones(2, np.float32))
     with pytest.raises(OptimizerStateError, match=r"Plain arrays \(\.kernel\) are no") as caught:
         make(model)
+    averages = "EMA(" in str(caught.value)
+    code = "EMA(model, decay, wrt=filter)" if averages else "Optimizer(model, tx, wrt=filter)"
+    run_advice(caught.value, code, chosen)
     names = {"array": model.kernel, "sx": sx}
     model.kernel = run_advice(caught.value, "sx.Param(array)", names)
     make(model)
@@ -101,4 +107,7 @@ def test_models_without_arrays_have_no_such_hint() -> None:
     chosen = run_advice(caught.value, "argnums=sx.DiffState(0, filter)", names)
     gradient = sx.grad(lambda v: (v.value**2).sum(), argnums=names["argnums"])(counts)
     assert chosen is None
+    np.testing.assert_array_equal(gradient, [2, 2])
+    assert run_advice(caught.value, "wrt=filter", names) is None
+    gradient = sx.grad(lambda v: (v.value**2).sum(), wrt=names["wrt"])(counts)
     np.testing.assert_array_equal(gradient, [2, 2])

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.conftest import make_mesh
 from tests.strategies import assert_same_model
 from tests.transforms.examples import Box, Tied
@@ -260,9 +261,13 @@ def test_diff_state_chooses_by_filter_as_mappings_do() -> None:
 )
 def test_unfitting_diff_state_names_the_argument(argnums: Any, message: str) -> None:
     model = _model()
-    with pytest.raises(sx.errors.DifferentiationError, match=message):
+    with pytest.raises(sx.errors.DifferentiationError, match=message) as caught:
         sx.grad(_loss, argnums=argnums)(model, 2.0)
     assert_same_model(model, _model())
+    if "twice" in message:
+        names = {"sx": sx, "filter": sx.Param, "other_filter": sx.BatchStat}
+        joined = run_advice(caught.value, "sx.DiffState(0, (filter, other_filter))", names)
+        assert {*sx.grad(_loss, argnums=joined)(model, 2.0).flat()} == {("w",), ("s",)}
 
 
 def test_diff_state_is_no_prefix_and_says_so(way: Way) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from jax.ad_checkpoint import checkpoint_name
 from jax.test_util import check_grads
+from tests.advice import run_advice
 from tests.strategies import assert_equal_values, assert_same_model, models
 from tests.transforms.examples import Mask, Scale, values
 from tests.transforms.pure import touch
@@ -319,8 +320,12 @@ def _edit_outside(model: Scale) -> Any:
     ],
 )
 def test_what_remat_refuses(call: Any, error: type[ShardaxError], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         call()
+    if "is a str" in message:
+        names = {"sx": sx, "f": lambda x, mode: len(mode) * x, "rest": "mode"}
+        static = run_advice(caught.value, "sx.remat(f, static_argnames=...)", names)
+        assert static(2.0, mode="a") == 2.0
 
 
 # --- laws ---

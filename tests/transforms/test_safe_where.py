@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import ArgumentError, DecisionError
@@ -173,5 +174,9 @@ def test_dtypes_are_kept(dtype: Any) -> None:
     ],
 )
 def test_unsupported_operands_are_refused(arguments: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         sx.safe_where(*arguments, otherwise=0.0, stand_in=0.5)
+    if message == "no operands":
+        code = "sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)"
+        names = {"sx": sx, "jnp": jnp, "x": jnp.array([-1.0, 1.0])}
+        assert run_advice(caught.value, code, names).tolist() == [0, 0]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import (
@@ -414,8 +415,12 @@ class TestErrors:
             sx.scan(lambda a, b: a, in_axes=(0, 0))
         with pytest.raises(CarryError, match=r"in_axes of sx\.scan has sx\.Carry, but out_axes"):
             sx.scan(lambda a, b: a, out_axes=(0, 0))
-        with pytest.raises(CarryError, match=r"inside \(Carry, 0\)"):
+        with pytest.raises(CarryError, match=r"inside \(Carry, 0\)") as caught:
             sx.scan(lambda a, b: a, in_axes=((Carry, 0), 0))
+        code = "sx.StateAxes({filter: sx.Carry, ...: None})"
+        axes = run_advice(caught.value, code, {"sx": sx, "filter": sx.BatchStat})
+        layer = Layer(sx.Rngs(0))
+        sx.scan(lambda m, x: x, in_axes=(axes, 0), out_axes=0)(layer, jnp.ones((3, 2)))
         with pytest.raises(CarryError, match="has 2 \\(a, b\\)"):
             sx.scan(lambda a, b: a, in_axes=Carry, out_axes=Carry)(1.0, 2.0)
 
@@ -462,8 +467,16 @@ class TestErrors:
 
     def test_the_carried_module_comes_back_itself(self) -> None:
         layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
-        with pytest.raises(CarryError, match=r"Linear at \.m, .* came back as another Linear"):
+        with pytest.raises(CarryError, match=r"at \.m, .* came back as another Lin") as caught:
             sx.scan(lambda m, x: (sx.clone(m), x))(layer, jnp.ones(2))
+
+        def body(model: Any, x: Any) -> Any:
+            names = {"sx": sx, "model": model, "new": {"bias": model.bias + x}}
+            run_advice(caught.value, "sx.update(model, new)", names)
+            return model, x
+
+        sx.scan(body)(layer, jnp.ones(2))
+        assert layer.bias.value.tolist() == [2.0, 2.0]
 
     def test_structure_does_not_change_between_iterations(self) -> None:
         def replace(m: Any, x: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding
+from tests.advice import run_advice
 from tests.strategies import assert_same_model
 from tests.transforms.examples import Tied
 from tests.transforms.sharded import (
@@ -245,8 +246,12 @@ def test_unfitting_specs_are_refused(
     ],
 )
 def test_invalid_specs_are_refused_at_definition(entry: Any) -> None:
-    with pytest.raises(PrefixError, match="in_specs gives"):
+    with pytest.raises(PrefixError, match="in_specs gives") as caught:
         sx.shard_map(lambda x: x, in_specs=entry, out_specs=P())
+    if "an entry is a PartitionSpec" in str(caught.value):
+        names = {"sx": sx, "model": Table()}
+        specs = run_advice(caught.value, "sx.partition_specs(model)", names)
+        sx.shard_map(lambda x: x, in_specs=specs, out_specs=P())
     with pytest.raises(PrefixError, match="out_specs gives"):
         sx.shard_map(lambda x: x, in_specs=P(), out_specs=entry)
 

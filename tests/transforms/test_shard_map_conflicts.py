@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
+from tests.advice import run_advice
 from tests.strategies import assert_same_model
 from tests.transforms.sharded import BY_TYPE, P, Table, spec_of
 
@@ -90,10 +91,19 @@ def test_sown_values_follow_the_spec_of_type(auto_mesh: Mesh) -> None:
     for _ in range(2):
         run(probe, jnp.arange(4.0))
     assert [row.tolist() for row in probe.seen.value] == [[0, 2, 4, 6]] * 2
-    with pytest.raises(SharedWriteError, match=r"new Intermediate at \.probe\.seen"):
-        sx.shard_map(
+
+    def sow(spec: Any) -> Any:
+        run = sx.shard_map(
             lambda probe, x: probe(x),
             mesh=auto_mesh,
-            in_specs=(P(), P("data")),
+            in_specs=(spec, P("data")),
             out_specs=P("data"),
-        )(Probe(), jnp.arange(4.0))
+        )
+        run(probe := Probe(), jnp.arange(4.0))
+        return probe.seen.value
+
+    with pytest.raises(SharedWriteError, match=r"new Intermediate at \.probe\.seen") as caught:
+        sow(P())
+    names = {"sx": sx, "P": P, "Intermediate": sx.Intermediate}
+    code = "sx.StateSharding([(Intermediate, P('data')), (..., P())])"
+    assert sow(run_advice(caught.value, code, names))[0].tolist() == [0, 2, 4, 6]

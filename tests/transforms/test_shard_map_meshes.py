@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
+from tests.advice import run_advice
 from tests.transforms.sharded import BY_TYPE, RULES, Block, P, Table, batch, close, spec_of
 from tests.values import with_values
 
@@ -33,8 +34,17 @@ def test_mesh_in_scope_is_the_default(mesh: Mesh) -> None:
         for call in (run, sx.jit(run)):
             table = Table()
             assert spec_of(call(table, jnp.ones(8))) == spec_of(table.rows) == ("data",)
-    with pytest.raises(NoMeshError):
+    with pytest.raises(NoMeshError) as caught:
         run(Table(), jnp.ones(8))
+    code = "sx.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)"
+    names = {
+        "sx": sx,
+        "f": lambda x: x,
+        "mesh": mesh,
+        "in_specs": P("data"),
+        "out_specs": P("data"),
+    }
+    assert run_advice(caught.value, code, names)(jnp.ones(8)).shape == (8,)
 
 
 def test_invalid_and_conflicting_meshes_are_refused(auto_mesh: Mesh) -> None:
@@ -80,8 +90,11 @@ def test_nonarrays_are_refused_with_path(auto_mesh: Mesh) -> None:
     with pytest.raises(ArgumentError, match=r"\.x\.mode is 'fast'"):
         run({"mode": "fast"})
     abstract = sx.eval_shape(lambda: Table())
-    with pytest.raises(AbstractValueError, match=r"\.x\.rows"):
+    with pytest.raises(AbstractValueError, match=r"\.x\.rows") as caught:
         run(abstract)
+    names = {"sx": sx, "model": abstract, "state": sx.state(Table())}
+    run_advice(caught.value, "sx.update(model, state)", names)
+    assert run(abstract) == 1.0
     with pytest.raises(OutputError, match="'text'"):
         sx.shard_map(lambda x: "text", mesh=auto_mesh, in_specs=P(), out_specs=P())(1.0)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from tests.advice import run_advice
 from tests.transforms.sharded import P
 
 import shardax as sx
@@ -99,10 +100,12 @@ def test_new_layer_with_split_stream_is_refused(auto_mesh: Mesh) -> None:
         in_specs=P("data"),
         out_specs=P(),
     )
-    with pytest.raises(SharedWriteError, match=r"RngState at \.result\.stream\.key.*spec P\(\)"):
+    with pytest.raises(SharedWriteError, match=r"RngState at \.result\.stream\.key") as caught:
         make(rngs)
     assert int(rngs.default.count) == 0
+    code = "sx.StateSharding([(sx.RngState, P()), (..., spec)])"
+    specs = run_advice(caught.value, code, {"sx": sx, "P": P, "spec": P("data")})
     whole = sx.shard_map(
-        lambda rngs: sx.nn.Dropout(0.5, rngs=rngs), mesh=auto_mesh, in_specs=P(), out_specs=P()
+        lambda rngs: sx.nn.Dropout(0.5, rngs=rngs), mesh=auto_mesh, in_specs=specs, out_specs=P()
     )
     assert whole(rngs).stream is rngs.default

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from tests.advice import run_advice
 from tests.strategies import assert_equal_values, assert_same_model, models
 from tests.transforms.examples import Box, Scale, Tied, values
 from tests.transforms.pure import floating, pure_of, touch
@@ -334,9 +335,13 @@ def test_nested_jvp_and_vjp_give_second_derivatives() -> None:
 )
 def test_a_tangent_that_does_not_fit_is_named(tangents: Any, message: str) -> None:
     model = Scale()
-    with pytest.raises(TangentError, match=message):
+    with pytest.raises(TangentError, match=message) as caught:
         sx.jvp(_forward, (model, jnp.ones(2)), tangents)
     assert int(model.calls) == 0
+    if "were given as" in message:
+        names = {"sx": sx, "f": lambda x: x**2, "x": 3.0, "direction": 1.0}
+        _, moved = run_advice(caught.value, "sx.jvp(f, (x,), (direction,))", names)
+        assert float(moved) == 6.0
 
 
 def test_a_shared_variable_has_one_tangent() -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.strategies import assert_equal_values
 from tests.transforms.examples import XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
@@ -133,8 +134,13 @@ def test_lazy_models_materialize_and_new_ones_stack() -> None:
 
 
 def test_an_abstract_model_is_refused() -> None:
-    with pytest.raises(AbstractValueError, match=r"\.m\.factor"):
-        sx.vmap(lambda m, x: m.factor * x, in_axes=(None, 0))(sx.eval_shape(Scale), XS)
+    model = sx.eval_shape(Scale)
+    run = sx.vmap(lambda m, x: m.factor * x, in_axes=(None, 0))
+    with pytest.raises(AbstractValueError, match=r"\.m\.factor") as caught:
+        run(model, XS)
+    names = {"sx": sx, "model": model, "state": sx.state(Scale())}
+    run_advice(caught.value, "sx.update(model, state)", names)
+    assert_equal_values(run(model, XS), run(Scale(), XS))
 
 
 # --- how it is called ---

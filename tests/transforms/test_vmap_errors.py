@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 from tests.strategies import assert_same_model
 from tests.transforms.examples import SHARED, XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
@@ -171,9 +172,20 @@ def test_error_suggests_state_axes(value: Any, message: str) -> None:
 
 def test_lanes_cannot_write_differing_values_to_self() -> None:
     model = Scale()
-    with pytest.raises(SharedWriteError, match=r"Param at \.factor of what sx\.vmap was bound to"):
+    with pytest.raises(SharedWriteError, match=r"at \.factor of what sx\.vmap was bo") as caught:
         sx.vmap(model.grow)(XS)
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+    class Sum(sx.Module):
+        def __init__(self) -> None:
+            self.total = sx.Variable(jnp.zeros(len(XS)))
+
+        def __call__(self, x: Any) -> None:
+            self.total += x.sum()
+
+    names = {"sx": sx, "module": Sum(), "x": XS}
+    run_advice(caught.value, "sx.vmap(lambda module, x: module(x))(module, x)", names)
+    assert names["module"].total.value.tolist() == jnp.sum(XS, 1).tolist()
 
 
 def test_unmapped_result_cannot_differ_between_lanes() -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
@@ -312,8 +313,20 @@ def test_reverse_mode_of_while_loop_suggests_alternatives() -> None:
     def loss(m: Scale) -> Any:
         return sx.while_loop(lambda x: x < 9, lambda x: x + m.factor.sum(), 0.0)
 
-    with pytest.raises(DifferentiationError, match=r"sx\.bounded_while_loop"):
+    with pytest.raises(DifferentiationError, match=r"sx\.bounded_while_loop") as caught:
         sx.grad(loss)(model)
+
+    def bounded(m: Scale) -> Any:
+        names = {"sx": sx, "x": 0.0, "condition": lambda x: x < 9}
+        names["body"] = lambda x: x + m.factor.sum()
+        return run_advice(
+            caught.value,
+            "sx.bounded_while_loop(condition, body, x, max_steps=100, differentiable='recompute')",
+            names,
+        ).final
+
+    steps = np.ceil(9 / np.asarray(model.factor.value).sum())
+    np.testing.assert_array_equal(sx.grad(bounded)(model)["factor"], [steps, steps])
     _, pullback = sx.vjp(loss, model)
     with pytest.raises(DifferentiationError, match=r"sx\.fori_loop with Python integers"):
         pullback(1.0)

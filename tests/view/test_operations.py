@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, Mesh
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.view.operations import module_operations, operations
@@ -164,8 +165,17 @@ def test_the_table_shows_operations_on_request(auto_mesh: Mesh) -> None:
 
 def test_what_cannot_be_counted_is_refused() -> None:
     model = Tower(sx.Rngs(0))
-    with pytest.raises(sx.errors.OperationsError, match=r"call=lambda"):
-        sx.view.table({"model": model}, inputs=[TOKENS])
+
+    class Holder(sx.Module):
+        def __init__(self) -> None:
+            self.layer = model
+
+    holder = Holder()
+    with pytest.raises(sx.errors.OperationsError, match="cannot be called") as caught:
+        sx.view.table(holder, inputs=[TOKENS])
+    code = "sx.view.table(model, inputs=(x,), call=lambda model, x: model.layer(x))"
+    table = run_advice(caught.value, code, {"sx": sx, "model": holder, "x": TOKENS})
+    assert table.modules[0].flops == sx.view.table(model, inputs=[TOKENS]).modules[0].flops
     mesh = AbstractMesh((2,), ("model",))
     with pytest.raises(sx.errors.OperationsError, match=r"\.embed\.embedding has no devices"):
         sx.view.table(model, mesh=mesh, inputs=[TOKENS])

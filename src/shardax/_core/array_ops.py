@@ -268,8 +268,8 @@ class ArrayLike:
         if isinstance(value, jax.ShapeDtypeStruct):
             raise AbstractValueError(
                 f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it "
-                f"has a shape but no numbers. Materialise the model first, for instance with "
-                f"sx.shard(model, mesh, rules) or by restoring a checkpoint."
+                f"has a shape but no numbers. Use the model that this one was made from; or give "
+                f"it numbers, sx.update(model, state), or restore a checkpoint into it."
             )
         return value
 

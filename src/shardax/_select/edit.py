@@ -56,15 +56,25 @@ def check_count(child: places.Place, items: Sequence[Any], content: Any, removab
     if len(items) == 1 or (not items and removable):
         return
     where, kind = format_path(child.path), class_of(content).__name__
+    is_called = callable(child.content)
     if items:
+        way_out = (
+            "Let one thing do both: .apply(lambda old: sx.nn.Sequential(old, new))"
+            if is_called
+            else "Set one value in place of both: .set(value)"
+        )
         raise places.SelectionError(
             f"Nothing can be inserted beside {where}: it is part of a {kind}, not an item of a "
-            f"list or tuple. Nothing was changed. Let one thing do both: "
-            f".apply(lambda old: sx.nn.Sequential(old, new))."
+            f"list or tuple. Nothing was changed. {way_out}."
         )
+    way_out = (
+        "Set something that does nothing: .set(sx.nn.Sequential())"
+        if is_called
+        else "Set another value: .set(value)"
+    )
     raise places.SelectionError(
         f"{where} cannot be removed: it is part of a {kind}, which has a fixed number of parts. "
-        f"Nothing was changed. Set something that does nothing: .set(sx.nn.Sequential())."
+        f"Nothing was changed. {way_out}."
     )
 
 

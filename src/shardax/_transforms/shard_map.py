@@ -155,8 +155,8 @@ class ManualRegion(NamedTuple):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise AbstractValueError(
                 f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): a shape "
-                "without numbers. Materialise the model first (sx.shard(model, mesh, rules)), or "
-                "use sx.eval_shape."
+                "without numbers. Give the model numbers first, sx.update(model, state), or "
+                "restore a checkpoint into it; or look at shapes only with sx.eval_shape."
             )
         if not isinstance(leaf, engine.ARRAY_OR_NUMBER):
             raise errors.ArgumentError(
@@ -231,7 +231,8 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
         if scope_mesh.empty:
             raise errors.NoMeshError(
                 "sx.shard_map needs a mesh, but none was given and none is in scope: "
-                "sx.shard_map(f, mesh=mesh, ...), or with jax.set_mesh(mesh): ..."
+                "sx.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs), or "
+                "with jax.set_mesh(mesh): ..."
             )
         found = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
@@ -565,8 +566,8 @@ class _ShardMapCall(MappedCall):
                 raise errors.SharedWriteError(
                     f"The new RngState {place} is of a stream that in_specs splits, so it differs "
                     f"between shards over the mesh axes {over}, and a new object has one. Give the "
-                    "Rngs that it keeps the spec P(), sx.StateSharding([(sx.RngState, P()), ...]) "
-                    "in in_specs, or make the object outside."
+                    "Rngs that it keeps the spec P() in in_specs, sx.StateSharding([(sx.RngState, "
+                    "P()), (..., spec)]), or make the object outside."
                 )
             raise errors.SharedWriteError(
                 f"The new {name} {place} has the spec {spec} (that of the Module it was attached "

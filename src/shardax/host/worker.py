@@ -578,8 +578,8 @@ def remote(
     if not (executor is None or isinstance(executor, Worker)):
         if given:
             raise errors.WorkerConfigError(
-                f"{', '.join(given)} of sx.host.remote({name_of(f)}) is for sx.host.Worker only, "
-                f"and the executor is a {type(executor).__name__}. Give that its own option, such "
+                f"{', '.join(given)} of the remote {name_of(f)} is for sx.host.Worker only, and "
+                f"the executor is a {type(executor).__name__}. Give that its own option, such "
                 f"as client.get_executor(retries=2) of dask.distributed."
             )
         if not callable(getattr(executor, "submit", None)):

@@ -71,8 +71,8 @@ def _checked(edit: str, selection: Any) -> Selection:
     if isinstance(selection, Selection):
         return selection
     raise SelectionError(
-        f"{edit} takes a selection, and not a {type(selection).__name__}: "
-        f"sx.surgery.{edit}(sx.select(model).at_instances_of(sx.nn.Linear), ...)."
+        f"{edit} takes a selection, and not a {type(selection).__name__}. Select first what to "
+        f"edit: sx.select(model).at_instances_of(sx.nn.Linear)."
     )
 
 

@@ -181,7 +181,7 @@ def _to_store(
     if absent:
         raise AbstractValueError(
             f"Cannot save {len(absent)} arrays that are only shapes: {', '.join(absent[:8])}. "
-            f"Materialise the model first (sx.shard, or restore a checkpoint into it)."
+            f"Give them numbers first, sx.update(model, state), or restore a checkpoint into it."
         )
     leaves: dict[int, list[Any]] = {}
     arrays: list[ModelArray] = []

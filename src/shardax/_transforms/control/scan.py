@@ -478,7 +478,7 @@ def _check_axes(in_axes: Any, out_axes: Any) -> bool:
             raise CarryError(
                 f"{name} of sx.scan has sx.Carry inside {inside[0]!r}. A whole argument is "
                 f"carried; to carry some Variables of a Module, use "
-                f"sx.StateAxes({{filter: sx.Carry, ...}})."
+                f"sx.StateAxes({{filter: sx.Carry, ...: None}})."
             )
         carried[name] = len(below) < len(top)
     if carried["in_axes"] != carried["out_axes"]:

@@ -458,8 +458,9 @@ def _fresh_paths(context: engine.RunContext, effects: engine.Effects) -> list[Pa
 _LOST = (
     "A gradient is asked for {name}, which a function made by sx.custom_vjp uses but whose rule "
     "gives none: it would be lost. Make it differentiable (pass it as an argument, outside "
-    "nondiff_argnums, with wrt=... or sx.DiffState(argnum, filter) choosing it) and let bwd return "
-    "its gradient, or None; or cut it before the call with jax.lax.stop_gradient."
+    "nondiff_argnums, with wrt=... or nondiff_argnums=sx.DiffState(argnum, filter) choosing it) "
+    "and let bwd return its gradient, or None; or cut it before the call with "
+    "jax.lax.stop_gradient."
 )
 _LOST_IN_PART = (
     "A gradient is asked for {name}, which a function made by sx.custom_vjp gets twice: in a "

@@ -50,9 +50,9 @@ def explained_reverse_mode() -> Iterator[None]:
         raise DifferentiationError(
             "What is differentiated goes through a while loop, which has no reverse-mode "
             "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
-            "sx.bounded_while_loop(..., max_steps=100, differentiable='recompute'); if the number "
-            "of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the gradient "
-            "shall not go through it, jax.lax.stop_gradient."
+            "sx.bounded_while_loop(condition, body, x, max_steps=100, differentiable='recompute'); "
+            "if the number of steps is known, use sx.fori_loop with Python integers, or sx.scan; "
+            "if the gradient shall not go through it, jax.lax.stop_gradient."
         ) from error
 
 
@@ -278,7 +278,7 @@ class DiffArgument:
             raise TangentError(
                 f"There is a {tangents.noun} for {format_path(item.where)}, which the filter does "
                 f"not choose to be differentiated. Leave it out, or choose it: "
-                f"sx.DiffState({self.position}, filter)."
+                f"nondiff_argnums=sx.DiffState({self.position}, filter)."
             )
         if item.is_variable:
             value = given.value if isinstance(given, Variable) else given
@@ -297,7 +297,7 @@ class DiffArgument:
                 raise TangentError(
                     f"There is a {tangents.noun} for {where}{format_path(path)}, which the "
                     f"filter does not choose to be differentiated. Leave it out, or choose it: "
-                    f"sx.DiffState({self.position}, filter)."
+                    f"nondiff_argnums=sx.DiffState({self.position}, filter)."
                 )
         try:
             values = merged_values([given], list(known))
@@ -393,7 +393,7 @@ def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
     if len(set(positions)) != len(positions):
         raise DifferentiationError(
             f"argnums names an argument twice: {[*numbers]}. Join the filters instead: "
-            f"sx.DiffState({numbers[0]}, (sx.Param, ...))."
+            f"sx.DiffState({numbers[0]}, (filter, other_filter))."
         )
 
 

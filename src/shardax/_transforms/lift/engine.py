@@ -94,8 +94,9 @@ def absent_error(paths: Sequence[Path]) -> AbstractValueError:
     """Returns the error of Variables without values."""
     shown = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
     return AbstractValueError(
-        f"{len(paths)} Variables hold only shapes, not arrays: {shown}. Materialise the model "
-        f"first (sx.shard, or restore a checkpoint), or look at shapes only with sx.eval_shape."
+        f"{len(paths)} Variables hold only shapes, not arrays: {shown}. Give them numbers "
+        f"first, sx.update(model, state), or restore a checkpoint into the model; or look at "
+        f"shapes only with sx.eval_shape."
     )
 
 

@@ -548,7 +548,7 @@ def check_automatic(in_axes: str, batch: Any, axis_size: int | None) -> Batch:
     if batch is None:
         raise PrefixError(
             "in_axes='auto' finds arrays by the size of the batch: sx.vmap(f, in_axes='auto', "
-            "batch=8), or batch=sx.Batch(8, where={...}) with declarations."
+            "batch=8), or batch=sx.Batch(8, where={filter: 0}) with declarations."
         )
     batch = batch if isinstance(batch, Batch) else Batch(batch)
     if axis_size not in (None, batch.size):

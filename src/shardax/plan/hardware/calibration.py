@@ -59,7 +59,9 @@ def calibrate_cpu(
     """
     present = jax.devices("cpu")
     count = len(present) if devices is None else devices
-    if not 1 <= count <= len(present):
+    if count < 1:
+        raise PlanInputError(f"devices={count}, but what is measured is at least one CPU device.")
+    if count > len(present):
         raise PlanInputError(
             f"This process has {len(present)} CPU devices, not {count}. Before anything else: "
             f"sx.configure(devices={count})."
