@@ -61,6 +61,15 @@ DEAR |= {
     ),
 }
 DEAR |= {
+    f"tests/train/test_pipeline_stages.py::{test}": (
+        "compiles every stage, forwards and backwards, for several schedules and meshes"
+    )
+    for test in (
+        "test_stages_may_scan_rematerialize_or_have_experts",
+        "test_streams_state_and_sown_values_ignore_the_mesh",
+    )
+}
+DEAR |= {
     f"docs/{page}.md::code": "a page is one test, and this one searches layouts or trains a model"
     for page in ("demo", "generate", "parallelism", "plan", "plan-cases")
 }

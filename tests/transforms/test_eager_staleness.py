@@ -45,6 +45,14 @@ class SlotsBelow(Slots):
     """An object whose base class has slots."""
 
 
+class SlotsRenamed(Slots):
+    """An object with a property in place of an attribute of its base class."""
+
+    @property
+    def scale(self) -> float:
+        return 2.0
+
+
 class FloatWithUnit(float):
     """A number with an attribute."""
 
@@ -301,3 +309,10 @@ def test_slots_of_a_static_argument_are_compared() -> None:
     for options.scale in (1.0, 2.0, 1.0):
         results.append(float(step(1.0, options)))
     assert results == [1.0, 2.0, 1.0]
+
+
+def test_unset_slots_behind_properties_are_ignored() -> None:
+    options = SlotsRenamed()
+    step = sx.jit(lambda x, options: x * options.scale, static_argnames="options")
+    assert float(step(1.0, options)) == 2.0
+    assert float(sx.cond(TRUE, lambda x: x * options.scale, same, 1.0)) == 2.0

@@ -21,6 +21,7 @@ rebound to the name is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import enum
 import functools
@@ -713,8 +714,9 @@ def attributes_of(value: Any) -> dict[str, Any]:
     for base in type(value).__mro__:
         if "__slots__" in vars(base):
             for name, slot in vars(base).items():
-                if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
-                    attributes[name] = slot.__get__(value)
+                if isinstance(slot, types.MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # it was never set
+                        attributes[name] = slot.__get__(value)
     return attributes
 
 
