@@ -29,6 +29,7 @@ from shardax.errors import (
     NoMeshError,
     PartitionCheckError,
     ReadOnlyCopyError,
+    TraceLeakError,
 )
 from shardax.models.decoder import DECODER_RULES, Decoder, DecoderConfig
 
@@ -471,3 +472,15 @@ def test_a_read_only_copy_cannot_be_sharded(auto_mesh: Mesh) -> None:
 
     with pytest.raises(ReadOnlyCopyError, match=r"\.embed"):
         inside(Tower())
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_a_captured_model_in_plain_transforms_is_refused(transform: Any, auto_mesh: Mesh) -> None:
+    model = Tower()
+
+    def inside(x: Any) -> Any:
+        sx.shard(model, auto_mesh, RULES)
+        return x
+
+    error = unchanged(model, lambda: transform(inside)(jnp.ones(2)), TraceLeakError)
+    assert "Cannot write to the" in str(error) and ".embed" in str(error)
