@@ -6,10 +6,10 @@ Variables it made infinite or NaN. Elements that were so before (a mask of ``-in
 of a schedule that starts at infinity) do not count. The host reads the flags a step late, so that
 the devices never wait for it, but before anything is saved, evaluated or logged.
 
-A step stops the run if it spoils a value, or if its loss is not finite and nothing in the
-optimizer's transformation (``optax.apply_if_finite``) left it out. Steps are skipped in the
-compiled step, by what is known before the update: that needs all gradients at once, so it costs
-memory, and is done only where it is asked for.
+A step stops the run if it spoils a value, or if its loss is not finite. With
+``optax.apply_if_finite``, which leaves such steps out by itself, only spoiled values count.
+Steps are skipped in the compiled step, by what is known before the update: that needs all gradients
+at once, so it costs memory, and is done only where it is asked for.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import flatten_mapping
 from shardax._core.variable import Variable
-from shardax.train.optimizer import Optimizer, laid_out_as
+from shardax.train.optimizer import Optimizer, laid_out_as, trained_variables
 from shardax.train.step_numbers import gradient_norm
 
 _PARTS = ("model", "optimizer", "ema")
-_FIRST = 3  # flags that are not of a Variable: loss, skipped, left out by the transformation
+_FIRST = 2  # flags that are not of a Variable: loss, skipped
 
 
 # --- In the compiled step ---
@@ -61,11 +61,9 @@ def step_flags(
     if skip:
         _undo(old, skipped)
     spoiled = [
-        _spoils(value, variable._here()._value)
-        for _, variable, value in old
-        if _is_inexact(value)
+        _spoils(value, variable._here()._value) for _, variable, value in old if _is_inexact(value)
     ]
-    flags = jnp.stack([bad_loss, skipped, _left_out(optimizer), *bad_gradients, *spoiled])
+    flags = jnp.stack([bad_loss, skipped, *bad_gradients, *spoiled])
     if mesh is not None and set(mesh.axis_types) == {AxisType.Auto}:  # every process reads it
         flags = jax.lax.with_sharding_constraint(flags, NamedSharding(mesh, PartitionSpec()))
     return flags
@@ -73,7 +71,7 @@ def step_flags(
 
 def _by_path(optimizer: Optimizer, gradients: Any) -> list[Any]:
     """Returns gradients in the order of the optimizer's Variables."""
-    paths = [path for path, _ in optimizer.trained_variables()]
+    paths = [path for path, _ in trained_variables(optimizer)]
     if not isinstance(gradients, Mapping):
         return [gradients]
     by_path = flatten_mapping(gradients, dict.fromkeys(paths))
@@ -111,15 +109,12 @@ def _is_inexact(value: Any) -> bool:
     return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(value))
 
 
-def _left_out(optimizer: Optimizer) -> jax.Array:
-    """Whether ``optax.apply_if_finite`` has left out the latest gradients."""
-    state = {path: variable for path, variable in iter_variables(optimizer.opt_state)}
-    answers = [
-        ~variable.value
-        for path, variable in state.items()
-        if path[-1:] == ("last_finite",) and (*path[:-1], "notfinite_count") in state
-    ]
-    return jnp.any(jnp.stack(answers)) if answers else jnp.zeros((), bool)
+def _leaves_out_steps(optimizer: Optimizer) -> bool:
+    """Whether ``optax.apply_if_finite`` is in the optimizer's transformation."""
+    paths = {path for path, _ in iter_variables(optimizer.opt_state)}
+    return any(
+        path[-1:] == ("last_finite",) and (*path[:-1], "notfinite_count") in paths for path in paths
+    )
 
 
 # --- On the host ---
@@ -129,12 +124,13 @@ class FiniteCheck:
     """Reads the flags of a run's steps, and says why it may not go on."""
 
     def __init__(self, trained: Sequence[Any], limit: int, saved: Any) -> None:
-        self._gradients = [f"model{format_path(p)}" for p, _ in trained[1].trained_variables()]
+        self._gradients = [f"model{format_path(p)}" for p, _ in trained_variables(trained[1])]
         self._values = [
             f"{_PARTS[int(path[0])]}{format_path(path[1:])}"
             for path, variable in iter_variables(tuple(trained))
             if _is_inexact(variable._here()._value)
         ]
+        self._is_guarded = _leaves_out_steps(trained[1])
         self._limit = limit
         self._unread: collections.deque[tuple[int, Any, Any]] = collections.deque()
         self.skipped, self._in_a_row = saved or (0, 0)
@@ -160,7 +156,7 @@ class FiniteCheck:
         return ""
 
     def _judge(self, step: int, loss: float, flags: np.ndarray) -> str:
-        bad_loss, skipped, left_out = flags[:_FIRST]
+        bad_loss, skipped = flags[:_FIRST]
         gradients, spoiled = np.split(flags[_FIRST:], [len(self._gradients)])
         causes = _listed("The gradients of", self._gradients, gradients, "are not finite.")
         causes += _listed("Values of", self._values, spoiled, "are no longer finite.")
@@ -168,19 +164,19 @@ class FiniteCheck:
         if skipped:
             self.skipped += 1
             if self._in_a_row <= self._limit:
-                self.notes.append(f"step {step} was skipped: its loss is {loss}.{causes}")
+                self.notes.append(f"step {step} was skipped: its loss is {loss:.6g}.{causes}")
                 return ""
             return (
-                f"The loss at step {step} is {loss}.{causes} {self._in_a_row} steps in a row were "
-                f"skipped, and max_skipped_steps={self._limit} of TrainerSettings allows no more."
+                f"The loss at step {step} is {loss:.6g}.{causes} {self._in_a_row} steps in a row "
+                f"were skipped; TrainerSettings has max_skipped_steps={self._limit}."
             )
-        if not spoiled.any() and (left_out or not bad_loss):
+        if not spoiled.any() and (self._is_guarded or not bad_loss):
             return ""
         what = "" if bad_loss and not math.isfinite(loss) else ", but not all of the step is finite"
         leave_out = (
             "" if self._limit else " TrainerSettings(..., max_skipped_steps=10) skips such steps."
         )
-        return f"The loss at step {step} is {loss}{what}.{causes}{leave_out}"
+        return f"The loss at step {step} is {loss:.6g}{what}.{causes}{leave_out}"
 
 
 def _listed(title: str, names: Sequence[str], are_bad: np.ndarray, end: str) -> str:

@@ -47,6 +47,7 @@ from shardax.train.checkpoint_format import check_fit, contents_of, stored_array
 from shardax.train.data import prefetch, sources
 from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainerError
+from shardax.train.finite import FiniteCheck, current_values, step_flags
 from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
 from shardax.train.log import Trackers, check_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer, gradient_layout
@@ -77,6 +78,9 @@ class TrainerSettings:
             gradients of devices once, as ``data_parallel_value_and_grad`` does. They are left split
             as the optimizer's state is. Empty: the compiler sums them.
         reduce_dtype: ``"bfloat16"`` to send gradients so along ``reduce_over``.
+        max_skipped_steps: How many steps in a row may be skipped because loss or gradients are not
+            finite; 0: the first one stops the run. A skipped step changes neither parameters
+            nor the optimizer's state; the log counts them as ``skipped_steps``.
         check_replicas_every: Steps between comparisons, by checksum, of the copies of arrays that
             several processes hold; 0: only before the first step.
         peak_flops: Operations per second of a device at its peak, for ``mfu`` in the log; by
@@ -98,13 +102,14 @@ class TrainerSettings:
     grad_accumulation: int = 1
     reduce_over: tuple[str, ...] = ()
     reduce_dtype: str | None = None
+    max_skipped_steps: int = 0
     check_replicas_every: int = 0
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        least: dict[str, int] = dict.fromkeys(
-            ("eval_every", "checkpoint_every", "check_replicas_every"), 0
-        )
+        at_zero = dict.fromkeys(("eval_every", "checkpoint_every"), "; 0: only at the end")
+        at_zero["check_replicas_every"] = "; 0: only at the start"
+        at_zero["max_skipped_steps"] = "; 0: the first step that is not finite stops the run"
         peak = self.peak_flops
         if peak is not None and not (isinstance(peak, int | float) and peak > 0):
             raise TrainerError(
@@ -118,12 +123,11 @@ class TrainerSettings:
             )
         others = ("peak_flops", "reduce_over", "reduce_dtype")
         for name, value in vars(self).items():
-            if name not in others and (type(value) is not int or value < least.get(name, 1)):
-                hint = "; 0: only at the end" if name in least else ""
-                hint = "; 0: only at the start" if name == "check_replicas_every" else hint
+            least = 0 if name in at_zero else 1
+            if name not in others and (type(value) is not int or value < least):
                 raise TrainerError(
                     f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
-                    f"{least.get(name, 1)}{hint}."
+                    f"{least}{at_zero.get(name, '')}."
                 )
 
 
@@ -313,11 +317,13 @@ class Trainer:
                 **given,
             )
 
+        skip = self.settings.max_skipped_steps > 0
         scopes = contextlib.nullcontext if self.profile is None else module_scopes
 
         def train_step(*args: Any) -> Any:
             model, optimizer, *averages, batch = args
             with prefetch.in_device_memory(args[:-1]), scopes(model):
+                old = current_values(args[:-1])
                 (value, metrics), gradients = gradient(model, batch)
                 count = optimizer.step.value
                 with jax.named_scope("optimizer"):
@@ -327,6 +333,9 @@ class Trainer:
                 numbers = {name: jnp.mean(each) for name, each in metrics.items()}
                 numbers["grad_norm"] = step_numbers.gradient_norm(gradients)
                 numbers |= step_numbers.learning_rate_of(optimizer, count)
+                numbers["not_finite"] = step_flags(
+                    optimizer, old, value, gradients, skip=skip, mesh=self.mesh
+                )
             return value, numbers
 
         donated = tuple(range(len(self.trained)))
@@ -448,8 +457,9 @@ class Trainer:
 
         Raises:
             TrainerError: What ``check`` refuses; if another process trains in the directory, or
-                the directory is removed or moved; if the loss is not finite (it is looked at before
-                every checkpoint and log record); or if the batches end too early.
+                the directory is removed or moved; if the loss or what is trained is no longer
+                finite and more steps would be skipped than ``max_skipped_steps``; or if the
+                batches end too early.
             CheckpointDamagedError: If no checkpoint to go on from is good, or the last is not and
                 ``fallback`` is False.
             CheckpointWriteError: If a checkpoint cannot be written.
@@ -497,7 +507,12 @@ class Trainer:
                     explain_retraces(file=False) as retraces,
                 ):
                     first = max(start.step, 0)
-                    run = _Run(checkpoints, log, source, shown, stop, retraces, first, start.step)
+                    extra = {} if start.description is None else start.description["extra"]
+                    limit = self.settings.max_skipped_steps
+                    finite = FiniteCheck(self.trained, limit, extra.get("skipped_steps"))
+                    run = _Run(
+                        checkpoints, log, source, shown, stop, retraces, finite, first, start.step
+                    )
                     self._loop(run)
                     return self._finish(run)
 
@@ -547,6 +562,7 @@ class Trainer:
                 )
             self._step(run, batch)
             run.known = {"loss": run.pending, **run.numbers}
+            _require_finite(run, behind=1)
             recorded = run.step % settings.log_every == 0 or run.step == settings.steps
             if recorded:
                 loss, speeds = float(run.pending), run.throughput.numbers()
@@ -557,9 +573,12 @@ class Trainer:
                 if callbacks.given:
                     known = from_main(known, "the numbers of a step")
                 run.known = {"loss": loss, **known}
+                problem = run.finite.problem()
+                if settings.max_skipped_steps:
+                    run.known["skipped_steps"] = run.finite.skipped
                 run.log.write(step=run.step, **run.known)
                 run.shown.step(run.step, loss, throughput_text(speeds))
-                _require_finite(run)
+                _require_finite(run, problem)
             else:
                 run.shown.step(run.step, None, None)
             with run.throughput.paused():
@@ -567,6 +586,7 @@ class Trainer:
                 if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
                     agreement.compare_copies(self, f"after step {run.step}")
                 if _due(run.step, settings.eval_every) and run.step < settings.steps:
+                    _require_finite(run)
                     self._evaluate_and_record(run)
                 if _due(run.step, settings.checkpoint_every) or callbacks.saving:
                     self._save(run)
@@ -579,6 +599,7 @@ class Trainer:
         number, is_first = run.step + 1, run.pending is None
         with contextlib.nullcontext() if self.profile is None else self.profile.step(number):
             run.pending, run.numbers = self.train_step(*self.trained, batch)
+        run.finite.add(number, run.pending, run.numbers.pop("not_finite"))
         run.step = number
         run.throughput.count(batch, run.pending)
         if self.profile is not None and self.profile.ends(number, run.pending):
@@ -731,6 +752,8 @@ class Trainer:
         self.folder.check()
         position = sources.saved_position(self.batches, run.source.state())
         extra = {"data": position, "settings": self.run_settings}
+        if self.settings.max_skipped_steps:
+            extra["skipped_steps"] = run.finite.state()
         if self.callbacks.given:
             extra["callbacks"] = self.callbacks.states()
         run.checkpoints.pinned = self.callbacks.pinned()
@@ -772,6 +795,7 @@ class _Run:
     shown: Any
     stop: StopRequest
     retraces: list[Retrace]  # that were not looked at yet
+    finite: FiniteCheck
     step: int
     saved: int  # the last step of which there is a checkpoint, or -1
     pending: Any = None  # the loss of the last step, still on its devices
@@ -782,13 +806,16 @@ class _Run:
     told: set[str] = field(default_factory=set)  # which steps were said to be compiled again
 
 
-def _require_finite(run: _Run) -> None:
-    """Raises if the last loss is not finite."""
-    # So that no checkpoint is saved after it.
-    if run.pending is not None and not math.isfinite(loss := float(run.pending)):
+def _require_finite(run: _Run, problem: str = "", *, behind: int = 0) -> None:
+    """Raises if a step was not finite; tells of those that were skipped."""
+    problem = problem or run.finite.problem(behind)
+    for note in run.finite.notes:
+        run.shown.note(note)
+    run.finite.notes.clear()
+    if problem:
         raise TrainerError(
-            f"The loss at step {run.step} is {loss}. Lower the learning rate or clip the "
-            "gradients; jax.config.update('jax_debug_nans', True) finds the operation. "
+            f"{problem} Lower the learning rate or clip the gradients; "
+            "jax.config.update('jax_debug_nans', True) finds the operation. "
             f"{_last_saved(run)} What went wrong may have begun a step before a checkpoint: "
             f"Checkpoints({str(run.checkpoints.directory)!r}).rewind(step) goes back further."
         )
