@@ -246,6 +246,7 @@ class Trainer:
         self.optimizer = optimizer
         self.loss = loss
         self.batches = sources.adapted(batches, resumable)
+        self.resumable = resumable
         self.held_out = held_out
         self.settings = settings
         self.directory = Path(directory)
@@ -389,7 +390,8 @@ class Trainer:
             start = self._find_start(fallback=fallback, override=override, sizes_only=True)
             if start.description is not None:
                 position = self.batches.state()
-                sources.go_to(self.batches, start.description["extra"]["data"])
+                saved = start.description["extra"]["data"]
+                sources.go_to(self.batches, saved, resumable=self.resumable)
                 self.batches.restore(position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
@@ -490,8 +492,7 @@ class Trainer:
                     shown.note(note)
                 if start.description is None and self.log_path.exists():
                     shown.note("There is no checkpoint to go on from: starting again at step 0.")
-                self._place(start)
-                if start.description is not None and not sources.is_resumable(self.batches):
+                if not self._place(start):
                     shown.note("The batches have no position to go on from: they start anew.")
                 places = self._train_shardings()
                 if several:
@@ -513,6 +514,10 @@ class Trainer:
                     run = _Run(
                         checkpoints, log, source, shown, stop, retraces, finite, first, start.step
                     )
+                    if extra.get("evaluated"):
+                        run.evaluated = run.step
+                    elif extra.get("evaluated") is False and first < self.settings.steps:
+                        self._evaluate_what_is_due(run)
                     self._loop(run)
                     return self._finish(run)
 
@@ -585,7 +590,7 @@ class Trainer:
                 callbacks.fire("step", run.step, run.known, recorded)
                 if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
                     agreement.compare_copies(self, f"after step {run.step}")
-                if _due(run.step, settings.eval_every) and run.step < settings.steps:
+                if _due(run.step, settings.eval_every):
                     _require_finite(run)
                     self._evaluate_and_record(run)
                 if _due(run.step, settings.checkpoint_every) or callbacks.saving:
@@ -643,17 +648,13 @@ class Trainer:
         elif self.callbacks.stopping and run.step < self.settings.steps:
             run.shown.note(f"stopped by a callback; saved at step {run.step}")
         # What a finished run has already measured is neither measured nor logged twice.
-        logged: dict[str, Any] = {}
-        for record in read_jsonl(self.log_path) if distributed.is_main() else ():
-            if record.get("step") == run.step:
-                logged.update(record)
-        logged = from_main(logged, "the end of the log")
+        logged = self._logged(run)
         loss = float(logged.get("loss", math.nan) if run.pending is None else run.pending)
         if run.step >= self.settings.steps or (self.callbacks.stopping and not stop):
             eval_loss = logged.get("eval_loss")
             if eval_loss is None:
                 eval_loss = self._evaluate_and_record(run)
-            elif not run.known:  # what is logged past the checkpoint, callbacks do not know yet
+            elif run.evaluated != run.step:  # logged past the checkpoint
                 numbers = {k: v for k, v in logged.items() if k.startswith("eval_")}
                 self.callbacks.fire("eval", run.step, numbers)
         run.checkpoints.pinned = self.callbacks.pinned(ended=True)
@@ -662,6 +663,28 @@ class Trainer:
         self.folder.check()
         path = run.checkpoints.path(run.step)
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
+
+    def _logged(self, run: _Run) -> dict[str, Any]:
+        """Returns what the log has of the run's step."""
+        logged: dict[str, Any] = {}
+        for record in read_jsonl(self.log_path) if distributed.is_main() else ():
+            if record.get("step") == run.step:
+                logged.update(record)
+        return from_main(logged, "the end of the log")
+
+    def _evaluate_what_is_due(self, run: _Run) -> None:
+        """Evaluates the step of a checkpoint that was saved without its evaluation."""
+        # The run before ended or was stopped there, and may have logged it since. The checkpoint
+        # is there already, so none is saved for BestCheckpoint.
+        if self.held_out is None or not _due(run.step, self.settings.eval_every):
+            return
+        numbers = {k: v for k, v in self._logged(run).items() if k.startswith("eval_")}
+        if not numbers:
+            self._evaluate_and_record(run)
+        else:
+            run.evaluated = run.step
+            self.callbacks.fire("eval", run.step, numbers)
+        run.checkpoints.pinned = self.callbacks.pinned()
 
     def evaluate(self) -> float:
         """Returns the mean held-out loss per target.
@@ -716,6 +739,7 @@ class Trainer:
             return None
         run.log.write(step=run.step, **numbers)
         run.known = {**run.known, **numbers}
+        run.evaluated = run.step
         self._tell_retraces(run)
         self.callbacks.fire("eval", run.step, numbers)
         more = [f"  {name[5:]} {each:.4f}" for name, each in numbers.items()][1:]
@@ -734,24 +758,25 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
 
-    def _place(self, start: _Start) -> None:
-        """Places model and optimizer, from a checkpoint or fresh."""
+    def _place(self, start: _Start) -> bool:
+        """Places model and optimizer; returns False if only the data starts anew."""
         if start.description is not None:
             extra = restore_verified(
                 self.trained, start.path, start.description, self.mesh, self.rules, self.where
             )
-            sources.go_to(self.batches, extra["data"])
             self.callbacks.begin(extra.get("callbacks"))
-            return
+            return sources.go_to(self.batches, extra["data"], resumable=self.resumable)
         self.callbacks.begin(None)
         if self.mesh is not None:
             shard(self.trained, self.mesh, self.rules, **self.where)
+        return True
 
     def _save(self, run: _Run) -> None:
         _require_finite(run)
         self.folder.check()
         position = sources.saved_position(self.batches, run.source.state())
         extra = {"data": position, "settings": self.run_settings}
+        extra["evaluated"] = run.evaluated == run.step
         if self.settings.max_skipped_steps:
             extra["skipped_steps"] = run.finite.state()
         if self.callbacks.given:
@@ -798,6 +823,7 @@ class _Run:
     finite: FiniteCheck
     step: int
     saved: int  # the last step of which there is a checkpoint, or -1
+    evaluated: int = -1  # the last step of which callbacks know the evaluation
     pending: Any = None  # the loss of the last step, still on its devices
     numbers: Any = field(default_factory=dict)  # what else that step found, also on devices
     known: dict[str, Any] = field(default_factory=dict)  # all numbers of that step
