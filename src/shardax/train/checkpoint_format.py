@@ -63,8 +63,8 @@ class StoredArray(NamedTuple):
     key: str | None  # implementation of the random keys that it holds
 
 
-class Slot(NamedTuple):
-    """Entry of a dict or list that holds plain arrays, itself or in immutable pytrees."""
+class ArraySlot(NamedTuple):
+    """Entry of a dict or list, with plain arrays in it."""
 
     container: Any
     key: Any
@@ -91,7 +91,7 @@ class Contents(NamedTuple):
     objects: Any  # the tree with None in place of positions, Variables in place of arrays
     arrays: list[ModelArray]
     positions: dict[str, Any]  # by the text of their paths
-    slots: list[Slot]
+    slots: list[ArraySlot]
 
 
 def contents_of(tree: Any, *, restoring: bool = False) -> Contents:
@@ -113,9 +113,9 @@ class _Walk:
     def __init__(self, restoring: bool) -> None:
         self.restoring = restoring
         self.positions: dict[str, Any] = {}
-        self.slots: list[Slot] = []
+        self.slots: list[ArraySlot] = []
 
-    def without_positions(self, tree: Any, path: Path, slot: Slot | None) -> Any:
+    def without_positions(self, tree: Any, path: Path, slot: ArraySlot | None) -> Any:
         """Returns the tree with None for positions and Variables for arrays."""
         handler = handler_of(tree)
         if tree is None or isinstance(tree, Object):
@@ -130,7 +130,7 @@ class _Walk:
             has_slots = handler in (LIST, DICT) or not (path or self.restoring)
             pairs = []
             for key, item in handler.children(tree):
-                own = Slot(tree, key, []) if has_slots else slot
+                own = ArraySlot(tree, key, []) if has_slots else slot
                 pairs.append((key, self.without_positions(item, (*path, key), own)))
                 if has_slots and own is not None and own.variables:
                     self.slots.append(own)
@@ -150,7 +150,7 @@ class _Walk:
             "texts into extra=."
         )
 
-    def _variable_of(self, array: Any, path: Path, slot: Slot | None) -> Variable[Any]:
+    def _variable_of(self, array: Any, path: Path, slot: ArraySlot | None) -> Variable[Any]:
         if slot is None:
             place = f"The array at {format_path(path)}" if path else "The tree"
             how = (
@@ -173,7 +173,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_taken_apart(value: Any) -> bool:
-    """Whether what is in a value is not of the slot that holds it."""
+    """Whether a value is taken apart by itself."""
     return isinstance(value, Object) or handler_of(value) in (LIST, DICT) or _is_stateful(value)
 
 

@@ -47,8 +47,8 @@ from shardax.train.checkpoint_format import check_fit, contents_of, stored_array
 from shardax.train.data import prefetch, sources
 from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainerError
-from shardax.train.finite import FiniteCheck, current_values, step_flags
 from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
+from shardax.train.gradients.finite import FiniteCheck, current_values, step_flags
 from shardax.train.log import Trackers, check_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer, gradient_layout
 from shardax.train.progress import SilentProgress, StopRequest, TrainingProgress
@@ -107,9 +107,12 @@ class TrainerSettings:
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        at_zero = dict.fromkeys(("eval_every", "checkpoint_every"), "; 0: only at the end")
-        at_zero["check_replicas_every"] = "; 0: only at the start"
-        at_zero["max_skipped_steps"] = "; 0: the first step that is not finite stops the run"
+        at_zero = {
+            "eval_every": "; 0: only at the end",
+            "checkpoint_every": "; 0: only at the end",
+            "check_replicas_every": "; 0: only at the start",
+            "max_skipped_steps": "; 0: the first step that is not finite stops the run",
+        }
         peak = self.peak_flops
         if peak is not None and not (isinstance(peak, int | float) and peak > 0):
             raise TrainerError(
@@ -833,7 +836,7 @@ class _Run:
 
 
 def _require_finite(run: _Run, problem: str = "", *, behind: int = 0) -> None:
-    """Raises if a step was not finite; tells of those that were skipped."""
+    """Raises if a step was not finite; tells of skipped ones."""
     problem = problem or run.finite.problem(behind)
     for note in run.finite.notes:
         run.shown.note(note)

@@ -151,11 +151,8 @@ def saved_position(source: Any, state: Any) -> Any:
 
 
 def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
-    """Restores what ``saved_position`` gave; returns whether the data goes on from there.
-
-    Batches without a position start anew, and so do others after a run without one, if
-    ``resumable`` is False. Else the latter is a DataPositionError.
-    """
+    """Restores a saved position; returns False if the data starts anew."""
+    # After a run without a position, other batches start anew only if that is asked for.
     if not is_resumable(source):
         return False
     kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
@@ -182,8 +179,8 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
             return False
         raise DataPositionError(
             "The run was trained with resumable=False, on batches without a position, so there is "
-            f"none from which a {type(source).__name__} could go on. To start these batches anew: "
-            "Trainer(..., resumable=False)."
+            f"none from which a {type(getattr(source, 'source', source)).__name__} could go on. "
+            "To start these batches anew: Trainer(..., resumable=False)."
         )
     state = decoded(saved["state"]) if kind == "encoded" else saved
     try:

@@ -39,7 +39,7 @@ _FIRST = 2  # flags that are not of a Variable: loss, skipped
 
 
 def current_values(trained: Any) -> list[tuple[Path, Variable[Any], Any]]:
-    """Returns path, Variable and present value of all that a step may change."""
+    """Returns path, Variable and value of what a step may change."""
     return [(path, variable, variable._here()._value) for path, variable in iter_variables(trained)]
 
 
@@ -52,7 +52,7 @@ def step_flags(
     skip: bool,
     mesh: Mesh | None,
 ) -> jax.Array:
-    """Returns the flags of a step; undoes it if it is to be skipped."""
+    """Returns a step's flags; undoes it if it is skipped."""
     bad_gradients = [
         ~jnp.isfinite(gradient_norm(gradient)) for gradient in _by_path(optimizer, gradients)
     ]
@@ -121,12 +121,13 @@ def _leaves_out_steps(optimizer: Optimizer) -> bool:
 
 
 class FiniteCheck:
-    """Reads the flags of a run's steps, and says why it may not go on."""
+    """Steps of a run that are not finite."""
 
     def __init__(self, trained: Sequence[Any], limit: int, saved: Any) -> None:
+        parts: dict[Any, str] = dict(enumerate(_PARTS))
         self._gradients = [f"model{format_path(p)}" for p, _ in trained_variables(trained[1])]
         self._values = [
-            f"{_PARTS[int(path[0])]}{format_path(path[1:])}"
+            f"{parts[path[0]]}{format_path(path[1:])}"
             for path, variable in iter_variables(tuple(trained))
             if _is_inexact(variable._here()._value)
         ]
@@ -137,7 +138,7 @@ class FiniteCheck:
         self.notes: list[str] = []
 
     def state(self) -> list[int]:
-        """Returns what a checkpoint keeps: skipped steps, and those of them in a row."""
+        """Returns the numbers of skipped steps, and of those in a row."""
         return [self.skipped, self._in_a_row]
 
     def add(self, step: int, loss: Any, flags: Any) -> None:
@@ -145,7 +146,8 @@ class FiniteCheck:
         self._unread.append((step, loss, flags))
 
     def problem(self, behind: int = 0) -> str:
-        """Returns why the run may not go on, or nothing; all steps but ``behind`` are read."""
+        """Returns why the run may not go on, or nothing."""
+        # The latest ``behind`` steps are left for later, as they may still be running.
         while len(self._unread) > behind:
             step, loss, device_flags = self._unread.popleft()
             flags = np.asarray(device_flags)
