@@ -2,10 +2,10 @@
 """Saving and restoring models, optimizers and data positions on any mesh.
 
 ``save`` and ``restore`` take a tree: a model, or a tuple such as ``(model, optimizer, batches)``,
-or a dict of such. Besides Modules and Variables it may hold positions: plain dicts of JSON values,
-and objects with ``state()`` and ``restore(state)``. ``restore`` writes into the tree it is given:
-nothing is built, so a lazy model is never initialised, and each array is read straight into the
-shards that it is to have.
+or a dict of such. Besides Modules, Variables and arrays it may hold positions: plain dicts of JSON
+values, and objects with ``state()`` and ``restore(state)``. ``restore`` writes into the
+tree it is given: nothing is built, so a lazy model is never initialised, and each array is read
+straight into the shards that it is to have.
 
 ``Checkpoints`` is a folder of them, one per step: it saves in the background, keeps the last few,
 and knows the latest that is complete.
@@ -134,7 +134,7 @@ def restore_verified(
     cast: bool = False,
 ) -> Any:
     """Reads a checkpoint whose files have been checked; returns its ``extra``."""
-    contents, positions = contents_of(tree), description["positions"]
+    contents, positions = contents_of(tree, restoring=True), description["positions"]
     stored = stored_arrays(description)
     check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
     shardings = None
@@ -156,6 +156,8 @@ def restore_verified(
     for variable in {id(own.variable): own.variable for own in contents.arrays}.values():
         treedef = jax.tree.structure(variable._here()._value)
         variable.value = treedef.unflatten(leaves[id(variable)])
+    for slot in contents.slots:
+        slot.write()
     return description["extra"]
 
 

@@ -318,6 +318,11 @@ def _step_of(transformation: Any, update: Any) -> Any:
     return step
 
 
+def trained_variables(optimizer: Optimizer) -> list[tuple[Path, Variable[Any]]]:
+    """Returns path and Variable of what an optimizer trains, in its order."""
+    return optimizer._chosen()
+
+
 def gradient_layout(optimizer: Optimizer, places: State) -> State:
     """Returns shardings for gradients, those of the state that follows each parameter."""
     chosen = optimizer._chosen()

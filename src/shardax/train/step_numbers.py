@@ -20,7 +20,7 @@ from shardax.train.metrics import Metric, target_weights, update_from_batch
 from shardax.train.speed import THROUGHPUTS
 
 _OWN = ("step", "loss", "grad_norm", "learning_rate", "memory")
-_OWN += ("mfu", *THROUGHPUTS, "checkpoint_seconds")
+_OWN += ("mfu", *THROUGHPUTS, "checkpoint_seconds", "skipped_steps")
 
 
 # --- Numbers of a training step ---
