@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax import partition as part
@@ -309,5 +310,8 @@ def test_param_of_a_box_trains() -> None:
 
 def test_param_of_nested_boxes_is_refused() -> None:
     nested = part.Partitioned(part.Partitioned(jnp.ones(2), (None,)), (None,))
-    with pytest.raises(sx.errors.BoxError, match="another box"):
+    with pytest.raises(sx.errors.BoxError, match="another box") as caught:
         sx.Param(nested)
+    names = {"sx": sx, "box": nested, "rest": ("model",)}
+    param = run_advice(caught.value, "sx.Param(sx.unbox(box), axes=...)", names)
+    assert param.axes == ("model",) and param.value.tolist() == [1, 1]

@@ -114,7 +114,7 @@ def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, so
 
 
 def _out_of_box(kind: type[Variable[Any]], axes: Any, value: Any) -> tuple[Any, Metadata | None]:
-    """The value in a box, and the box's metadata; what is no box stays."""
+    """The value in a box and its metadata; others as they are."""
     contents = handler_of(value).contents
     if contents is None or kind._holds_boxes:
         return value, None
@@ -684,6 +684,7 @@ class ArrayAttribute(Variable[T]):
     """Hidden Variable behind an array in an attribute."""
 
     _kind = "array"  # the class is ours alone
+    _holds_boxes = True  # an attribute is what was assigned to it
 
     # Plain arrays have no identity; this gives the place one, so that arrays in attributes are
     # read, written, lifted and saved exactly as Variables are.

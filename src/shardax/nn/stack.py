@@ -234,14 +234,14 @@ class Stack(Module):
             return
         for axis in mesh_axes_of(rules.spec((self.axis_name,))[0]):
             if mesh.shape.get(axis, 1) > 1:
-                yield (
-                    "gathered-stack",
+                text = (
                     f"the rules lay the {self.length} layers of this Stack, {self.axis_name!r}, "
                     f"over the mesh axis {axis!r}, and they run without microbatches: no pipeline, "
                     "and each device gathers all of them at every call. Run and check it in a "
                     f"`with sx.parallel(microbatches={mesh.shape[axis]}): ...`, or take "
-                    f"{self.axis_name!r} out of the rules.",
+                    f"{self.axis_name!r} out of the rules."
                 )
+                yield "gathered-stack", text
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers one after the other; outside of transforms, compiled.

@@ -281,7 +281,7 @@ def is_box(value: Any) -> bool:
 
 
 def standard_box(box: Any) -> AxisMetadata[Any]:
-    """A box, or for one of another library that of the same names."""
+    """The box itself, or the standard one of a foreign box's names."""
     if isinstance(box, AxisMetadata):
         return box
     names = getattr(box, "names", None)
@@ -301,7 +301,7 @@ def value_in(box: Any) -> Any:
 
 
 def _contents(box: Any) -> tuple[Any, Metadata]:
-    """The value of a box, and the metadata of a Variable of it."""
+    """The value of a box, and a Variable's metadata from it."""
     standard = standard_box(box)
     value = value_in(standard)
     if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
