@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +45,7 @@ def test_rules_of_activations_are_not_warned_of(mesh: Mesh) -> None:
 def test_stack_without_microbatches_is_no_pipeline(mesh: Mesh) -> None:
     rules = [("layers", "model")]
 
-    def stack(**options: int) -> sx.nn.Stack:
+    def stack(**options: Any) -> sx.nn.Stack:
         return sx.nn.Stack(lambda: sx.nn.Linear(4, 4, rngs=sx.Rngs(0)), 4, **options)
 
     model = {"blocks": stack()}

@@ -136,8 +136,8 @@ class Decoder(Transformer):
 
     Its parameters are lazy: building it runs no JAX operation, and ``sx.shard(model, mesh,
     DECODER_RULES)`` makes them where they belong. It runs on meshes with Auto and with Explicit
-    axes. Where rules in scope map ``batch`` or ``seq``, activations between layers are constrained to the
-    layout of ``("batch", "seq", "embed")``.
+    axes. Where rules in scope map ``batch`` or ``seq``, activations between layers are constrained
+    to the layout of ``("batch", "seq", "embed")``.
 
     Args:
         config: Sizes and dtypes.

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
-from shardax._core.graph.handlers import axes_of, is_whole
+from shardax._core.graph.handlers import axes_of, is_box, is_whole
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import EMPTY, MAPPED_AXES, Metadata
 from shardax._core.init.lazy import LazyValue
@@ -43,7 +43,6 @@ from shardax._transforms.lift.prefix import alias_paths
 from shardax.partition.boxes.boxes import (
     BOX_ENTRY,
     AxisMetadata,
-    is_box,
     layout_of_variable,
     standard_box,
     value_in,

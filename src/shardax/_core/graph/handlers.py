@@ -194,6 +194,26 @@ def is_node(value: Any) -> bool:
     return value is not None and not jax.tree_util.all_leaves((value,))
 
 
+_BOX_METHODS = ("unbox", "replace_boxed")
+_BOX_NAMES = ("get_partition_spec", "names", "add_axis")
+
+
+def has_box_methods(value: Any) -> bool:
+    """Whether a value is a box by its methods."""
+    # Here and not above: it is asked about every type, also where there are no boxes.
+    kind = type(value)
+    return (
+        not isinstance(value, (Object, type))
+        and all(callable(getattr(kind, name, None)) for name in _BOX_METHODS)
+        and any(hasattr(value, name) for name in _BOX_NAMES)
+    )
+
+
+def is_node_with_box_methods(value: Any) -> bool:
+    """Whether a box by its methods is a pytree node."""
+    return has_box_methods(value) and is_node(value)
+
+
 def _is_changeable_node(value: Any) -> bool:
     if not is_node(value):
         return False
@@ -362,6 +382,11 @@ def is_whole(value: Any) -> bool:
     """Whether an inventory has a value as one entry; for ``is_leaf=``."""
     handler = handler_of(value)
     return handler.is_object or handler.whole or handler.axes(value) is not None
+
+
+def is_box(value: Any) -> bool:
+    """Whether a value is a box, of this library or another."""
+    return handler_of(value).contents is not None
 
 
 def children_in_model(value: Any) -> Pairs:

@@ -34,9 +34,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
+from shardax._core.graph.handlers import is_box as is_box
 from shardax._core.graph.static import PARTITION_NAME, Metadata, Static, check_axes
 from shardax._core.init.lazy import announce
-from shardax._core.object import Object
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
@@ -261,25 +261,6 @@ def _register(cls: type[Any]) -> None:
     _registered.add(cls)
 
 
-_PROTOCOL = ("unbox", "replace_boxed")
-_NAMING = ("get_partition_spec", "names", "add_axis")
-
-
-def _follows_protocol(value: Any) -> bool:
-    """Whether a value is a box of another library."""
-    kind = type(value)
-    return (
-        not isinstance(value, (AxisMetadata, Object, type))
-        and all(callable(getattr(kind, name, None)) for name in _PROTOCOL)
-        and any(hasattr(value, name) for name in _NAMING)
-    )
-
-
-def is_box(value: Any) -> bool:
-    """Whether a value is a box, of this library or another."""
-    return handlers.handler_of(value).contents is not None
-
-
 def standard_box(box: Any) -> AxisMetadata[Any]:
     """The box itself, or the standard one of a foreign box's names."""
     if isinstance(box, AxisMetadata):
@@ -321,17 +302,17 @@ def _contents(box: Any) -> tuple[Any, Metadata]:
 
 # Children and structure are JAX's: a class may be registered with it in a way of its own.
 _BOX = dataclasses.replace(handlers.NODE, name="box", whole=True, contents=_contents)
-handlers.register(AxisMetadata, _BOX)
 handlers.register(
     object,
     dataclasses.replace(handlers.LEAF, name="unregistered box", whole=True, contents=_contents),
-    where=_follows_protocol,
+    where=handlers.has_box_methods,
 )
 handlers.register(
     object,
     dataclasses.replace(_BOX, name="box of another library"),
-    where=lambda value: _follows_protocol(value) and handlers.is_node(value),
+    where=handlers.is_node_with_box_methods,
 )
+handlers.register(AxisMetadata, _BOX)
 
 
 def _same_leaf(first: Any, second: Any) -> bool:
