@@ -75,20 +75,26 @@ def contents_of(tree: Any) -> Contents:
     """Takes a tree apart, or raises CheckpointValueError."""
     positions: dict[str, Any] = {}
     objects = _without_positions(tree, (), positions)
+    return Contents(objects, arrays_of(objects), positions)
+
+
+def arrays_of(objects: Any) -> list[ModelArray]:
+    """Returns the arrays of a tree without positions, in order."""
     arrays = []
     for path, variable in iter_variables(objects, Not(Intermediate)):  # those are of one call
         value = resolve(variable, local.frame)._value
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             text = format_path(path) + jax.tree_util.keystr(keys)
             arrays.append(ModelArray(text, variable, leaf))
-    return Contents(objects, arrays, positions)
+    return arrays
 
 
 def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
     """Returns the tree with None in place of positions, and collects these."""
     if isinstance(tree, Object):
         return tree
-    if _is_stateful(tree) or (handler_of(tree) is DICT and not any(_parts(tree))):
+    # Counted: a part itself may be an array, which is false where it is zero.
+    if _is_stateful(tree) or (handler_of(tree) is DICT and not any(True for _ in _parts(tree))):
         positions[format_path(path)] = tree
         return None
     handler = handler_of(tree)
@@ -113,7 +119,7 @@ def _is_stateful(value: Any) -> bool:
 def _parts(value: Any) -> Iterator[Any]:
     """Yields the objects, arrays and stateful things in plain containers."""
     handler = handler_of(value)
-    if handler in PLAIN:
+    if handler in PLAIN or (handler.stores_items and has_parts(value)):
         for _, item in handler.children(value):
             yield from _parts(item)
     elif isinstance(value, (Object, jax.Array, np.ndarray)) or _is_stateful(value):
