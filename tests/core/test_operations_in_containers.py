@@ -132,8 +132,9 @@ def loss(tree: Any, scale: Any = 1.0) -> Any:
 def test_wrt_chooses_by_filter(container: str) -> None:
     tree = tree_of(container)
     for kind, number, shape in ((sx.Param, 3.0, (4, 8)), (sx.BatchStat, 5.0, (2,))):
-        for options in ({"wrt": kind}, {"argnums": sx.DiffState(0, kind)}):
-            value, gradient = sx.value_and_grad(loss, **options)(tree)
+        by_argument = sx.value_and_grad(loss, argnums=sx.DiffState(0, kind))
+        for differentiated in (sx.value_and_grad(loss, wrt=kind), by_argument):
+            value, gradient = differentiated(tree)
             (leaf,) = jax.tree.leaves(gradient)
             np.testing.assert_array_equal(leaf, np.full(shape, number))
             assert float(value) == 3 * 32 + 5 * 4
