@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,14 +44,18 @@ class Data:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Struct:
-    """What ``flax.struct.dataclass`` makes: frozen, with a field that is no child."""
+    """A frozen dataclass with a field that is no child."""
 
     weight: Any
     mean: Any
     name: str = dataclasses.field(default="layer", metadata={"static": True})
 
-    def replace(self, **changes: Any) -> Struct:
-        return dataclasses.replace(self, **changes)
+
+@flax.struct.dataclass
+class FlaxStruct:
+    weight: Any
+    mean: Any
+    name: str = flax.struct.field(pytree_node=False, default="layer")
 
 
 class Node:
@@ -82,6 +87,7 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, ...]]] = {
     "tuple": (lambda w, m: (w, m), (0,)),
     "dataclass": (Data, ("weight",)),
     "struct": (Struct, ("weight",)),
+    "flax struct": (FlaxStruct, ("weight",)),
     "named tuple": (Named, (0,)),
     "node": (Node, (0,)),
     "keyed node": (KeyedNode, ("weight",)),
