@@ -32,6 +32,7 @@ from shardax.train import errors
 from shardax.train.checkpoint_format import (
     Contents,
     ModelArray,
+    arrays_of,
     check_fit,
     contents_of,
     describe,
@@ -141,8 +142,9 @@ def restore_verified(
     if mesh is None and not any(value is not None for value in where.values()):
         shardings = _present_layout(contents)
     if shardings is None:  # as ``shard`` would place it
-        copy = contents_of(abstract(contents.objects, mesh, rules, **where))
-        shardings = [array.value.sharding for array in copy.arrays]
+        copy = abstract(contents.objects, mesh, rules, **where)
+        copies = arrays_of(_in_order_of(contents.objects, copy))
+        shardings = [array.value.sharding for array in copies]
     arrays = storage.read_arrays(
         place,
         [stored[array.path] for array in contents.arrays],
@@ -214,6 +216,16 @@ def _present_layout(contents: Contents) -> list[Any] | None:
     # One tree is on one mesh: what has no place yet goes where the rest is.
     replicated = NamedSharding(known.mesh, PartitionSpec())
     return [replicated if item is None else item for item in present]
+
+
+def _in_order_of(tree: Any, copy: Any) -> Any:
+    """Returns a copy with dicts in the order of the original."""
+    # JAX sorts them where it rebuilds a dict.
+    if isinstance(tree, dict):
+        return {key: _in_order_of(value, copy[key]) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(_in_order_of(*pair) for pair in zip(tree, copy, strict=True))
+    return copy
 
 
 def _restore_positions(contents: Contents, saved: Any) -> None:

@@ -98,13 +98,18 @@ def contents_of(tree: Any, *, restoring: bool = False) -> Contents:
     """Takes a tree apart, or raises CheckpointValueError."""
     walk = _Walk(restoring)
     objects = walk.without_positions(tree, (), None)
+    return Contents(objects, arrays_of(objects), walk.positions, walk.slots)
+
+
+def arrays_of(objects: Any) -> list[ModelArray]:
+    """Returns the arrays of a tree without positions, in order."""
     arrays = []
     for path, variable in iter_variables(objects, Not(Intermediate)):  # those are of one call
         value = resolve(variable, local.frame)._value
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             text = format_path(path) + jax.tree_util.keystr(keys)
             arrays.append(ModelArray(text, variable, leaf))
-    return Contents(objects, arrays, walk.positions, walk.slots)
+    return arrays
 
 
 class _Walk:
