@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_variables
-from shardax._core.state.state import flatten_mapping
+from shardax._core.state.state import by_paths_of
 from shardax._core.variable import Variable
 from shardax.train.optimizer import Optimizer, laid_out_as, trained_variables
 from shardax.train.step_numbers import gradient_norm
@@ -72,9 +72,7 @@ def step_flags(
 def _by_path(optimizer: Optimizer, gradients: Any) -> list[Any]:
     """Returns gradients in the order of the optimizer's Variables."""
     paths = [path for path, _ in trained_variables(optimizer)]
-    if not isinstance(gradients, Mapping):
-        return [gradients]
-    by_path = flatten_mapping(gradients, dict.fromkeys(paths))
+    by_path = by_paths_of(gradients, paths)
     return [by_path[path] for path in paths]
 
 
