@@ -24,7 +24,6 @@ from signal import Signals
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardax import distributed
@@ -73,7 +72,8 @@ class TrainerSettings:
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         keep_checkpoints: How many checkpoints to keep.
         grad_accumulation: Parts into which each batch is split to save memory; the update is that
-            of the whole batch.
+            of the whole batch: parts are weighted by the targets that a ``mask`` in the batch and
+            the ignore index -100 leave.
         reduce_over: Data axes of the mesh, the slowest link first, over which each step sums the
             gradients of devices once, as ``data_parallel_value_and_grad`` does. They are left split
             as the optimizer's state is. Empty: the compiler sums them.
@@ -312,7 +312,7 @@ class Trainer:
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
         """Compiled step: ``train_step(*trained, batch)`` returns (loss, numbers)."""
-        loss, parts = step_numbers.with_metrics(self.loss), self.settings.grad_accumulation
+        loss, parts = step_numbers.with_counts(self.loss), self.settings.grad_accumulation
         given: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt}
         gradient = accumulated_value_and_grad(loss, parts, **given)
         if self.settings.reduce_over:
@@ -333,13 +333,13 @@ class Trainer:
             model, optimizer, *averages, batch = args
             with prefetch.in_device_memory(args[:-1]), scopes(model):
                 old = current_values(args[:-1])
-                (value, metrics), gradients = gradient(model, batch)
+                (value, (metrics, counts)), gradients = gradient(model, batch)
                 count = optimizer.step.value
                 with jax.named_scope("optimizer"):
                     optimizer.update(gradients)
                     for ema in averages:
                         ema.update(model)
-                numbers = {name: jnp.mean(each) for name, each in metrics.items()}
+                numbers = step_numbers.means_of_parts(metrics, counts)
                 numbers["grad_norm"] = step_numbers.gradient_norm(gradients)
                 numbers |= step_numbers.learning_rate_of(optimizer, count)
                 numbers["not_finite"] = step_flags(
