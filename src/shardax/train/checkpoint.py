@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ShardaxError
 from shardax._core.graph.views import named_sharding
+from shardax._transforms.jit.error_context import deleted_error, is_deleted
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
@@ -53,6 +54,7 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
         CheckpointValueError: If the tree holds something that cannot be saved.
         CheckpointWriteError: If it cannot be written.
         AbstractValueError: If the tree holds values that are only shapes.
+        DonationError: If the tree holds arrays that were donated or deleted.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, shardax as sx
@@ -199,6 +201,8 @@ def _to_store(
             f"Cannot save inside a compiled function: {', '.join(traced[:4])} have no numbers "
             "while it is traced. Save outside."
         )
+    if deleted := [array.path for array in arrays if is_deleted(array.value)]:
+        raise deleted_error(deleted)
     numbers = {
         array.path: jax.random.key_data(array.value) if array.is_key else jnp.asarray(array.value)
         for array in arrays
@@ -321,6 +325,7 @@ class Checkpoints:
             CheckpointValueError: If the step is no number or the tree holds something that cannot
                 be saved.
             CheckpointWriteError: If writing failed, this checkpoint or the one before.
+            DonationError: If the tree holds arrays that were donated or deleted.
         """
         if type(step) is not int or step < 0:
             raise errors.CheckpointValueError(

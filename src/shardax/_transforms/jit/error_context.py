@@ -93,13 +93,9 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
     absent = [path for path, v in pairs if v.is_abstract]
     if absent and isinstance(error, TypeError):
         raise absent_error(absent) from error
-    gone = [path for path, v in pairs if any(map(_is_deleted, jax.tree.leaves(v._value)))]
+    gone = [path for path, v in pairs if any(map(is_deleted, jax.tree.leaves(v._value)))]
     if gone and ("delete" in str(error) or "donate" in str(error)):
-        raise DonationError(
-            f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A "
-            "donated array may be used only once; if two models share arrays, as one that was "
-            "merged from the state of the other, copy one of them first: sx.clone(model)."
-        ) from error
+        raise deleted_error([format_path(path) for path in gone]) from error
     if program.donated_leaves and "donate" in str(error):
         owners: dict[int, list[Path]] = {}
         for path, variable in pairs:
@@ -112,6 +108,15 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
                 f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
                 "jnp.copy(v)."
             ) from error
+
+
+def deleted_error(names: Sequence[str]) -> DonationError:
+    """Makes the error of Variables whose arrays are gone."""
+    return DonationError(
+        f"{len(names)} Variables hold arrays that were donated or deleted: {_first_of(names)}. A "
+        "donated array may be used only once; if two models share arrays, as one that was "
+        "merged from the state of the other, copy one of them first: sx.clone(model)."
+    )
 
 
 def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
@@ -136,10 +141,14 @@ def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
         ) from error
 
 
-def _is_deleted(leaf: Any) -> bool:
+def is_deleted(leaf: Any) -> bool:
+    """Whether an array was donated or deleted."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    shown = ", ".join(format_path(path) for path in paths[:8])
-    return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+    return _first_of([format_path(path) for path in paths])
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
