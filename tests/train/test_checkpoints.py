@@ -255,3 +255,15 @@ def test_refused_writes_leave_nothing_behind(
     checkpoints.save(1, make_weight())
     checkpoints.close()
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_files_named_by_numbers_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "99999999").write_text("notes")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, make_weight())
+        checkpoints.save(2, make_weight())
+    assert (checkpoints.all_steps(), checkpoints.latest()) == ([2], 2)
+    weight = sx.Param(jnp.zeros(3))
+    checkpoints.restore(weight)
+    assert weight.value.tolist() == [1, 1, 1]
+    assert (tmp_path / "99999999").read_text() == "notes"

@@ -256,3 +256,15 @@ def test_a_closed_log_refuses_to_write(path: Path):
 def test_reading_a_missing_log_raises_file_not_found(path: Path):
     with pytest.raises(FileNotFoundError):
         read_jsonl(path)
+
+
+@pytest.mark.parametrize("depth", [600, 900, 100_000])
+def test_deeply_nested_records_are_refused(path: Path, depth: int):
+    path.write_text('{"step":1}\n' + '{"a":' * depth + "1" + "}" * depth + "\n")
+    with pytest.raises(LogError, match=r"Line 2 of .* is no JSON object|nested more deeply"):
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(500)
+        try:
+            read_jsonl(path)
+        finally:
+            sys.setrecursionlimit(limit)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.transforms.examples import Box, Scale, values
 from tests.values import with_values
 
@@ -442,3 +443,50 @@ def test_writes_follow_models_between_meshes() -> None:
     for number, (call, mesh) in enumerate(zip(calls * 2, meshes * 2, strict=True)):
         np.testing.assert_allclose(call(model, x), expected + number, rtol=1e-5)
         assert model.bias.sharding.mesh == model.kernel.sharding.mesh == mesh
+
+
+# --- plain products over Explicit mesh axes ---
+
+
+class _Plain(sx.Module):
+    def __init__(self) -> None:
+        self.wi = sx.Param(jnp.ones((16, 8)), axes=("embed", "mlp"))
+        self.wo = sx.Param(jnp.ones((8, 16)), axes=("mlp", "embed"))
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.wi @ self.wo
+
+
+@pytest.mark.parametrize("form", ["model", "list", "gradient"])
+def test_ambiguous_products_name_params_and_rules(form: str) -> None:
+    rules, model = {"batch": "data", "mlp": "model"}, _Plain()
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    sx.shard(model, mesh, rules)
+    x = np.ones((8, 16), np.float32)
+    step, argument, path = {
+        "model": (sx.jit(lambda model, x: model(x)), model, r"\.model\.wi"),
+        "list": (sx.jit(lambda models, x: models[0](x)), [model], r"\.models\[0\]\.wi"),
+        "gradient": (
+            sx.jit(lambda model, x: sx.grad(lambda model: model(x).sum())(model)),
+            model,
+            r"\.model\.wi",
+        ),
+    }[form]
+    message = rf"(?s){path}, a Param: dimension 1 over 'model', by a rule \('mlp', 'model'\)"
+    with jax.set_mesh(mesh), pytest.raises(Exception, match=message) as refused:
+        step(argument, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert type(refused.value).__name__ == "ShardingTypeError"
+    assert "'embed'" not in str(refused.value)
+    # Both remedies.
+    hidden = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "model")))
+    with jax.set_mesh(mesh):
+        names = {"jnp": jnp, "x": hidden, "w": model.wo.value, "spec": P("data")}
+        product = run_advice(refused.value, "jnp.dot(x, w, out_sharding=spec)", names)
+    np.testing.assert_array_equal(product, np.full((8, 16), 8.0))
+    make = "jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)"
+    auto = run_advice(refused.value, make, {"jax": jax})
+    sx.shard(model, auto, rules)
+    with jax.set_mesh(auto):
+        np.testing.assert_array_equal(
+            sx.jit(lambda model: model(x))(model), np.full((8, 16), 16.0 * 8)
+        )

@@ -187,7 +187,7 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
 def _beside(
     option: str, value: NamedArray, names: tuple[Any, ...], sizes: Mapping[Any, int]
 ) -> NamedArray:
-    """Returns an option with a positional dimension for each name that is drawn along."""
+    """Returns an option with a positional dimension per drawn name."""
     wrong = [name for name in value.dims if name is None or sizes.get(name) != value.axes[name]]
     if wrong:
         raise base.NamedAxesError(

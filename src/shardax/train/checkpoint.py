@@ -293,8 +293,11 @@ class Checkpoints:
         """Returns the steps of all checkpoints, also of damaged ones."""
         if not self.directory.is_dir():
             return []
-        names = (item.name for item in self.directory.iterdir())
-        return sorted(int(name) for name in names if name.isdecimal() and name.isascii())
+        return sorted(
+            int(item.name)
+            for item in self.directory.iterdir()
+            if item.name.isdecimal() and item.name.isascii() and item.is_dir()
+        )
 
     def latest(self) -> int | None:
         """Returns the step of the last complete checkpoint, or None."""

@@ -72,7 +72,7 @@ def with_counts(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def means_of_parts(metrics: Mapping[str, jax.Array], counts: jax.Array) -> dict[str, jax.Array]:
-    """Means of metrics of the parts of a batch, weighted by their targets."""
+    """Means of metrics over parts, weighted by their targets."""
     weights = relative_weights(counts)
     return {name: jnp.mean(weighted(parts, weights)) for name, parts in metrics.items()}
 
