@@ -430,12 +430,13 @@ def test_named_layers_are_adapted_and_merged(
     assert [type(part).__name__ for part in adapted.layers] == ["LoRA", "LoRA"]
     x = sx.named.random(jax.random.normal, jax.random.key(3), {**inputs, **batch, "row": 3})
     first, kernel = adapted.layers[0], layer.kernel
+    axes = kernel.axes or ()
     plain, names = layer(x), tuple(layer(x).axes)
     np.testing.assert_array_equal(first(x).unwrap(*names), plain.unwrap(*names))
     first.b.value = jax.random.normal(jax.random.key(4), first.b.shape)
     count, end = len(batch), len(batch) + len(inputs)
-    assert first.a.axes == (*kernel.axes[:end], None)
-    assert first.b.axes == (*kernel.axes[:count], None, *kernel.axes[end:])
+    assert first.a.axes == (*axes[:end], None)
+    assert first.b.axes == (*axes[:count], None, *axes[end:])
     lead = kernel.shape[:count]
     a = np.asarray(first.a.value).reshape(*lead, -1, 2)
     b = np.asarray(first.b.value).reshape(*lead, 2, -1)

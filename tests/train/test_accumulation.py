@@ -276,7 +276,9 @@ def test_state_that_changes_dtype_is_refused_by_path() -> None:
 def masked_batch(masks: str, rows: int = 12) -> dict[str, Any]:
     """Rows of tokens of which the first microbatches have few targets, or none."""
     rng = np.random.default_rng(0)
-    batch = {name: rng.integers(0, 8, (rows, 5), dtype=np.int32) for name in ("inputs", "targets")}
+    batch: dict[str, Any] = {
+        name: rng.integers(0, 8, (rows, 5), dtype=np.int32) for name in ("inputs", "targets")
+    }
     lengths = np.resize([0, 1, 4], rows)  # of microbatch i of 3, as its rows are i, i + 3, ...
     mask = np.arange(5) < lengths[:, None]
     if masks in ("ignored", "both"):
@@ -339,11 +341,12 @@ def test_nothing_to_count_is_as_the_whole() -> None:
 
 
 def test_bad_counts_are_refused() -> None:
-    for count, reduce in ((3, "mean"), (len, "sum")):
+    refused: list[tuple[Any, str]] = [(3, "mean"), (len, "sum")]
+    for count, reduce in refused:
         with pytest.raises(AccumulationError, match="means are weighted by a function"):
-            accumulated_value_and_grad(loss, 2, reduce=reduce, count=count)  # type: ignore[arg-type]
+            accumulated_value_and_grad(loss, 2, reduce=reduce, count=count)
     accumulated = accumulated_value_and_grad(loss, 2, count=lambda part: part["x"][:, 0])
-    with pytest.raises(AccumulationError, match=r"count returned float32\[2\]") as refused:
+    with pytest.raises(AccumulationError, match=r"count returned float32\[2\]") as caught:
         accumulated(net(), make_batch(4))
     names = {"microbatch": {"mask": np.ones(3)}}
-    run_advice(refused.value, 'microbatch["mask"].sum()', names)
+    run_advice(caught.value, 'microbatch["mask"].sum()', names)
