@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import re
 import shutil
@@ -126,6 +127,7 @@ def pytest_runtest_logfinish() -> None:
 
 EXAMPLES = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"])
 ROOT = Path(__file__).parent
+SOURCES = ROOT / "src"
 
 
 class Page(pytest.File):
@@ -166,6 +168,11 @@ class PageCode(pytest.Item):
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | None:
     """Collects the pages: ``README.md`` and what is under ``docs/``."""
+    if file_path.suffix == ".py" and SOURCES in file_path.parents and file_path.stem != "__main__":
+        # Doctests would take a module that is not imported yet as a second copy, with own classes.
+        with contextlib.suppress(ImportError):
+            name = ".".join(file_path.relative_to(SOURCES).with_suffix("").parts)
+            importlib.import_module(name.removesuffix(".__init__"))
     in_docs = ROOT / "docs" in file_path.parents and "_build" not in file_path.parts
     is_page = file_path == ROOT / "README.md" or (in_docs and file_path.suffix == ".md")
     if is_page and any(EXAMPLES.parse(file_path).examples()):

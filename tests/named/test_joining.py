@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from tests.named.arrays import (
 
 import shardax as sx
 from shardax import named
+from shardax.errors import NamedAxesError
 from shardax.named import NamedArray, wrap, zeros
 
 # --- making ---
@@ -300,3 +302,48 @@ def test_result_with_the_scanned_axis_is_an_error():
     x = NamedArray(jnp.zeros(3), ("t",))
     with pytest.raises(sx.errors.AxisNamesError, match="'t' more than once"):
         named.scan(lambda c, v: (c, x), "t", 0, x)
+
+
+def test_named_bounds_meet_draws_by_name() -> None:
+    key = jax.random.key(0)
+    low = named.wrap(np.array([[0.0, 10.0, 20.0]], np.float32).T, "b", "c")  # (3, 1)
+    high = sx.Param(named.wrap(np.array([5.0, 6.0], np.float32), "a"))
+    drawn = named.uniform(key, {"b": 3, "a": 2, "c": 1}, minval=low, maxval=high.value + 20)
+    plain = jax.random.uniform(
+        key,
+        (2, 3, 1),
+        minval=np.array([[[0.0], [10.0], [20.0]]]),
+        maxval=np.array([[[25.0]], [[26.0]]]),
+    )
+    np.testing.assert_array_equal(drawn.unwrap("a", "b", "c"), plain)
+    least = named.arange({"a": 2}) * 100
+    integers = named.randint(key, {"b": 3, "a": 2}, least, least + 2).unwrap("a", "b")
+    np.testing.assert_array_equal(
+        integers, jax.random.randint(key, (2, 3), np.array([[0], [100]]), np.array([[2], [102]]))
+    )
+    signs = named.random(
+        jax.random.bernoulli, key, {"a": 2}, p=sx.Param(named.arange({"a": 2}, dtype=float))
+    )
+    assert signs.unwrap("a").tolist() == [False, True]
+
+
+def test_named_bounds_of_several_keys() -> None:
+    keys = named.random_split(jax.random.key(0), {"batch": 2})
+    low = named.wrap(np.array([[0.0, 10.0, 20.0], [100.0, 110.0, 120.0]]), "batch", "b")
+    draw = sx.jit(lambda keys, low: named.uniform(keys, {"b": 3}, minval=low, maxval=low + 1))
+    drawn = draw(keys, low).unwrap("batch", "b")
+    for number, key in enumerate(keys.unwrap("batch")):
+        row = low.unwrap("batch", "b")[number]
+        expected = jax.random.uniform(key, (3,), minval=row, maxval=row + 1)
+        np.testing.assert_array_equal(drawn[number], expected)
+
+
+@pytest.mark.parametrize(
+    "bound", [named.zeros({"other": 2}), named.zeros({"a": 3}), named.wrap(np.zeros(2))]
+)
+def test_bounds_of_other_axes_are_refused(bound: Any) -> None:
+    message = r"minval has the dimensions .*, but numbers are drawn along {'a': 2}"
+    with pytest.raises(NamedAxesError, match=message):
+        named.uniform(jax.random.key(0), {"a": 2}, minval=bound)
+    with pytest.raises(NamedAxesError, match=message):
+        named.randint(jax.random.key(0), {"a": 2}, bound, 3)

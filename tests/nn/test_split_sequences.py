@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tests.advice import run_advice
 from tests.values import with_values
 
@@ -268,3 +270,45 @@ def test_gradient_is_finite_where_everything_is_masked() -> None:
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
     for one, other in zip(jax.tree.leaves(others), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("context", ["all-gather", "ring"])
+def test_sequence_rule_alone_splits_unplaced_tokens(kind: AxisType, context: str) -> None:
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(kind,))
+    config = sx.models.DecoderConfig(
+        vocab_size=8, embed_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8, num_layers=1
+    )
+    tokens = np.random.default_rng(0).integers(0, 8, (1, 512)).astype(np.int32)
+    expected = sx.models.Decoder(config, rngs=sx.Rngs(0))(tokens)
+    rules = [("seq", "context")]
+    with jax.set_mesh(mesh), sx.axis_rules(rules), sx.parallel(context=context):
+        model = sx.shard(sx.models.Decoder(config, rngs=sx.Rngs(0)), mesh, rules)
+        compiled = sx.jit(lambda model, tokens: model(tokens)).lower(model, tokens).compile()
+        result = sx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    assert not re.search(r"f32\[[\d,]*512,512\]", compiled.as_text())
+    assert np.allclose(result, expected, atol=1e-4)
+
+
+def test_sequence_rule_alone_leaves_the_batch_placed() -> None:
+    rules = [("seq", "context")]
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(kind,) * 2)
+        config = sx.models.DecoderConfig(vocab_size=8, num_layers=1)
+        with jax.set_mesh(mesh), sx.axis_rules(rules):
+            model = sx.shard(sx.models.Decoder(config, rngs=sx.Rngs(0)), mesh, rules)
+            tokens = jax.device_put(jnp.zeros((4, 8), int), NamedSharding(mesh, P("data")))
+            hidden = sx.jit(lambda model, tokens: model.layers[0](model.embed(tokens)))
+            assert hidden(model, tokens).sharding.shard_shape((4, 8, 64)) == (2, 4, 64)
+
+
+def test_ring_alone_splits_what_rules_say() -> None:
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Explicit,))
+    layer = sx.nn.MultiHeadAttention(8, num_heads=1, head_dim=8, causal=True, rngs=sx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 256, 8)), jnp.float32)
+    expected = layer(x)
+    with jax.set_mesh(mesh), sx.axis_rules([("seq", "context")]), sx.parallel(context="ring"):
+        sx.shard(layer, mesh)
+        call = sx.jit(lambda layer, x: layer(x))
+        text, result = call.lower(layer, x).compile().as_text(), call(layer, x)
+    assert not re.search(r"f32\[[\d,]*256,256\]", text) and np.allclose(result, expected, atol=1e-5)

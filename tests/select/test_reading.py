@@ -160,7 +160,7 @@ def test_matches_are_found_in_values_of_many_arrays() -> None:
 
 def test_boxed_value_is_selected_by_its_type() -> None:
     model = sx.Module()
-    model.w = sx.Param(sx.Partitioned(jnp.ones(2), names=("x",)))
+    model.w = sx.OptState(sx.Partitioned(jnp.ones(2), names=("x",)))
     found = sx.select(model).at_instances_of(sx.Partitioned)
     assert found.keypaths() == (("w", "value"),) and found.get().names == ("x",)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
@@ -270,3 +271,82 @@ def test_state_that_changes_dtype_is_refused_by_path() -> None:
 
     with pytest.raises(CarryError, match=r"\.calls.*int32.*float32"):
         accumulated_value_and_grad(widens, 2)(net(), make_batch(4))
+
+
+def masked_batch(masks: str, rows: int = 12) -> dict[str, Any]:
+    """Rows of tokens of which the first microbatches have few targets, or none."""
+    rng = np.random.default_rng(0)
+    batch: dict[str, Any] = {
+        name: rng.integers(0, 8, (rows, 5), dtype=np.int32) for name in ("inputs", "targets")
+    }
+    lengths = np.resize([0, 1, 4], rows)  # of microbatch i of 3, as its rows are i, i + 3, ...
+    mask = np.arange(5) < lengths[:, None]
+    if masks in ("ignored", "both"):
+        batch["targets"] = np.where(mask, batch["targets"], -100)
+    if masks in ("mask", "both"):
+        batch["mask"] = mask.astype(np.float32) if masks == "mask" else np.arange(5) < 3
+        batch["mask"] = np.broadcast_to(batch["mask"], (rows, 5))
+    return batch
+
+
+def tagger() -> Any:
+    return with_values(
+        sx.nn.Sequential(sx.nn.Embed(8, 4, rngs=sx.Rngs(0)), sx.nn.Linear(4, 8, rngs=sx.Rngs(1)))
+    )
+
+
+@pytest.mark.parametrize("masks", ["mask", "ignored", "both", "all"])
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_parts_are_weighted_by_their_targets(masks: str, steps: int) -> None:
+    batch = masked_batch(masks)
+    function = sx.models.next_token_loss
+    accumulated = sx.jit(accumulated_value_and_grad(function, steps))
+    value, grads = accumulated(tagger(), batch)
+    whole_value, whole_grads = sx.value_and_grad(function)(tagger(), batch)
+    np.testing.assert_allclose(value, whole_value, rtol=1e-6)
+    for path, gradient in whole_grads.flat().items():
+        np.testing.assert_allclose(grads.flat()[path], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_count_weights_parts_of_own_losses() -> None:
+    def masked(weight: Any, batch: Any) -> Any:  # NaN where the mask leaves nothing
+        return jnp.sum(weight * batch["x"] * batch["loss_mask"]) / jnp.sum(batch["loss_mask"])
+
+    x, kept = np.arange(6, dtype=np.float32), np.array([0, 1, 1, 0, 1, 0], bool)
+    count = lambda part: part["loss_mask"].sum()  # noqa: E731
+    accumulated = accumulated_value_and_grad(masked, 3, count=count)
+    value, gradient = accumulated(sx.Param(jnp.float32(2)), {"x": x, "loss_mask": kept})
+    assert (float(value), float(gradient)) == pytest.approx((2 * 7 / 3, 7 / 3))
+    unweighted = accumulated_value_and_grad(masked, 3)
+    assert np.isnan(unweighted(sx.Param(jnp.float32(2)), {"x": x, "loss_mask": kept})[0])
+
+
+def test_masks_of_inputs_weigh_nothing() -> None:
+    def classify(model: Any, batch: Any) -> Any:
+        weights = batch["mask"][..., None]
+        pooled = (model(batch["inputs"]) * weights).sum(1) / weights.sum(1)
+        return sx.models.cross_entropy(pooled, batch["targets"])
+
+    batch = masked_batch("mask", 6)
+    mask = np.arange(5) < np.array([[1], [2], [3], [4], [5], [2]])
+    batch |= {"targets": batch["targets"][:, 0], "mask": mask.astype(np.int32)}
+    value, _ = accumulated_value_and_grad(classify, 3)(tagger(), batch)
+    np.testing.assert_allclose(value, classify(tagger(), batch), rtol=1e-6)
+
+
+def test_nothing_to_count_is_as_the_whole() -> None:
+    batch = masked_batch("ignored") | {"targets": np.full((12, 5), -100, np.int32)}
+    value, grads = accumulated_value_and_grad(sx.models.next_token_loss, 3)(tagger(), batch)
+    assert float(value) == 0 and not any(x.any() for x in jax.tree.leaves(grads))
+
+
+def test_bad_counts_are_refused() -> None:
+    refused: list[tuple[Any, str]] = [(3, "mean"), (len, "sum")]
+    for count, reduce in refused:
+        with pytest.raises(AccumulationError, match="means are weighted by a function"):
+            accumulated_value_and_grad(loss, 2, reduce=reduce, count=count)
+    accumulated = accumulated_value_and_grad(loss, 2, count=lambda part: part["x"][:, 0])
+    with pytest.raises(AccumulationError, match=r"count returned float32\[2\]") as caught:
+        accumulated(net(), make_batch(4))
+    names = {"microbatch": {"mask": np.ones(3)}}
+    run_advice(caught.value, 'microbatch["mask"].sum()', names)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from tests.train.small_runs import Quiet, eval_batches, make_trainer, state_of
@@ -48,6 +50,7 @@ def test_events_come_in_order_with_the_logged_numbers(tmp_path: Path) -> None:
     trainer.run(display=Quiet())
     step = ["grad_norm", "learning_rate", "loss"]
     last = ["checkpoint_seconds", "grad_norm", "learning_rate", "loss", "tokens_per_second"]
+    evaluated = sorted([*last, "eval_loss"])
     assert [each for each in seen if each[1] < 4] == [
         ("step", 1, step),
         ("step", 2, step),
@@ -55,10 +58,9 @@ def test_events_come_in_order_with_the_logged_numbers(tmp_path: Path) -> None:
         ("step", 3, step),
         ("checkpoint", 3, step),
     ]
-    kinds = ["step", "checkpoint", "eval", "end"]
+    kinds = ["step", "eval", "checkpoint", "end"]
     assert [(kind, metrics) for kind, at, metrics in seen if at == 4] == [
-        (kind, {"eval": ["eval_loss"], "end": sorted([*last, "eval_loss"])}.get(kind, last))
-        for kind in kinds
+        (kind, {"step": last, "eval": ["eval_loss"]}.get(kind, evaluated)) for kind in kinds
     ]
 
 
@@ -156,3 +158,79 @@ def test_training_metric_can_be_watched_for_its_maximum() -> None:
 def test_callbacks_that_cannot_work_are_refused(make: Any, message: str) -> None:
     with pytest.raises(TrainerError, match=message):
         make()
+
+
+class Steps:
+    """Batches of ones with a position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.at += 1
+        return {"x": np.ones((2,), np.float32)}
+
+    def state(self) -> Any:
+        return {"at": self.at}
+
+    def restore(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+class Counter(sx.Module):
+    """A Param that counts steps, as its training loss falls by it."""
+
+    def __init__(self) -> None:
+        self.value = sx.Param(jnp.zeros(()))
+
+
+def run_counter(
+    folder: Path, steps: int, low: int, *, resume: bool = False, eval_every: int = 1
+) -> tuple[int, Any, Any]:
+    """A run whose held-out loss is lowest after ``low`` steps; returns step and states."""
+
+    def loss(model: Counter, batch: Any) -> Any:
+        count = model.value.value
+        return jnp.abs(count - low) if "mask" in batch else -count
+
+    model = Counter()
+    early, best = EarlyStopping("eval_loss", patience=2), BestCheckpoint("eval_loss")
+    trainer = sx.train.Trainer(
+        model,
+        sx.train.Optimizer(model, optax.sgd(1.0)),
+        loss,
+        Steps(),
+        directory=folder,
+        held_out=[{"x": np.ones((2,), np.float32), "mask": np.ones((2,), np.float32)}],
+        callbacks=[early, best],
+        settings=sx.train.TrainerSettings(
+            steps=steps, eval_every=eval_every, checkpoint_every=1, log_every=1
+        ),
+    )
+    result = trainer.run(resume=resume, display=Quiet())
+    return result.step, early.state(), best.state()
+
+
+@pytest.mark.parametrize(
+    ("low", "cut", "eval_every"), [(3, 4, 1), (3, 3, 1), (6, 4, 1), (4, 3, 2), (4, 4, 2)]
+)
+def test_extended_run_stops_as_whole_run_does(
+    tmp_path: Path, low: int, cut: int, eval_every: int
+) -> None:
+    whole = run_counter(tmp_path / "whole", 12, low, eval_every=eval_every)
+    run_counter(tmp_path / "parts", cut, low, eval_every=eval_every)
+    # Resuming a finished run, too, changes nothing that an extension counts.
+    run_counter(tmp_path / "parts", cut, low, eval_every=eval_every, resume=True)
+    parts = run_counter(tmp_path / "parts", 12, low, eval_every=eval_every, resume=True)
+    assert parts == whole
+    steps = sx.train.Checkpoints(tmp_path / "parts" / "checkpoints").steps()
+    assert steps == sx.train.Checkpoints(tmp_path / "whole" / "checkpoints").steps()
+
+
+def test_extension_evaluates_what_its_start_owes(tmp_path: Path) -> None:
+    whole = run_counter(tmp_path / "whole", 12, 3)
+    run_counter(tmp_path / "parts", 1, 3, eval_every=5)
+    assert run_counter(tmp_path / "parts", 12, 3, resume=True) == whole

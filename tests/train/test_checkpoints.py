@@ -13,13 +13,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
+from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import CheckpointExistsError, CheckpointValueError, CheckpointWriteError
+from shardax.errors import (
+    CheckpointExistsError,
+    CheckpointValueError,
+    CheckpointWriteError,
+    DonationError,
+)
 from shardax.train import Checkpoints
+from shardax.train.checkpoint import save
 
 
 def make_weight() -> sx.Param[Any]:
@@ -199,3 +208,62 @@ def test_last_complete_checkpoint_survives_sigkill_and_restores(tmp_path: Path) 
                 np.testing.assert_array_equal(weight.value, np.float32(latest))
             seen = latest
         writers.stdin.close()
+
+
+def test_donated_arrays_are_refused_before_writing(tmp_path: Path) -> None:
+    model = {"weight": make_weight(), "key": sx.Variable(jax.random.key(0)), "number": jnp.ones(2)}
+    for leaf in (model["weight"].value, model["key"].value, model["number"]):
+        leaf.delete()
+    message = r"3 Variables hold arrays that were donated or deleted: \.weight, \.key, \.number\."
+    with Checkpoints(tmp_path / "folder") as checkpoints:
+        checkpoints.save(1, make_weight())
+        for _ in range(2):
+            with pytest.raises(DonationError, match=message):
+                checkpoints.save(2, model)
+            with pytest.raises(DonationError, match=message):
+                save(model, tmp_path / "single")
+        checkpoints.save(2, make_weight())
+    assert checkpoints.steps() == [1, 2]
+    assert sorted(path.name for path in tmp_path.rglob("0*")) == ["00000001", "00000002"]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_shared_array_is_copied_as_advised(tmp_path: Path) -> None:
+    model = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+    with_values(model)
+    twin, copy = sx.merge(*sx.split(model)), sx.clone(model)
+    step = sx.jit(lambda model: model.bias.__setitem__(..., model.bias + 1), donate_argnums=0)
+    step(model)
+    with pytest.raises(DonationError, match=r"2 Variables hold .*: \.kernel, \.bias\.") as refused:
+        save(twin, tmp_path / "twin")
+    names: dict[str, Any] = {"sx": sx, "model": copy}
+    save(run_advice(refused.value, "sx.clone(model)", names), tmp_path / "copy")
+
+
+def test_refused_writes_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, numbers = Checkpoints(tmp_path), jnp.ones(4)
+    with monkeypatch.context() as patched:
+        # A buffer that goes while it is copied: orbax is making directories by then.
+        patched.setattr("shardax.train.checkpoint.is_deleted", lambda array: False)
+        numbers.delete()
+        for step in (1, 2, 3):
+            with pytest.raises(CheckpointWriteError, match="Array has been deleted"):
+                checkpoints.save(step, sx.Param(numbers))
+            assert list(tmp_path.iterdir()) == []
+    checkpoints.save(1, make_weight())
+    checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_files_named_by_numbers_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "99999999").write_text("notes")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, make_weight())
+        checkpoints.save(2, make_weight())
+    assert (checkpoints.all_steps(), checkpoints.latest()) == ([2], 2)
+    weight = sx.Param(jnp.zeros(3))
+    checkpoints.restore(weight)
+    assert weight.value.tolist() == [1, 1, 1]
+    assert (tmp_path / "99999999").read_text() == "notes"

@@ -425,3 +425,11 @@ def test_an_option_that_is_off_is_none() -> None:
         "a: 1 when saved, nothing now",
         "b: nothing when saved, 2 now",
     ]
+
+
+def test_folders_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(TrainerError, match=r"Cannot write into the run's folder .*file.*: "):
+            make_trainer(place, 1).run(display=Quiet())
+    assert (tmp_path / "file").read_text() == ""

@@ -256,3 +256,11 @@ def test_a_closed_log_refuses_to_write(path: Path):
 def test_reading_a_missing_log_raises_file_not_found(path: Path):
     with pytest.raises(FileNotFoundError):
         read_jsonl(path)
+
+
+@pytest.mark.parametrize("depth", [980, 100_000])  # too deep for what is read, or to read
+def test_deeply_nested_records_are_refused(tmp_path: Path, depth: int):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step":1}\n' + '{"a":' * depth + "1" + "}" * depth + "\n")
+    with pytest.raises(LogError, match=r"Line 2 of .* is no JSON object|nested more deeply"):
+        read_jsonl(log)

@@ -479,3 +479,33 @@ def test_run_resumes_from_a_checkpoint_bit_for_bit(
     after = train(2)
     sx.train.checkpoint.restore(optimizers, tmp_path / "saved")
     assert train(2) == after
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_microbatches_are_weighted_by_targets(kind: AxisType, has_mask: bool) -> None:
+    inputs, tokens = make_batch()
+    kept = np.arange(4) < np.resize([0, 1, 4, 2], ROWS)[:, None]
+    targets: Any = {"targets": tokens, "mask": kept} if has_mask else np.where(kept, tokens, -100)
+
+    def loss(logits: Any, targets: Any) -> Any:
+        given = targets if has_mask else {"targets": targets}
+        return sx.models.cross_entropy(logits, given["targets"], given.get("mask"))
+
+    with jax.set_mesh(mesh := make_mesh(kind, stage=2, data=2, model=2)):
+        step = PipelineStep(
+            make(), loss, mesh=mesh, microbatches=4, rules=RULES, schedule="interleaved"
+        )
+        value, gradients = step(inputs, targets)
+
+    def whole(model: Any, inputs: Any) -> Any:
+        for stage in model.layers:
+            inputs = stage(inputs)
+        return loss(inputs, targets)
+
+    expected, grads = sx.value_and_grad(whole)(sx.nn.Sequential(*make()), inputs)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for number, stage in enumerate(gradients):
+        for path, gradient in stage.flat().items():
+            whole_gradient = grads.flat()["layers", number, *path]
+            np.testing.assert_allclose(gradient, whole_gradient, rtol=1e-5, atol=1e-7)

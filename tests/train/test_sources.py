@@ -13,6 +13,7 @@ import pytest
 from tests.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
+from shardax.errors import DataPositionError
 from shardax.train import Positioned
 from shardax.train.data.sources import adapted, decoded, encoded, go_to, host_batch, saved_position
 
@@ -254,3 +255,72 @@ def test_local_batches_resume_only_with_equal_process_count(tmp_path: Path):
         go_to(whole, saved)
     with pytest.raises(sx.errors.DataPositionError, match="saved of other batches, but the run"):
         go_to(local, whole.state())
+
+
+class Rows:
+    """Batches whose own position is a number of rows."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.restored: list[Any] = []
+
+    def __iter__(self) -> Rows:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.at += 1
+        return {name: np.full((4, 3), self.at % 7) for name in ("inputs", "targets")}
+
+    def state(self) -> Any:
+        return {"at": self.at}
+
+    def restore(self, state: Any) -> None:
+        self.at = state["at"]
+        self.restored.append(state)
+
+
+def test_missing_position_is_not_handed_to_source(tmp_path: Path):
+    def run(steps: int, batches: Any, *, resumable: bool, resume: bool = True) -> Quiet:
+        quiet = Quiet()
+        trainer = make_trainer(tmp_path, steps, batches=batches, resumable=resumable)
+        trainer.run(resume=resume, display=quiet)
+        return quiet
+
+    run(2, iter(Batches()), resumable=False, resume=False)
+    rows = Rows()
+    with pytest.raises(DataPositionError, match=r"on batches without a position.*Rows.*=False"):
+        run(3, rows, resumable=True)
+    assert rows.restored == []
+    text = sx.train.ByteText.from_bytes(b"so it goes. " * 40).split(0.1)[0]
+    windows = sx.train.TrainBatches(text, batch_size=4, seq_len=3)
+    with pytest.raises(DataPositionError, match="on batches without a position"):
+        run(3, windows, resumable=True)
+    anew = "The batches have no position to go on from: they start anew."
+    assert anew in run(3, rows, resumable=False).notes
+    assert all(set(state) == {"at"} for state in rows.restored)
+    again = Rows()
+    assert anew not in run(4, again, resumable=True).notes
+    assert again.at >= 2, "it goes on after the batch of step 3"
+
+
+def test_old_or_similar_positions_are_told_apart():
+    old = {"step": 3, "resumable": False}
+    with pytest.raises(DataPositionError, match="without a position"):
+        go_to(Rows(), old)
+    assert not go_to(Rows(), old, resumable=False)
+
+    class Similar(Rows):
+        def state(self) -> Any:
+            return old
+
+        def restore(self, state: Any) -> None:
+            self.restored.append(state)
+
+    source = Similar()
+    assert go_to(source, json.loads(json.dumps(saved_position(source, source.state()))))
+    assert source.restored == [old]
+
+
+def test_own_error_of_restore_names_the_source():
+    with pytest.raises(DataPositionError, match=r"with this Rows: KeyError\('at'\)"):
+        go_to(Rows(), {"epoch": 1})

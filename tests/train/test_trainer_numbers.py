@@ -158,3 +158,28 @@ def test_device_memory_is_logged_where_known(tmp_path: Path) -> None:
     assert ("memory" in log_of(trainer)[0]) == (stats is not None)
     if stats is not None:
         assert 0 < log_of(trainer)[0]["memory"] <= stats["peak_bytes_in_use"]
+
+
+@pytest.mark.parametrize("over", [(), ("data",)], ids=str)
+def test_numbers_of_masked_parts_are_the_batch(tmp_path: Path, over: tuple[str, ...]) -> None:
+    class Masked:
+        """Batches whose rows have few targets or many."""
+
+        def __iter__(self) -> Any:
+            for batch in sx.train.TrainBatches(TRAIN, batch_size=8, seq_len=16):
+                lengths = np.array([1, 3, 16, 9, 2, 5, 7, 0])
+                yield {**batch, "mask": np.arange(16) < lengths[:, None]}
+
+    options: dict[str, Any] = {"loss": with_accuracy, "log_every": 1, "resumable": False}
+    if over:
+        mesh = jax.make_mesh((2, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        options |= {"mesh": mesh, "reduce_over": over}
+    logs = []
+    for parts in (1, 4):
+        options["grad_accumulation"] = parts
+        trainer = make_trainer(tmp_path / str(parts), 2, batches=Masked(), **options)
+        trainer.run(display=Quiet())
+        logs.append(log_of(trainer))
+    for first, second in zip(*logs, strict=True):
+        for name in ("loss", "grad_norm", "accuracy"):
+            assert second[name] == pytest.approx(first[name], rel=1e-5)

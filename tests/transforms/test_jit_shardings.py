@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.advice import run_advice
 from tests.transforms.examples import Box, Scale, values
+from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import InconsistentAliasingError, PrefixError
@@ -388,3 +390,106 @@ def test_unfitting_prefix_names_the_path(on: Sharding, declared: Any, message: s
 def test_filters_for_a_result_without_modules_are_refused(on: Sharding) -> None:
     with pytest.raises(PrefixError, match="out_shardings gives a StateSharding"):
         sx.jit(lambda m: m.a + 0, out_shardings=_by_type(on))(_vector())
+
+
+# --- from one mesh to another ---
+
+
+def _model_over_a_mesh(spec: Any) -> Any:
+    """A layer over eight devices in a row, and the reference of its output on ones."""
+    model = with_values(sx.nn.Linear(16, 16, rngs=sx.Rngs(0)))
+    expected = np.ones((8, 16)) @ np.asarray(model.kernel) + np.asarray(model.bias)
+    row = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sx.update(model, jax.device_put(sx.state(model), NamedSharding(row, spec)))
+    return model, expected
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "declared"), [(P(), P()), (P("data"), P(("data", "model")))], ids=str
+)
+def test_a_model_moves_to_another_mesh(kind: AxisType, spec: Any, declared: Any) -> None:
+    model, expected = _model_over_a_mesh(spec)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    places = NamedSharding(mesh, declared), NamedSharding(mesh, P("data"))
+
+    def apply(model: Any, x: Any) -> Any:
+        kernel, bias = model.kernel.value, model.bias.value
+        if kind is AxisType.Explicit:
+            kernel, bias = jax.sharding.reshard((kernel, bias), P())
+        return x @ kernel + bias[None]
+
+    with jax.set_mesh(mesh):
+        result = sx.jit(apply, in_shardings=places)(model, np.ones((8, 16), np.float32))
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+    assert result.sharding.mesh == mesh
+    assert model.kernel.sharding == NamedSharding(mesh, declared)
+
+
+def test_writes_follow_models_between_meshes() -> None:
+    model, expected = _model_over_a_mesh(P())
+    meshes = [
+        jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+        for shape, names in (((2, 4), ("data", "model")), ((8,), ("data",)))
+    ]
+
+    def step(model: Any, x: Any) -> Any:
+        result = model(x)
+        model.bias += 1
+        return result
+
+    x = np.ones((8, 16), np.float32)
+    calls = [
+        sx.jit(step, in_shardings=(NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))))
+        for mesh in meshes
+    ]
+    for number, (call, mesh) in enumerate(zip(calls * 2, meshes * 2, strict=True)):
+        np.testing.assert_allclose(call(model, x), expected + number, rtol=1e-5)
+        assert model.bias.sharding.mesh == model.kernel.sharding.mesh == mesh
+
+
+# --- plain products over Explicit mesh axes ---
+
+
+class _Plain(sx.Module):
+    def __init__(self) -> None:
+        self.wi = sx.Param(jnp.ones((16, 8)), axes=("embed", "mlp"))
+        self.wo = sx.Param(jnp.ones((8, 16)), axes=("mlp", "embed"))
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.wi @ self.wo
+
+
+@pytest.mark.parametrize("form", ["model", "list", "gradient"])
+def test_ambiguous_products_name_params_and_rules(form: str) -> None:
+    rules, model = {"batch": "data", "mlp": "model"}, _Plain()
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    sx.shard(model, mesh, rules)
+    x = np.ones((8, 16), np.float32)
+    step, argument, path = {
+        "model": (sx.jit(lambda model, x: model(x)), model, r"\.model\.wi"),
+        "list": (sx.jit(lambda models, x: models[0](x)), [model], r"\.models\[0\]\.wi"),
+        "gradient": (
+            sx.jit(lambda model, x: sx.grad(lambda model: model(x).sum())(model)),
+            model,
+            r"\.model\.wi",
+        ),
+    }[form]
+    message = rf"(?s){path}, a Param: dimension 1 over 'model', by a rule \('mlp', 'model'\)"
+    with jax.set_mesh(mesh), pytest.raises(Exception, match=message) as refused:
+        step(argument, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert type(refused.value).__name__ == "ShardingTypeError"
+    assert "'embed'" not in str(refused.value)
+    # Both remedies.
+    hidden = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "model")))
+    with jax.set_mesh(mesh):
+        names = {"jnp": jnp, "x": hidden, "w": model.wo.value, "spec": P("data")}
+        product = run_advice(refused.value, "jnp.dot(x, w, out_sharding=spec)", names)
+    np.testing.assert_array_equal(product, np.full((8, 16), 8.0))
+    make = "jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)"
+    auto = run_advice(refused.value, make, {"jax": jax})
+    sx.shard(model, auto, rules)
+    with jax.set_mesh(auto):
+        np.testing.assert_array_equal(
+            sx.jit(lambda model: model(x))(model), np.full((8, 16), 16.0 * 8)
+        )

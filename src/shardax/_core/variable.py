@@ -58,7 +58,7 @@ from shardax._core.frames import (
     several,
 )
 from shardax._core.graph.flatten import VariableDef, register_variable
-from shardax._core.graph.handlers import axes_of
+from shardax._core.graph.handlers import axes_of, handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
@@ -101,12 +101,26 @@ def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tup
     assert init.metadata is not None
     names = tuple(init.metadata.axes or ())
     names += (None,) * (len(init.shape) - len(names))
-    if axes is not None and tuple(axes) != names:
+    _check_names_of_box(kind, axes, names, "an initializer")
+    return names, {**init.metadata.entries, **entries}
+
+
+def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, source: str) -> None:
+    if axes is not None and names is not None and tuple(axes) != names:
         raise MetadataError(
-            f"A {kind.__name__} with axes={axes!r} was given an initializer with the names "
+            f"A {kind.__name__} with axes={axes!r} was given {source} with the names "
             f"{names}, by with_partitioning: give the names once, to a new {kind.__name__}."
         )
-    return names, {**init.metadata.entries, **entries}
+
+
+def _out_of_box(kind: type[Variable[Any]], axes: Any, value: Any) -> tuple[Any, Metadata | None]:
+    """The value in a box and its metadata; others as they are."""
+    contents = handler_of(value).contents
+    if contents is None or kind._holds_boxes:
+        return value, None
+    inner, metadata = contents(value)
+    _check_names_of_box(kind, axes, metadata.axes, "a box")
+    return inner, metadata
 
 
 class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
@@ -114,7 +128,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     Args:
         value: An array, a number, a pytree of arrays, an ``Init``, a ``jax.ShapeDtypeStruct``, or
-            another Variable (whose value is taken).
+            another Variable or a box (whose value is taken; the names of a box become the axes).
         axes: Logical axis names, one per dimension of the array.
         **metadata: Any hashable entries. ``tag="name"`` (or ``tags=("a", "b")``) can be selected by
             the filter ``"name"``.
@@ -145,6 +159,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     _labels: tuple[Path, ...]
     # The stacked Variable that this one is a view of (``_core.graph.views``), or None.
     _parent: Any = None
+    # Whether the Variable keeps a box as it is, instead of its value and names.
+    _holds_boxes = False
 
     def __init__(self, value: Any, *, axes: Any = None, **metadata: Any) -> None:
         self._owner: Frame | None = owner_here()
@@ -153,6 +169,11 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._stamp: Stamp | None = None
         if isinstance(value, Variable):
             value = value.value
+        elif not isinstance(value, jax.Array):
+            value, boxed = _out_of_box(type(self), axes, value)
+            if boxed is not None:
+                axes = boxed.axes if axes is None else axes
+                metadata = {**boxed.entries, **metadata}
         self._value: Any = as_value(value, kind_of(self))
         if isinstance(value, Init) and value.is_traced:
             self._value = value.compute()
@@ -188,6 +209,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             _with_box(type(self), self.axes or (), {}, value)
         if isinstance(value, Variable):
             _check_frozen(self, value)
+        elif not isinstance(value, jax.Array):
+            value, _ = _out_of_box(type(self), self.axes or (), value)
         self._write(as_value(value, kind_of(self)), check=True)
 
     def _real(self) -> Any:
@@ -228,6 +251,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if index is Ellipsis:
             if type(new) is Init and new.metadata is not None:
                 _with_box(type(self), self.axes or (), {}, new)
+            if not isinstance(new, jax.Array):
+                new, _ = _out_of_box(type(self), self.axes or (), new)
             self._write(assigned(self._here()._value, new, kind_of(self)), check=True)
             return
         with in_one_step():
@@ -640,6 +665,8 @@ class OptState(Variable[T]):
         [('step',)]
     """
 
+    _holds_boxes = True  # optax maps over boxes, so its states are in them
+
 
 class MetricState(Variable[T]):
     """Running sums of a metric.
@@ -657,6 +684,7 @@ class ArrayAttribute(Variable[T]):
     """Hidden Variable behind an array in an attribute."""
 
     _kind = "array"  # the class is ours alone
+    _holds_boxes = True  # an attribute is what was assigned to it
 
     # Plain arrays have no identity; this gives the place one, so that arrays in attributes are
     # read, written, lifted and saved exactly as Variables are.

@@ -113,7 +113,7 @@ class DecoderConfig:
 class DecoderLayer(TransformerLayer):
     """Attention and MLP, each on a normalised input and added to it.
 
-    Where rules in scope map ``batch``, its result is constrained to the layout of
+    Where rules in scope map ``batch`` or ``seq``, its result is constrained to the layout of
     ``("batch", "seq", "embed")``.
 
     Args:
@@ -136,8 +136,8 @@ class Decoder(Transformer):
 
     Its parameters are lazy: building it runs no JAX operation, and ``sx.shard(model, mesh,
     DECODER_RULES)`` makes them where they belong. It runs on meshes with Auto and with Explicit
-    axes. Where rules in scope map ``batch``, activations between layers are constrained to the
-    layout of ``("batch", "seq", "embed")``.
+    axes. Where rules in scope map ``batch`` or ``seq``, activations between layers are constrained
+    to the layout of ``("batch", "seq", "embed")``.
 
     Args:
         config: Sizes and dtypes.

@@ -39,7 +39,15 @@ from shardax.nn.attention import (
 )
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
-from shardax.nn.linear import Linear, add_bias, align, as_array, at_least_float32, result_dtype
+from shardax.nn.linear import (
+    Linear,
+    add_bias,
+    align,
+    as_array,
+    at_least_float32,
+    explicit_entries,
+    result_dtype,
+)
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
@@ -848,14 +856,21 @@ def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
 
 
 def _constrain(x: jax.Array) -> jax.Array:
-    """Lays activations out by rules in scope that map the batch."""
+    """Lays activations out by rules in scope that map batch or sequence."""
     # Rules about parameters alone leave activations to the compiler. So does a dimension that the
     # mesh does not divide, such as the batch of one while sampling.
     rules = current_rules()
-    mesh = resolve_mesh() if "batch" in rules.names else None
+    splits_seq = "seq" in rules.names and mesh_axes_of(rules.spec(("seq",))[0])
+    mesh = resolve_mesh() if "batch" in rules.names or splits_seq else None
     if mesh is None:
         return x
-    names = ("batch", "seq", "embed")[-x.ndim :]
+    names: tuple[Any, ...] = ("batch", "seq", "embed")[-x.ndim :]
+    if names[0] == "batch" and "batch" not in rules.names:  # it stays where it was placed
+        typed = explicit_entries(x)
+        if typed is None:
+            names = (UNCONSTRAINED, *names[1:])
+        else:
+            rules = rules.override({"batch": typed[0]})
     parts = [
         math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
         for entry in rules.spec(names)
@@ -864,4 +879,4 @@ def _constrain(x: jax.Array) -> jax.Array:
         name if size % count == 0 else UNCONSTRAINED
         for name, size, count in zip(names, x.shape, parts, strict=True)
     ]
-    return constrain(x, kept, mesh)
+    return constrain(x, kept, mesh, rules)

@@ -136,18 +136,25 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
         sampler: Called as ``sampler(key, shape=shape, **options)``.
         key: A random key, or a named array of keys, of which each draws.
         axes: Sizes by name, other names than those of the keys.
-        **options: For the sampler.
+        **options: For the sampler. Named arrays, such as bounds or rates, meet what is drawn by
+            name; their axes are among those drawn along and those of the keys.
 
     Returns:
         The numbers, with the axes of the keys besides, stored in canonical order.
 
     Raises:
-        NamedAxesError: If arguments are swapped, or the keys have one of the axes.
+        NamedAxesError: If arguments are swapped, the keys have one of the axes, or an option has
+            another axis or size.
 
     Example:
         >>> import jax, shardax as sx
         >>> sx.named.random(jax.random.gumbel, jax.random.key(0), {"vocab": 5}).axes
         {'vocab': 5}
+        >>> rates = sx.named.arange({"batch": 2}, dtype=float)
+        >>> counts = sx.named.random(
+        ...     jax.random.poisson, jax.random.key(0), {"time": 3, "batch": 2}, lam=rates)
+        >>> counts[{"batch": 0}].unwrap("time").tolist()
+        [0, 0, 0]
     """
     if isinstance(key, Mapping) or not callable(sampler):
         found = f"the axes {dict(key)}" if isinstance(key, Mapping) else f"{sampler!r} first"
@@ -158,16 +165,40 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
     given, _ = base.check_sizes_by_name(axes)
     names = base.sorted_names(given)
     shape = tuple(axes[name] for name in names)
+    sizes = dict(axes) | (key.axes if isinstance(key, NamedArray) else {})
+    for option, value in options.items():
+        if isinstance(value, Variable) and isinstance(value.value, NamedArray):
+            value = value.value
+        if isinstance(value, NamedArray):
+            options[option] = _beside(option, value, names, sizes)
     if not isinstance(key, NamedArray):
-        return NamedArray(sampler(key, shape=shape, **options), names)
+        plain = {k: v.data if isinstance(v, NamedArray) else v for k, v in options.items()}
+        return NamedArray(sampler(key, shape=shape, **plain), names)
     twice = [name for name in names if name in key.axes]
     if twice:
         raise base.NamedAxesError(
             f"The keys have the axis {twice[0]!r} already: {base.shown(key.dims, key.shape)}. Draw "
             "along other axes only, as each key draws for itself; or take one key of them."
         )
-    drawn = run_lifted(NamedArray._make, lambda k: sampler(k, shape=shape, **options), (key,), {})
-    return drawn.tag(*names).canonical()
+    draw = functools.partial(sampler, shape=shape)
+    return run_lifted(NamedArray._make, draw, (key,), options).tag(*names).canonical()
+
+
+def _beside(
+    option: str, value: NamedArray, names: tuple[Any, ...], sizes: Mapping[Any, int]
+) -> NamedArray:
+    """Returns an option with a positional dimension per drawn name."""
+    wrong = [name for name in value.dims if name is None or sizes.get(name) != value.axes[name]]
+    if wrong:
+        raise base.NamedAxesError(
+            f"{option} has the dimensions {base.shown(value.dims, value.shape)}, but numbers are "
+            f"drawn along {dict(sizes)}. Its names must be among these, of the same sizes: draw "
+            "along the others too, give positional dimensions a name, x.tag(name), or x.rename("
+            "{old: new})."
+        )
+    of_keys = tuple(name for name in value.dims if name not in names)
+    data = expand(Operand(*value._parts()), (*of_keys, *names))
+    return NamedArray(data, (*of_keys, *(None,) * len(names)))
 
 
 def normal(key: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
@@ -200,8 +231,8 @@ def uniform(
         key: A random key.
         axes: Sizes by name.
         dtype: A floating dtype.
-        minval: The least number.
-        maxval: The bound above.
+        minval: The least number, or a named array of them.
+        maxval: The bound above, or a named array of them.
 
     Returns:
         The numbers, stored in canonical order.
@@ -220,8 +251,8 @@ def randint(key: Any, axes: base.Axes, minval: Any, maxval: Any, dtype: Any = in
     Args:
         key: A random key.
         axes: Sizes by name.
-        minval: The least integer.
-        maxval: The bound above.
+        minval: The least integer, or a named array of them.
+        maxval: The bound above, or a named array of them.
         dtype: An integer dtype.
 
     Returns:

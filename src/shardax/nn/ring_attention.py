@@ -63,21 +63,22 @@ def ring_axis(query: jax.Array) -> str | None:
     if mesh is None:
         return None
     entries = explicit_entries(query)
-    if entries is not None:
-        found = mesh_axes_of(entries[-3])
-    else:
-        found = mesh_axes_of((logical_to_mesh_axes(("seq",)) or PartitionSpec(None))[0])
+    axes = () if entries is None else mesh_axes_of(entries[-3])
+    if not axes:  # the compiler decides, or the tokens came unplaced: what the rules say
+        axes = mesh_axes_of((logical_to_mesh_axes(("seq",)) or PartitionSpec(None))[0])
+        taken = {axis for entry in entries or () for axis in mesh_axes_of(entry)}
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        found = tuple(axis for axis in found if kinds.get(axis) is AxisType.Auto)
-    found = tuple(axis for axis in found if mesh.shape[axis] > 1)
-    if len(found) > 1:
+        free = (AxisType.Auto, AxisType.Explicit)
+        axes = tuple(axis for axis in axes if kinds.get(axis) in free and axis not in taken)
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    if len(axes) > 1:
         refuse_input(
             'Attention with context="ring"',
             "a sequence that is split over one mesh axis",
             query,
-            f"It is split over {', '.join(found)}: map seq to one of them.",
+            f"It is split over {', '.join(axes)}: map seq to one of them.",
         )
-    return found[0] if found else None
+    return axes[0] if axes else None
 
 
 def ring_attention(

@@ -57,6 +57,8 @@ from shardax.partition.context import (
     current_microbatches,
     current_schedule,
 )
+from shardax.partition.mesh import AnyMesh
+from shardax.partition.rules import Rules, mesh_axes_of
 
 POLICY_NAMES = (
     "dots_saveable",
@@ -225,6 +227,21 @@ class Stack(Module):
         self.axis_name = axis_name
         self.remat = check_policy("Stack", remat)
         self.unroll = as_size("Stack", "unroll", unroll)
+
+    def _layout_warnings(self, mesh: AnyMesh, rules: Rules) -> Iterator[tuple[str, str]]:
+        """Codes and texts of ``sx.check`` about this stack."""
+        if self.microbatches or current_microbatches() or self.axis_name not in rules.names:
+            return
+        for axis in mesh_axes_of(rules.spec((self.axis_name,))[0]):
+            if mesh.shape.get(axis, 1) > 1:
+                text = (
+                    f"the rules lay the {self.length} layers of this Stack, {self.axis_name!r}, "
+                    f"over the mesh axis {axis!r}, and they run without microbatches: no pipeline, "
+                    "and each device gathers all of them at every call. Run and check it in a "
+                    f"`with sx.parallel(microbatches={mesh.shape[axis]}): ...`, or take "
+                    f"{self.axis_name!r} out of the rules."
+                )
+                yield "gathered-stack", text
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers one after the other; outside of transforms, compiled.

@@ -8,7 +8,6 @@ before any array is moved. Nothing here touches devices or models.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import Path, format_path
 from shardax.partition import rules as logical
-from shardax.partition.errors import NEAR, AxisNamesError, Diagnostic, Severity, did_you_mean
+from shardax.partition.errors import (
+    AxisNamesError,
+    Diagnostic,
+    Severity,
+    did_you_mean,
+    nearest_name,
+)
 from shardax.partition.mesh import AnyMesh, mesh_text
 
 
@@ -246,11 +251,11 @@ def _unmapped(
             )
             yield _diagnostic(path, "warning", "unmapped-name", text)
             continue
-        near = difflib.get_close_matches(name, rules.names, n=1, cutoff=NEAR)
-        if near and near[0] not in names:
+        near = nearest_name(name, sorted(rules.names))
+        if near is not None and near not in names:
             text = (
                 f"no rule mentions the axis name {name!r}, so its dimension is not split, but "
-                f"there are rules for {near[0]!r}. If one of the two is misspelt, correct it; if "
+                f"there are rules for {near!r}. If one of the two is misspelt, correct it; if "
                 f"not, say so with the rule ({name!r}, None)."
             )
             yield _diagnostic(path, "warning", "unmapped-name", text)

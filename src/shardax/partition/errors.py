@@ -25,7 +25,7 @@ a ``"warning"`` (possible, but hardly as meant) or ``"info"``. Its ``code`` name
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +65,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the most similar of the known names, or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
+    """The name that another looks like a misspelling of, or None."""
+    near = difflib.get_close_matches(name, names, 1, NEAR)
+    # In a short name one exchange of letters is a large part of it: "mpl" for "mlp".
+    exchanged = [item for item in names if item != name and sorted(item) == sorted(name)]
+    return next(iter((*near, *exchanged)), None)
 
 
 class RulesError(ShardaxError, ValueError):

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
-from shardax._core.graph.handlers import axes_of, is_whole
+from shardax._core.graph.handlers import axes_of, is_box, is_whole
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import EMPTY, MAPPED_AXES, Metadata
 from shardax._core.init.lazy import LazyValue
@@ -40,7 +40,13 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
 from shardax._transforms.lift.prefix import alias_paths
-from shardax.partition.boxes.boxes import BOX_ENTRY, AxisMetadata, layout_of_variable
+from shardax.partition.boxes.boxes import (
+    BOX_ENTRY,
+    AxisMetadata,
+    layout_of_variable,
+    standard_box,
+    value_in,
+)
 from shardax.partition.errors import Diagnostic
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules
@@ -120,7 +126,7 @@ class LeafInfo(NamedTuple):
     def arrays_in(self, value: Any) -> list[Any]:
         """The arrays of a value like this leaf's."""
         if self.box is not None:
-            return [leaf for leaf in jax.tree.leaves(value.value) if is_array(leaf)]
+            return [leaf for leaf in jax.tree.leaves(value_in(value)) if is_array(leaf)]
         return [value] if self.treedef is None else self.treedef.flatten_up_to(value)
 
     def with_arrays(self, value: Any, arrays: Sequence[Any]) -> Any:
@@ -129,7 +135,7 @@ class LeafInfo(NamedTuple):
             return arrays[0] if self.treedef is None else self.treedef.unflatten(arrays)
         remaining = iter(arrays)
         return value.replace_boxed(
-            jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, value.value)
+            jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, value_in(value))
         )
 
     def entry(self, each: Sequence[Any]) -> Any:
@@ -192,7 +198,7 @@ class TreeInventory:
                 for below, entry in value.flat().items()
             )
             return Subtree(value, path, positions, origins)
-        if isinstance(value, AxisMetadata) or is_array(value):
+        if is_box(value) or is_array(value):
             return Subtree(value, path, (self._add(path, EMPTY, value),), None)
         return Subtree(value, path, (), None)
 
@@ -208,8 +214,8 @@ class TreeInventory:
         self, path: Path, metadata: Metadata, value: Any, variable: Variable[Any] | None = None
     ) -> int:
         held = value if variable is None else None
-        if isinstance(value, AxisMetadata):
-            leaf = _box_leaf(path, value, variable, held)
+        if is_box(value):
+            leaf = _box_leaf(path, standard_box(value), variable, held)
         else:
             axes = metadata.axes
             usual = isinstance(value, (jax.Array, LazyValue))

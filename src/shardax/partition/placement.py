@@ -54,7 +54,8 @@ def shard(
     sharding), each writing straight into its shards; other arrays are moved, from wherever they
     are, one after the other. The values are the same to the last bit whatever the mesh and the
     rules. A Variable that is reached by several paths is placed once.
-    An array without axis names, and a dimension whose name no rule mentions, is not split.
+    An array without axis names, and a dimension whose name no rule mentions, is not split; a
+    warning says so where rules and arrays have names that look like misspellings of each other.
 
     Args:
         model: A Module, a Variable, a State, a box, or a pytree that holds such and arrays, such as
@@ -99,6 +100,7 @@ def shard(
         _check_devices(each)
     layout.checked(list(_not_placeable(inventory)))
     _check_writable(inventory)
+    layout.warn_of_names()
     return _place(inventory, model, shardings)
 
 

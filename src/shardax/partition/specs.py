@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import build, flatten_roots
 from shardax._core.object import Object
-from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
+from shardax.partition.boxes.boxes import LogicallyPartitioned, is_box
 from shardax.partition.checker import spec_for
 from shardax.partition.context import current_rules, names_without_rules, rules_over
 from shardax.partition.errors import NoRulesError, raise_on_errors
@@ -331,5 +331,5 @@ def _boxed(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: LogicallyPartitioned(None, tuple(x)) if isinstance(x, PartitionSpec) else x,
         tree,
-        is_leaf=lambda value: isinstance(value, (AxisMetadata, Object)),
+        is_leaf=lambda value: is_box(value) or isinstance(value, Object),
     )

@@ -16,6 +16,8 @@ as a whole:
   ``shardax.partition.inventory``). Info if that is clear, warning if it is replicated for want.
 * ``axes-of-many``: error; axis names for a Variable of several arrays.
 * ``other-mesh``: warning; a box has a mesh of its own, which is not the one given.
+* ``gathered-stack``: warning; rules split the layers of a stack that runs without microbatches,
+  so it is no pipeline. A Module says such things by its method ``_layout_warnings(mesh, rules)``.
 * ``unused-override`` and ``override-conflict``: see ``shardax.partition.tree_layout``.
 """
 
@@ -29,7 +31,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardax._core._jax import Tracer
 from shardax._core.graph.paths import format_path
+from shardax._core.object import Object
 from shardax._core.state.filters import OfType
+from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import OptState
 from shardax.partition.errors import Diagnostic
 from shardax.partition.inventory import ArrayInfo, PathEnds, TreeInventory
@@ -96,7 +100,27 @@ def check(
     diagnostics, mesh = layout.diagnostics, layout.mesh
     if mesh is None:
         return diagnostics
-    return [*diagnostics, *_other_meshes(layout), *_states(layout), *_differences(layout, mesh)]
+    return [
+        *diagnostics,
+        *_other_meshes(layout),
+        *_states(layout),
+        *_of_modules(layout, mesh),
+        *_differences(layout, mesh),
+    ]
+
+
+def _of_modules(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:
+    """Yields warnings of Modules about how they run under a layout."""
+    for subtree in layout.inventory.subtrees:
+        if not isinstance(subtree.value, Object):
+            continue
+        for below, module in iter_modules(subtree.value):
+            warnings_of = getattr(type(module), "_layout_warnings", None)
+            path = (*subtree.path, *below)
+            for code, text in (
+                () if warnings_of is None else warnings_of(module, mesh, layout.rules)
+            ):
+                yield Diagnostic("warning", path, code, f"{format_path(path)}: {text}")
 
 
 def _other_meshes(layout: TreeLayout) -> Iterator[Diagnostic]:

@@ -23,15 +23,15 @@ some or none.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
 from shardax._transforms.errors import NoMeshError
@@ -40,12 +40,12 @@ from shardax.partition import rules as logical
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import resolve_rules, rules_over
 from shardax.partition.errors import (
-    NEAR,
     AxisNamesError,
     Diagnostic,
     NoRulesError,
     OverrideError,
     RulesError,
+    nearest_name,
     raise_on_errors,
 )
 from shardax.partition.inventory import (
@@ -276,9 +276,8 @@ class TreeLayout:
         large = max(self._large_bytes, self._large_fraction * total)
         specs: list[list[PartitionSpec]] = []
         diagnostics: list[Diagnostic] = []
-        by_rules: list[
-            tuple[logical.Rules, logical.Names]
-        ] = []  # of the layout, with those of overrides
+        # Of the layout, with those of overrides.
+        by_rules: list[tuple[logical.Rules, logical.Names, Path]] = []
         for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True):
             own = leaf.rules
             if self._names_alone and leaf.axes is not None:
@@ -301,7 +300,7 @@ class TreeLayout:
                     if names is not None and errors.isdisjoint(("axis-names", "rank-mismatch")):
                         names = logical.check_names(names)
                         if own is None or own == self.rules:
-                            by_rules.append((rules, names))
+                            by_rules.append((rules, names, path))
                     if mesh is not None and not errors and info.nbytes > large:
                         found += _large_replicated(info, names or (), spec, mesh, rules, total)
                     if isinstance(leaf.axes, PartitionSpec):
@@ -356,20 +355,21 @@ class TreeLayout:
         return own.replace(pairs=[*kept, *known])
 
     def _unused_rules(
-        self, by_rules: Sequence[tuple[logical.Rules, logical.Names]]
+        self, by_rules: Sequence[tuple[logical.Rules, logical.Names, Path]]
     ) -> Iterator[Diagnostic]:
         chosen: set[int] = set()
         elsewhere: set[Any] = set()  # rules chosen together with an override's
         lost: set[Any] = set()
-        present: set[str] = set()
-        for rules, names in by_rules:
+        present: dict[str, list[Path]] = {}
+        for rules, names, path in by_rules:
             assignment = rules.assign(names)
             if rules == self.rules:
                 chosen.update(assignment.chosen.values())
             else:
                 elsewhere.update(rules.pairs[i] for i in assignment.chosen.values())
             lost.update(loss.rule for loss in assignment.passed_over)
-            present.update(logical.strings(names))
+            for name in logical.strings(names):
+                present.setdefault(name, []).append(path)
         for position, rule in enumerate(self.rules.pairs):
             if position in chosen or rule in elsewhere:
                 continue
@@ -405,6 +405,24 @@ class TreeLayout:
         if found := [*self.diagnostics, *more]:
             raise_on_errors(found)
         return self
+
+    def warn_of_names(self) -> None:
+        """Warns of names in rules and arrays that look misspelt."""
+        if not self.rules:
+            return  # replicated on purpose
+        paths: dict[str, list[Path]] = {}
+        for diagnostic in self.diagnostics:
+            is_of_names = diagnostic.code in ("unused-rule", "unmapped-name")
+            if is_of_names and diagnostic.severity == "warning":
+                text = diagnostic.message.removeprefix(f"{format_path(diagnostic.path)}: ")
+                paths.setdefault(text, []).append(diagnostic.path)
+        lines = [
+            text if places == [()] else f"{paths_text(places)}: {text}"
+            for text, places in paths.items()
+        ]
+        if lines:
+            # Python shows a text once for each place of the program.
+            warnings.warn("Names of axes look misspelt. " + "\n  ".join(lines), stacklevel=3)
 
     def shardings(self) -> list[list[NamedSharding]]:
         """For each leaf, its arrays' shardings; all must have a mesh."""
@@ -491,8 +509,14 @@ def _large_replicated(
     yield Diagnostic("warning", info.path, "large-replicated", text)
 
 
+def paths_text(paths: Sequence[Path]) -> str:
+    """The first of some paths, and how many others there are."""
+    shown = ", ".join(map(format_path, paths[:4]))
+    return f"{shown} and {len(paths) - 4} more" if len(paths) > 4 else shown
+
+
 def _unused_rule(
-    rule: tuple[str, Any], rules: logical.Rules, present: set[str], lost: bool
+    rule: tuple[str, Any], rules: logical.Rules, present: Mapping[str, list[Path]], lost: bool
 ) -> Diagnostic:
     name = rule[0]
     start = f"The rule {logical.format_rule(rule)} was used for no array: "
@@ -501,9 +525,12 @@ def _unused_rule(
             "its mesh axes were always taken" if lost else f"an earlier rule always served {name!r}"
         )
         return Diagnostic("info", (), "unused-rule", f"{start}{why}.")
-    near = difflib.get_close_matches(name, sorted(present.difference(rules.names)), 1, NEAR)
-    if near:
-        text = f"{start}none has an axis {name!r}. Did you mean {near[0]!r}, which has no rule?"
+    near = nearest_name(name, sorted(set(present).difference(rules.names)))
+    if near is not None:
+        text = (
+            f"{start}none has an axis {name!r}. Did you mean {near!r}, which has no rule? It is an "
+            f"axis of {paths_text(present[near])}."
+        )
         return Diagnostic("warning", (), "unused-rule", text)
     text = f"{start}none has an axis {name!r}. It still serves constraints inside programs."
     return Diagnostic("info", (), "unused-rule", text)

@@ -30,7 +30,7 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.jit.jit import BoundJit
-from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned
+from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned, is_box
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, mesh_axes_of
@@ -293,7 +293,7 @@ def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> tuple[str,
 
 
 def _is_part(value: Any) -> bool:
-    return isinstance(value, (NamedShape, AxisMetadata, Object))
+    return is_box(value) or isinstance(value, (NamedShape, Object))
 
 
 def _optax_states(tree: Any) -> list[Path]:

@@ -26,6 +26,9 @@ from shardax._select.selection import Selection, select
 from shardax._transforms.grad.grad import is_differentiable
 from shardax._transforms.grad.vjp import jvp
 from shardax._transforms.wrappers import ModuleWrapper
+from shardax.named.array import NamedArray
+from shardax.named.functions import dot
+from shardax.named.layers import Linear as NamedLinear
 from shardax.nn.conv import ConvBase
 from shardax.nn.einsum import Einsum, Equation
 from shardax.nn.embedding import Embed, look_up
@@ -43,7 +46,7 @@ from shardax.nn.linear import (
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import as_size, lecun_normal, zeros
 
-Adaptable = Linear | Einsum | ConvBase | MoE | Embed
+Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
 
 
 class LayerWrapper(ModuleWrapper):
@@ -146,7 +149,8 @@ class LoRA(LayerWrapper):
     has the window. Experts have a term each. LoRA is from Hu et al., arXiv:2106.09685.
 
     Args:
-        layer: A ``Linear``, ``Einsum``, convolution, ``MoE`` or ``Embed``, also one of a stack.
+        layer: A ``Linear`` (also of ``sx.named``), ``Einsum``, convolution, ``MoE`` or ``Embed``,
+            also one of a stack.
         rank: Size of the dimension between ``a`` and ``b``.
         scale: Factor of the term.
         rngs: Random streams; ``params`` is used.
@@ -206,8 +210,11 @@ class LoRA(LayerWrapper):
         a = make(terms.first.kernel, zeros if looked_up else drawn(terms.first))
         return a, make(terms.second.kernel, drawn(terms.second) if looked_up else zeros)
 
-    def __call__(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> Any:
         """Maps an input as the layer does, and adds the term."""
+        if isinstance(self.body, NamedLinear):
+            y = self.body(x)
+            return y + (self.scale * self._named_term(x)).astype(y.dtype)
         if isinstance(self.body, MoE):
             pairs = {name: (self.a[name].value, self.b[name].value) for name in self.a}
             return self.body._routed(x, mask, out_sharding, pairs, self.scale)
@@ -225,6 +232,16 @@ class LoRA(LayerWrapper):
         middle = einsum(terms.first.spelled_out(extra), x, a)
         term = einsum(terms.second.spelled_out(extra), middle, b, out_sharding)
         return y + (self.scale * term).astype(y.dtype)
+
+    def _named_term(self, x: NamedArray) -> NamedArray:
+        """Multiplies a named array by ``a`` and ``b``, by names."""
+        layer, rank = self.body, ("lora", "rank")
+        batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer._out_names()
+        data, a, b = cast_all(layer.dtype, x.data, self.a.value, self.b.value)
+        a = NamedArray._make(a, (*batch, *inputs, rank))
+        b = NamedArray._make(b, (*batch, rank, *made.values()))
+        term = dot(dot(NamedArray._make(data, x.dims), a, inputs), b, (rank,))
+        return term.rename({new: name for name, new in made.items() if new != name})
 
     def _convolved(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Convolves with ``a``, in each group, and mixes the channels with ``b``."""
@@ -283,7 +300,8 @@ def _refuse_own_call(layer: Any, where: str) -> None:
 def _is_own(cls: type, name: str) -> bool:
     """Whether a method is defined outside shardax's layers."""
     definer = next((each for each in cls.__mro__ if name in vars(each)), None)
-    return definer is not None and not definer.__module__.startswith("shardax.nn.")
+    ours = ("shardax.nn.", "shardax.named.")
+    return definer is not None and not definer.__module__.startswith(ours)
 
 
 def _kernels_of(layer: Any) -> tuple[str, ...]:
@@ -310,6 +328,13 @@ class _Terms(NamedTuple):
             whole = Equation("etd", "edh", "eth", ellipsis=False)
             count, features = map(_as_tuple, (layer.router.out_features, layer.router.in_features))
             sizes = (*count, *features, layer.gate.shape[-1])
+        elif isinstance(layer, NamedLinear):
+            parts = (layer.batch_axes, layer.input_axes, layer.output_axes)
+            sizes = tuple(size for axes in parts for size in axes.sizes)
+            letters, count = string.ascii_letters[: len(sizes)], len(layer.batch_axes.names)
+            end = count + len(layer.input_axes.names)
+            output = letters[:count] + letters[end:]
+            whole = Equation(letters[:end], letters, output, ellipsis=False)
         elif isinstance(layer, Embed):  # a product of one-hot vectors
             whole = Equation("v", "vf", "f", ellipsis=True)
             sizes = (layer.num_embeddings, layer.features)
@@ -344,10 +369,11 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     """Adds low-rank adapters to linear layers.
 
     Args:
-        selection: What holds the layers: each ``Linear``, ``Einsum``, convolution and ``MoE`` in it
-            is adapted, with kernels of any rank, and those of a ``Stack``, with an adapter for each
-            of its layers. Of a ``MoE`` those are the kernels of the experts; its router stays as
-            it is unless it is selected itself, and so does an ``Embed``.
+        selection: What holds the layers: each ``Linear`` (also of ``sx.named``), ``Einsum``,
+            convolution and ``MoE`` in it is adapted, with kernels of any rank, and those of a
+            ``Stack``, with an adapter for each of its layers. Of a ``MoE`` those are the kernels of
+            the experts; its router stays as it is unless it is selected itself, and so does an
+            ``Embed``.
         rank: Rank of the adapters.
         scale: Factor of what they add.
         rngs: Random streams; ``params`` is used. None: ``Rngs(0)``.

@@ -3,9 +3,10 @@
 
 A microbatch is one of the equal parts that a batch is cut into. Only one is in work at a time, so
 the memory for activations is that of a microbatch. The loss of a batch is the mean over its rows,
-so the mean over microbatches is the same number, up to rounding. Microbatch i of k takes the rows
-i, i + k, i + 2k, ...: a batch that is sharded over its rows is cut on each device by itself that
-way, and no row moves.
+or over its targets where a mask or ``ignore_index`` leaves some of them out. So the mean over
+microbatches, weighted by their numbers of targets, is the same number, up to rounding. Microbatch i
+of k takes the rows i, i + k, i + 2k, ...: a batch that is sharded over its rows is cut on each
+device by itself that way, and no row moves.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.prefix import Carry
 from shardax.nn.linear import at_least_float32
 from shardax.train.errors import AccumulationError
+from shardax.train.metrics import relative_weights, target_weights, weighted
 
 
 def accumulated_value_and_grad(
@@ -37,6 +39,7 @@ def accumulated_value_and_grad(
     has_aux: bool = False,
     wrt: Any = Param,
     reduce: str = "mean",
+    count: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Makes ``sx.value_and_grad(function)`` run over a batch in microbatches.
 
@@ -46,12 +49,16 @@ def accumulated_value_and_grad(
 
     Args:
         function: Called as ``function(model, batch, *rest)``; returns a real scalar, or (scalar,
-            aux) with ``has_aux``. The scalar is a mean over rows (or, for ``reduce="sum"``, a sum).
+            aux) with ``has_aux``. The scalar is a mean over rows or targets (or, for
+            ``reduce="sum"``, a sum).
         steps: Number of microbatches. With 1 this is ``sx.value_and_grad``.
         has_aux: Whether the function returns (value, aux); aux holds arrays only.
         wrt: Filter of the Variables to differentiate.
         reduce: ``"mean"`` or ``"sum"``: what becomes of the values and gradients of the
             microbatches.
+        count: Called on a microbatch; returns the number of targets of which the function is the
+            mean, by which means are weighted. None: of a batch that is a mapping, what its ``mask``
+            and the ignore index -100 leave of its ``targets``; of others, rows.
 
     Returns:
         A function of ``(model, batch, *rest)``, where ``batch`` is a pytree of arrays with rows in
@@ -59,8 +66,8 @@ def accumulated_value_and_grad(
         stacked: each array has a new first dimension of size ``steps``.
 
     Raises:
-        AccumulationError: Here if ``steps`` or ``reduce`` is not valid; when called, if rows cannot
-            be divided by ``steps``.
+        AccumulationError: Here if ``steps``, ``reduce`` or ``count`` is not valid; when called, if
+            rows cannot be divided by ``steps``, or ``count`` returns no real number.
         CarryError: When called, if the function changes the structure, a shape or a dtype of the
             model; as in ``sx.scan``, what it sows is stacked.
 
@@ -73,11 +80,16 @@ def accumulated_value_and_grad(
         >>> float(value), float(gradient)
         (3.0, 1.5)
     """
-    return accumulate(value_and_grad(function, has_aux=has_aux, wrt=wrt), steps, has_aux, reduce)
+    whole = value_and_grad(function, has_aux=has_aux, wrt=wrt)
+    return accumulate(whole, steps, has_aux, reduce, count)
 
 
 def accumulate(
-    whole: Callable[..., Any], steps: int, has_aux: bool = False, reduce: str = "mean"
+    whole: Callable[..., Any],
+    steps: int,
+    has_aux: bool = False,
+    reduce: str = "mean",
+    count: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function that returns (value, gradient) run in microbatches."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -86,6 +98,11 @@ def accumulate(
         )
     if reduce not in ("mean", "sum"):
         raise AccumulationError(f'reduce={reduce!r} is not known; use "mean" or "sum".')
+    if count is not None and not (callable(count) and reduce == "mean"):
+        raise AccumulationError(
+            f"count={count!r} with reduce={reduce!r}: means are weighted by a function of a "
+            'microbatch, count=lambda microbatch: microbatch["mask"].sum(); sums are not.'
+        )
     if steps == 1:
         return _with_leading_dimension(whole) if has_aux else whole
 
@@ -94,6 +111,7 @@ def accumulate(
     @functools.wraps(whole)
     def accumulated(model: Any, batch: Any, *rest: Any) -> Any:
         parts = split_batch(batch, steps)
+        weights = _weights_of(parts, count) if reduce == "mean" else None
         # What holds no Variables is closed over: it may be static, such as a text.
         lifted = [index for index, item in enumerate(rest) if has_objects(item)]
 
@@ -105,8 +123,10 @@ def accumulate(
             value, aux = value if has_aux else (value, None)
             return (value, gradient), aux
 
-        def body(total: Any, microbatch: Any, *objects: Any) -> Any:
+        def body(total: Any, part: Any, *objects: Any) -> Any:
+            microbatch, weight = part
             head, aux = once(objects[0], microbatch, *objects[1:])
+            head = head if weight is None else weighted(head, weight)
             return jax.tree.map(lambda t, h: t + h.astype(t.dtype), total, head), aux
 
         objects = (model, *(rest[index] for index in lifted))
@@ -114,11 +134,27 @@ def accumulate(
         shapes, _ = eval_shape(once, model, first, *objects[1:])
         in_axes = (Carry, 0, *(None for _ in objects))
         loop = scan(body, in_axes=in_axes, out_axes=(Carry, 0))
-        total, aux = loop(jax.tree.map(_zeros_for_sum, shapes), parts, *objects)
+        total, aux = loop(jax.tree.map(_zeros_for_sum, shapes), (parts, weights), *objects)
         value, gradient = jax.tree.map(lambda t, s: (t * scale).astype(s.dtype), total, shapes)
         return ((value, aux) if has_aux else value), gradient
 
     return accumulated
+
+
+def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | None:
+    """Returns weights of microbatches, or None if they count alike."""
+    if count is None:
+        weights = target_weights(parts)
+        if weights is None:
+            return None
+        return relative_weights(jnp.sum(weights, axis=range(1, weights.ndim), dtype=jnp.float32))
+    counts = jax.vmap(lambda part: jnp.asarray(count(part)))(parts)
+    if counts.ndim != 1 or not jnp.isrealobj(counts):
+        raise AccumulationError(
+            f"count returned {counts.dtype}{list(counts.shape[1:])}, but what a microbatch counts "
+            'is one real number, such as microbatch["mask"].sum().'
+        )
+    return relative_weights(counts.astype(jnp.float32))
 
 
 def split_batch(batch: Any, steps: int) -> Any:

@@ -2,10 +2,10 @@
 """Saving and restoring models, optimizers and data positions on any mesh.
 
 ``save`` and ``restore`` take a tree: a model, or a tuple such as ``(model, optimizer, batches)``,
-or a dict of such. Besides Modules and Variables it may hold positions: plain dicts of JSON values,
-and objects with ``state()`` and ``restore(state)``. ``restore`` writes into the tree it is given:
-nothing is built, so a lazy model is never initialised, and each array is read straight into the
-shards that it is to have.
+or a dict of such. Besides Modules, Variables and arrays it may hold positions: plain dicts of JSON
+values, and objects with ``state()`` and ``restore(state)``. ``restore`` writes into the
+tree it is given: nothing is built, so a lazy model is never initialised, and each array is read
+straight into the shards that it is to have.
 
 ``Checkpoints`` is a folder of them, one per step: it saves in the background, keeps the last few,
 and knows the latest that is complete.
@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ShardaxError
 from shardax._core.graph.views import named_sharding
+from shardax._transforms.jit.error_context import deleted_error, is_deleted
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
@@ -32,6 +33,7 @@ from shardax.train import errors
 from shardax.train.checkpoint_format import (
     Contents,
     ModelArray,
+    arrays_of,
     check_fit,
     contents_of,
     describe,
@@ -52,6 +54,7 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
         CheckpointValueError: If the tree holds something that cannot be saved.
         CheckpointWriteError: If it cannot be written.
         AbstractValueError: If the tree holds values that are only shapes.
+        DonationError: If the tree holds arrays that were donated or deleted.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, shardax as sx
@@ -134,15 +137,16 @@ def restore_verified(
     cast: bool = False,
 ) -> Any:
     """Reads a checkpoint whose files have been checked; returns its ``extra``."""
-    contents, positions = contents_of(tree), description["positions"]
+    contents, positions = contents_of(tree, restoring=True), description["positions"]
     stored = stored_arrays(description)
     check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
     shardings = None
     if mesh is None and not any(value is not None for value in where.values()):
         shardings = _present_layout(contents)
     if shardings is None:  # as ``shard`` would place it
-        copy = contents_of(abstract(contents.objects, mesh, rules, **where))
-        shardings = [array.value.sharding for array in copy.arrays]
+        copy = abstract(contents.objects, mesh, rules, **where)
+        copies = arrays_of(_in_order_of(contents.objects, copy))
+        shardings = [array.value.sharding for array in copies]
     arrays = storage.read_arrays(
         place,
         [stored[array.path] for array in contents.arrays],
@@ -156,6 +160,8 @@ def restore_verified(
     for variable in {id(own.variable): own.variable for own in contents.arrays}.values():
         treedef = jax.tree.structure(variable._here()._value)
         variable.value = treedef.unflatten(leaves[id(variable)])
+    for slot in contents.slots:
+        slot.write()
     return description["extra"]
 
 
@@ -195,6 +201,8 @@ def _to_store(
             f"Cannot save inside a compiled function: {', '.join(traced[:4])} have no numbers "
             "while it is traced. Save outside."
         )
+    if deleted := [array.path for array in arrays if is_deleted(array.value)]:
+        raise deleted_error(deleted)
     numbers = {
         array.path: jax.random.key_data(array.value) if array.is_key else jnp.asarray(array.value)
         for array in arrays
@@ -212,6 +220,16 @@ def _present_layout(contents: Contents) -> list[Any] | None:
     # One tree is on one mesh: what has no place yet goes where the rest is.
     replicated = NamedSharding(known.mesh, PartitionSpec())
     return [replicated if item is None else item for item in present]
+
+
+def _in_order_of(tree: Any, copy: Any) -> Any:
+    """Returns a copy with dicts in the order of the original."""
+    # JAX sorts them where it rebuilds a dict.
+    if isinstance(tree, dict):
+        return {key: _in_order_of(value, copy[key]) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(_in_order_of(*pair) for pair in zip(tree, copy, strict=True))
+    return copy
 
 
 def _restore_positions(contents: Contents, saved: Any) -> None:
@@ -275,8 +293,11 @@ class Checkpoints:
         """Returns the steps of all checkpoints, also of damaged ones."""
         if not self.directory.is_dir():
             return []
-        names = (item.name for item in self.directory.iterdir())
-        return sorted(int(name) for name in names if name.isdecimal() and name.isascii())
+        return sorted(
+            int(item.name)
+            for item in self.directory.iterdir()
+            if item.name.isdecimal() and item.name.isascii() and item.is_dir()
+        )
 
     def latest(self) -> int | None:
         """Returns the step of the last complete checkpoint, or None."""
@@ -307,6 +328,7 @@ class Checkpoints:
             CheckpointValueError: If the step is no number or the tree holds something that cannot
                 be saved.
             CheckpointWriteError: If writing failed, this checkpoint or the one before.
+            DonationError: If the tree holds arrays that were donated or deleted.
         """
         if type(step) is not int or step < 0:
             raise errors.CheckpointValueError(

@@ -24,6 +24,7 @@ import os
 import pathlib
 import shutil
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -103,6 +104,8 @@ class Writer:
             if arrays:
                 self._orbax.save(draft / "arrays", args=ocp.args.PyTreeSave(dict(arrays)))
         except BaseException:
+            _join_threads_of_orbax()
+            self._forget_orbax()
             remove_tree(draft)
             raise
         self._pending = self._thread.submit(self._complete, draft, identity, path, description)
@@ -152,6 +155,13 @@ class Writer:
         self._thread.shutdown()
         if self._orbax is not None:
             self._orbax.close()
+
+
+def _join_threads_of_orbax() -> None:
+    """Waits for directories that threads make while a save is refused."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax"):
+            threading.Thread.join(thread, timeout=5)  # orbax's own raises what the thread did
 
 
 def one_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenVariable
-from shardax._core.graph.handlers import DICT, PLAIN, handler_of, has_parts
+from shardax._core.graph.handlers import DICT, LIST, PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.filters import Not
@@ -63,47 +63,123 @@ class StoredArray(NamedTuple):
     key: str | None  # implementation of the random keys that it holds
 
 
+class ArraySlot(NamedTuple):
+    """Entry of a dict or list, with plain arrays in it."""
+
+    container: Any
+    key: Any
+    variables: list[Variable[Any]]  # stand for its arrays, in their order
+
+    def write(self) -> None:
+        """Replaces the entry by one with the values of the Variables."""
+        variables = iter(self.variables)
+
+        def replaced(leaf: Any) -> Any:
+            if not _is_array(leaf):
+                return leaf
+            value = next(variables).value
+            return np.array(value) if isinstance(leaf, np.ndarray) else value
+
+        self.container[self.key] = jax.tree.map(
+            replaced, self.container[self.key], is_leaf=_is_taken_apart
+        )
+
+
 class Contents(NamedTuple):
     """A tree taken apart."""
 
-    objects: Any  # the tree with None in place of positions
+    objects: Any  # the tree with None in place of positions, Variables in place of arrays
     arrays: list[ModelArray]
     positions: dict[str, Any]  # by the text of their paths
+    slots: list[ArraySlot]
 
 
-def contents_of(tree: Any) -> Contents:
+def contents_of(tree: Any, *, restoring: bool = False) -> Contents:
     """Takes a tree apart, or raises CheckpointValueError."""
-    positions: dict[str, Any] = {}
-    objects = _without_positions(tree, (), positions)
+    walk = _Walk(restoring)
+    objects = walk.without_positions(tree, (), None)
+    return Contents(objects, arrays_of(objects), walk.positions, walk.slots)
+
+
+def arrays_of(objects: Any) -> list[ModelArray]:
+    """Returns the arrays of a tree without positions, in order."""
     arrays = []
     for path, variable in iter_variables(objects, Not(Intermediate)):  # those are of one call
         value = resolve(variable, local.frame)._value
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             text = format_path(path) + jax.tree_util.keystr(keys)
             arrays.append(ModelArray(text, variable, leaf))
-    return Contents(objects, arrays, positions)
+    return arrays
 
 
-def _without_positions(tree: Any, path: Path, positions: dict[str, Any]) -> Any:
-    """Returns the tree with None in place of positions, and collects these."""
-    if isinstance(tree, Object):
-        return tree
-    if _is_stateful(tree) or (handler_of(tree) is DICT and not any(_parts(tree))):
-        positions[format_path(path)] = tree
-        return None
-    handler = handler_of(tree)
-    if handler in PLAIN or (handler.stores_items and has_parts(tree)):
-        pairs = [
-            (key, _without_positions(item, (*path, key), positions))
-            for key, item in handler.children(tree)
-        ]
-        return tuple(item for _, item in pairs) if handler in PLAIN[:-1] else dict(pairs)
-    raise errors.CheckpointValueError(
-        f"Cannot save or restore {tree!r} at {format_path(path)}, of type {type(tree).__name__}. "
-        "A tree is made of Modules, Variables, dicts of JSON values, objects with state() and "
-        "restore(), and tuples, lists, dicts of these. Put arrays into Variables, numbers and "
-        "texts into extra=."
-    )
+class _Walk:
+    """Takes a tree apart into objects, positions and plain arrays."""
+
+    def __init__(self, restoring: bool) -> None:
+        self.restoring = restoring
+        self.positions: dict[str, Any] = {}
+        self.slots: list[ArraySlot] = []
+
+    def without_positions(self, tree: Any, path: Path, slot: ArraySlot | None) -> Any:
+        """Returns the tree with None for positions and Variables for arrays."""
+        handler = handler_of(tree)
+        if tree is None or isinstance(tree, Object):
+            return tree
+        if _is_array(tree):
+            return self._variable_of(tree, path, slot)
+        if _is_stateful(tree) or (handler is DICT and next(_parts(tree), None) is None):
+            self.positions[format_path(path)] = tree
+            return None
+        if handler in PLAIN or (handler.stores_items and has_parts(tree)):
+            # What a tuple at the root holds can be restored into a list.
+            has_slots = handler in (LIST, DICT) or not (path or self.restoring)
+            pairs = []
+            for key, item in handler.children(tree):
+                own = ArraySlot(tree, key, []) if has_slots else slot
+                pairs.append((key, self.without_positions(item, (*path, key), own)))
+                if has_slots and own is not None and own.variables:
+                    self.slots.append(own)
+            return tuple(item for _, item in pairs) if handler in PLAIN[:-1] else dict(pairs)
+        if next(_parts(tree), None) is not None:  # a node of JAX
+            items = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+            return {
+                jax.tree_util.keystr(keys, simple=True, separator="."): self.without_positions(
+                    item, (*path, jax.tree_util.keystr(keys, simple=True, separator=".")), slot
+                )
+                for keys, item in items
+            }
+        raise errors.CheckpointValueError(
+            f"Cannot save or restore {tree!r} at {format_path(path)}, of type "
+            f"{type(tree).__name__}. A tree is made of Modules, Variables, arrays, dicts of JSON "
+            "values, objects with state() and restore(), and pytrees of these. Put numbers and "
+            "texts into extra=."
+        )
+
+    def _variable_of(self, array: Any, path: Path, slot: ArraySlot | None) -> Variable[Any]:
+        if slot is None:
+            place = f"The array at {format_path(path)}" if path else "The tree"
+            how = (
+                "a list has the paths of a tuple: `holder = list(tree)`, then restore into holder"
+                if self.restoring and path
+                else 'save and restore a dict: `holder = {"tree": tree}`'
+            )
+            raise errors.CheckpointValueError(
+                f"{place} cannot be written into: restore replaces arrays in dicts and lists, and "
+                "the values of Variables. Of the arrays of other trees made of Modules, Variables "
+                f"or arrays, {how}."
+            )
+        variable: Variable[Any] = Variable(array)
+        slot.variables.append(variable)
+        return variable
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _is_taken_apart(value: Any) -> bool:
+    """Whether a value is taken apart by itself."""
+    return isinstance(value, Object) or handler_of(value) in (LIST, DICT) or _is_stateful(value)
 
 
 def _is_stateful(value: Any) -> bool:
@@ -111,13 +187,15 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yields the objects, arrays and stateful things in plain containers."""
-    handler = handler_of(value)
-    if handler in PLAIN:
-        for _, item in handler.children(value):
-            yield from _parts(item)
-    elif isinstance(value, (Object, jax.Array, np.ndarray)) or _is_stateful(value):
+    """Yields the objects, arrays and stateful things in a pytree."""
+    if isinstance(value, Object) or _is_array(value) or _is_stateful(value):
         yield value
+    elif handler_of(value) in PLAIN:
+        for _, item in handler_of(value).children(value):
+            yield from _parts(item)
+    elif not jax.tree_util.all_leaves([value]):
+        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Object))
+        yield from (leaf for leaf in leaves if isinstance(leaf, Object) or _is_array(leaf))
 
 
 def describe(

@@ -150,7 +150,14 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ...     read_jsonl(path)
         [{'step': 1, 'loss': nan}]
     """
-    return [_from_json(record) for record, _ in _complete_records(Path(path))]
+    records = _complete_records(Path(path))
+    try:
+        return [_from_json(record) for record, _ in records]
+    except RecursionError:
+        raise LogError(
+            f"A record of {str(path)!r} is nested more deeply than a log writes. Something else "
+            "wrote to it: delete that line, or move the file away."
+        ) from None
 
 
 # --- Trackers ---
@@ -324,7 +331,7 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
     while (newline := content.find(b"\n", start)) >= 0:
         try:
             record = json.loads(content[start:newline])
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             shown = content[start : min(newline, start + 80)]

@@ -22,6 +22,7 @@ import numpy as np
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import MetricState
+from shardax.nn.linear import at_least_float32
 from shardax.nn.parameters import IGNORE_INDEX
 from shardax.partition.errors import did_you_mean
 from shardax.train.errors import MetricError
@@ -267,12 +268,42 @@ def target_weights(batch: Any) -> Any:
     mask: Any = batch.get("mask")
     targets: Any = batch.get("targets")
     dtype = getattr(targets, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.signedinteger) or not targets.ndim:
+    if dtype is None or not targets.ndim:
+        return mask
+    if mask is not None and not _broadcasts(mask.shape, targets.shape):
+        mask = None  # of the inputs, as for attention
+    if not jnp.issubdtype(dtype, jnp.signedinteger):
         return mask
     counted = targets != IGNORE_INDEX
     if mask is None:
         return counted
-    return mask * counted if mask.shape == targets.shape else mask
+    return jnp.where(counted, mask.reshape(mask.shape + (1,) * (targets.ndim - mask.ndim)), 0)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether weights of a shape fit values, from the left."""
+    return len(shape) <= len(to) and all(
+        size in (1, whole) for size, whole in zip(shape, to, strict=False)
+    )
+
+
+def relative_weights(counts: jax.Array) -> jax.Array:
+    """Weights of parts by their numbers of targets, 1 on average."""
+    # Exactly 1 where all are equal, or nothing counts.
+    total = jnp.sum(counts)
+    return jnp.where(total == 0, 1, counts * counts.size / jnp.where(total == 0, 1, total))
+
+
+def weighted(tree: Any, weight: Any) -> Any:
+    """Arrays times a weight; zeros where it is 0, also of NaN."""
+
+    def times_weight(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        wide = x.astype(at_least_float32(x.dtype))
+        return jnp.where(weight == 0, 0, wide * weight.astype(wide.dtype))
+
+    return jax.tree.map(times_weight, tree)
 
 
 def _known_keywords(metric: Any) -> set[str] | None:
@@ -303,9 +334,7 @@ def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:
     if weights is None:
         return jnp.ones(shape, jnp.float32)
     weights = jnp.asarray(weights).astype(jnp.float32)
-    if weights.ndim > len(shape) or any(
-        w not in (1, s) for w, s in zip(weights.shape, shape, strict=False)
-    ):
+    if not _broadcasts(weights.shape, shape):
         raise MetricError(
             f"Weights of shape {weights.shape} do not fit values of shape {shape}: they must have "
             "its first dimensions (or 1)."

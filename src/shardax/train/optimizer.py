@@ -30,7 +30,7 @@ from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
-from shardax._core.state.state import Origin, State, flatten_mapping
+from shardax._core.state.state import Origin, State, by_paths_of
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.errors import ArgumentError
 from shardax.partition.boxes.boxes import BOX_ENTRY
@@ -146,8 +146,9 @@ class Optimizer(Module):
         """Applies one update to the model's parameters, in place.
 
         Args:
-            grads: Gradients by path, as ``sx.grad(..., wrt=...)`` gives them: a ``State`` or nested
-                mapping with the shapes of the parameters.
+            grads: Gradients as ``sx.grad(..., wrt=...)`` gives them, with the shapes of the
+                parameters: a ``State``, a nested mapping by path, or containers like the model's,
+                with None where nothing is trained.
             *others: Nothing; the optimizer has its model already.
             **extra: What the transformation takes besides (``value=loss`` for
                 ``optax.contrib.reduce_on_plateau``, say); as in optax, a transformation that does
@@ -318,6 +319,11 @@ def _step_of(transformation: Any, update: Any) -> Any:
     return step
 
 
+def trained_variables(optimizer: Optimizer) -> list[tuple[Path, Variable[Any]]]:
+    """Returns path and Variable of what an optimizer trains, in its order."""
+    return optimizer._chosen()
+
+
 def gradient_layout(optimizer: Optimizer, places: State) -> State:
     """Returns shardings for gradients, those of the state that follows each parameter."""
     chosen = optimizer._chosen()
@@ -419,9 +425,7 @@ def laid_out_as(old: Any, new: Any) -> Any:
 def _align(grads: Any, params: State) -> State:
     """Returns gradients in the order of the parameters, or raises GradientMismatchError."""
     wanted = params.flat()
-    given: dict[Path, Any] = {(): grads}
-    if isinstance(grads, Mapping):
-        given = flatten_mapping(grads, wanted)
+    given = by_paths_of(grads, wanted)
     names = [format_path(path) for path in wanted]
     lines = []
     for path in given.keys() - wanted.keys():

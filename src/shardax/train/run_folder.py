@@ -56,14 +56,24 @@ class RunFolder:
         if self._lock is not None or jax.process_index() > 0:
             yield
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / LOCK, "a+", encoding="utf-8") as lock:
+        with self._open_lock() as lock:
             self._take(lock)
             self._lock = lock
             try:
                 yield
             finally:
                 self._lock = None
+
+    def _open_lock(self) -> Any:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return open(self.path / LOCK, "a+", encoding="utf-8")
+        except OSError as error:
+            raise TrainerError(
+                f"Cannot write into the run's folder {self.path}: {error.strerror}. Make it a "
+                "folder that you may write into, or choose another directory (on the command line "
+                "--out)."
+            ) from error
 
     def _take(self, lock: Any) -> None:
         try:

@@ -16,11 +16,17 @@ import numpy as np
 
 from shardax._core.state.split_merge import iter_variables
 from shardax.train.errors import TrainerError
-from shardax.train.metrics import Metric, target_weights, update_from_batch
+from shardax.train.metrics import (
+    Metric,
+    relative_weights,
+    target_weights,
+    update_from_batch,
+    weighted,
+)
 from shardax.train.speed import THROUGHPUTS
 
 _OWN = ("step", "loss", "grad_norm", "learning_rate", "memory")
-_OWN += ("mfu", *THROUGHPUTS, "checkpoint_seconds")
+_OWN += ("mfu", *THROUGHPUTS, "checkpoint_seconds", "skipped_steps")
 
 
 # --- Numbers of a training step ---
@@ -52,6 +58,25 @@ def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return both
 
 
+def with_counts(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes any loss return (loss, (metrics, weight of its targets))."""
+    both = with_metrics(loss)
+
+    def counted(model: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], jax.Array]]:
+        value, metrics = both(model, batch)
+        weights = target_weights(batch)
+        count = jnp.ones(()) if weights is None else jnp.sum(weights)
+        return value, (metrics, count.astype(jnp.float32))
+
+    return counted
+
+
+def means_of_parts(metrics: Mapping[str, jax.Array], counts: jax.Array) -> dict[str, jax.Array]:
+    """Means of metrics over parts, weighted by their targets."""
+    weights = relative_weights(counts)
+    return {name: jnp.mean(weighted(parts, weights)) for name, parts in metrics.items()}
+
+
 def check_name(name: Any, who: str) -> None:
     """Raises TrainerError unless a metric may have this name in the log."""
     if not isinstance(name, str) or not name or name in _OWN or name.startswith("eval_"):
@@ -65,7 +90,7 @@ def count_targets(batch: Any) -> jax.Array:
     """Number of targets that a mask leaves; else of rows."""
     # Of rows only the share whose targets are not ignored.
     weights = target_weights(batch)
-    if isinstance(batch, Mapping) and batch.get("mask") is not None:
+    if weights is not None and batch.get("mask") is not None:
         return jnp.sum(weights)
     rows = jnp.asarray(jax.tree.leaves(batch)[0].shape[0])
     return rows if weights is None else rows * jnp.mean(weights)

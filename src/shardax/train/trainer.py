@@ -24,7 +24,6 @@ from signal import Signals
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardax import distributed
@@ -48,6 +47,7 @@ from shardax.train.data import prefetch, sources
 from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainerError
 from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
+from shardax.train.gradients.finite import FiniteCheck, current_values, step_flags
 from shardax.train.log import Trackers, check_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer, gradient_layout
 from shardax.train.progress import SilentProgress, StopRequest, TrainingProgress
@@ -72,11 +72,15 @@ class TrainerSettings:
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         keep_checkpoints: How many checkpoints to keep.
         grad_accumulation: Parts into which each batch is split to save memory; the update is that
-            of the whole batch.
+            of the whole batch: parts are weighted by the targets that a ``mask`` in the batch and
+            the ignore index -100 leave.
         reduce_over: Data axes of the mesh, the slowest link first, over which each step sums the
             gradients of devices once, as ``data_parallel_value_and_grad`` does. They are left split
             as the optimizer's state is. Empty: the compiler sums them.
         reduce_dtype: ``"bfloat16"`` to send gradients so along ``reduce_over``.
+        max_skipped_steps: How many steps in a row may be skipped because loss or gradients are not
+            finite; 0: the first one stops the run. A skipped step changes neither parameters
+            nor the optimizer's state; the log counts them as ``skipped_steps``.
         check_replicas_every: Steps between comparisons, by checksum, of the copies of arrays that
             several processes hold; 0: only before the first step.
         peak_flops: Operations per second of a device at its peak, for ``mfu`` in the log; by
@@ -98,13 +102,17 @@ class TrainerSettings:
     grad_accumulation: int = 1
     reduce_over: tuple[str, ...] = ()
     reduce_dtype: str | None = None
+    max_skipped_steps: int = 0
     check_replicas_every: int = 0
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        least: dict[str, int] = dict.fromkeys(
-            ("eval_every", "checkpoint_every", "check_replicas_every"), 0
-        )
+        at_zero = {
+            "eval_every": "; 0: only at the end",
+            "checkpoint_every": "; 0: only at the end",
+            "check_replicas_every": "; 0: only at the start",
+            "max_skipped_steps": "; 0: the first step that is not finite stops the run",
+        }
         peak = self.peak_flops
         if peak is not None and not (isinstance(peak, int | float) and peak > 0):
             raise TrainerError(
@@ -123,12 +131,11 @@ class TrainerSettings:
             )
         others = ("peak_flops", "reduce_over", "reduce_dtype")
         for name, value in vars(self).items():
-            if name not in others and (type(value) is not int or value < least.get(name, 1)):
-                hint = "; 0: only at the end" if name in least else ""
-                hint = "; 0: only at the start" if name == "check_replicas_every" else hint
+            least = 0 if name in at_zero else 1
+            if name not in others and (type(value) is not int or value < least):
                 raise TrainerError(
                     f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
-                    f"{least.get(name, 1)}{hint}."
+                    f"{least}{at_zero.get(name, '')}."
                 )
 
 
@@ -247,6 +254,7 @@ class Trainer:
         self.optimizer = optimizer
         self.loss = loss
         self.batches = sources.adapted(batches, resumable)
+        self.resumable = resumable
         self.held_out = held_out
         self.settings = settings
         self.directory = Path(directory)
@@ -304,7 +312,7 @@ class Trainer:
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
         """Compiled step: ``train_step(*trained, batch)`` returns (loss, numbers)."""
-        loss, parts = step_numbers.with_metrics(self.loss), self.settings.grad_accumulation
+        loss, parts = step_numbers.with_counts(self.loss), self.settings.grad_accumulation
         given: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt}
         gradient = accumulated_value_and_grad(loss, parts, **given)
         if self.settings.reduce_over:
@@ -318,20 +326,25 @@ class Trainer:
                 **given,
             )
 
+        skip = self.settings.max_skipped_steps > 0
         scopes = contextlib.nullcontext if self.profile is None else module_scopes
 
         def train_step(*args: Any) -> Any:
             model, optimizer, *averages, batch = args
             with prefetch.in_device_memory(args[:-1]), scopes(model):
-                (value, metrics), gradients = gradient(model, batch)
+                old = current_values(args[:-1])
+                (value, (metrics, counts)), gradients = gradient(model, batch)
                 count = optimizer.step.value
                 with jax.named_scope("optimizer"):
                     optimizer.update(gradients)
                     for ema in averages:
                         ema.update(model)
-                numbers = {name: jnp.mean(each) for name, each in metrics.items()}
+                numbers = step_numbers.means_of_parts(metrics, counts)
                 numbers["grad_norm"] = step_numbers.gradient_norm(gradients)
                 numbers |= step_numbers.learning_rate_of(optimizer, count)
+                numbers["not_finite"] = step_flags(
+                    optimizer, old, value, gradients, skip=skip, mesh=self.mesh
+                )
             return value, numbers
 
         donated = tuple(range(len(self.trained)))
@@ -385,7 +398,8 @@ class Trainer:
             start = self._find_start(fallback=fallback, override=override, sizes_only=True)
             if start.description is not None:
                 position = self.batches.state()
-                sources.go_to(self.batches, start.description["extra"]["data"])
+                saved = start.description["extra"]["data"]
+                sources.go_to(self.batches, saved, resumable=self.resumable)
                 self.batches.restore(position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
@@ -453,8 +467,9 @@ class Trainer:
 
         Raises:
             TrainerError: What ``check`` refuses; if another process trains in the directory, or
-                the directory is removed or moved; if the loss is not finite (it is looked at before
-                every checkpoint and log record); or if the batches end too early.
+                the directory is removed or moved; if the loss or what is trained is no longer
+                finite and more steps would be skipped than ``max_skipped_steps``; or if the
+                batches end too early.
             CheckpointDamagedError: If no checkpoint to go on from is good, or the last is not and
                 ``fallback`` is False.
             CheckpointWriteError: If a checkpoint cannot be written.
@@ -485,8 +500,7 @@ class Trainer:
                     shown.note(note)
                 if start.description is None and self.log_path.exists():
                     shown.note("There is no checkpoint to go on from: starting again at step 0.")
-                self._place(start)
-                if start.description is not None and not sources.is_resumable(self.batches):
+                if not self._place(start):
                     shown.note("The batches have no position to go on from: they start anew.")
                 places = self._train_shardings()
                 if several:
@@ -502,7 +516,16 @@ class Trainer:
                     explain_retraces(file=False) as retraces,
                 ):
                     first = max(start.step, 0)
-                    run = _Run(checkpoints, log, source, shown, stop, retraces, first, start.step)
+                    extra = {} if start.description is None else start.description["extra"]
+                    limit = self.settings.max_skipped_steps
+                    finite = FiniteCheck(self.trained, limit, extra.get("skipped_steps"))
+                    run = _Run(
+                        checkpoints, log, source, shown, stop, retraces, finite, first, start.step
+                    )
+                    if extra.get("evaluated"):
+                        run.evaluated = run.step
+                    elif extra.get("evaluated") is False and first < self.settings.steps:
+                        self._evaluate_what_is_due(run)
                     self._loop(run)
                     return self._finish(run)
 
@@ -552,6 +575,7 @@ class Trainer:
                 )
             self._step(run, batch)
             run.known = {"loss": run.pending, **run.numbers}
+            _require_finite(run, behind=1)
             recorded = run.step % settings.log_every == 0 or run.step == settings.steps
             if recorded:
                 loss, speeds = float(run.pending), run.throughput.numbers()
@@ -562,16 +586,20 @@ class Trainer:
                 if callbacks.given:
                     known = from_main(known, "the numbers of a step")
                 run.known = {"loss": loss, **known}
+                problem = run.finite.problem()
+                if settings.max_skipped_steps:
+                    run.known["skipped_steps"] = run.finite.skipped
                 run.log.write(step=run.step, **run.known)
                 run.shown.step(run.step, loss, throughput_text(speeds))
-                _require_finite(run)
+                _require_finite(run, problem)
             else:
                 run.shown.step(run.step, None, None)
             with run.throughput.paused():
                 callbacks.fire("step", run.step, run.known, recorded)
                 if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
                     agreement.compare_copies(self, f"after step {run.step}")
-                if _due(run.step, settings.eval_every) and run.step < settings.steps:
+                if _due(run.step, settings.eval_every):
+                    _require_finite(run)
                     self._evaluate_and_record(run)
                 if _due(run.step, settings.checkpoint_every) or callbacks.saving:
                     self._save(run)
@@ -584,6 +612,7 @@ class Trainer:
         number, is_first = run.step + 1, run.pending is None
         with contextlib.nullcontext() if self.profile is None else self.profile.step(number):
             run.pending, run.numbers = self.train_step(*self.trained, batch)
+        run.finite.add(number, run.pending, run.numbers.pop("not_finite"))
         run.step = number
         run.throughput.count(batch, run.pending)
         if self.profile is not None and self.profile.ends(number, run.pending):
@@ -627,17 +656,13 @@ class Trainer:
         elif self.callbacks.stopping and run.step < self.settings.steps:
             run.shown.note(f"stopped by a callback; saved at step {run.step}")
         # What a finished run has already measured is neither measured nor logged twice.
-        logged: dict[str, Any] = {}
-        for record in read_jsonl(self.log_path) if distributed.is_main() else ():
-            if record.get("step") == run.step:
-                logged.update(record)
-        logged = from_main(logged, "the end of the log")
+        logged = self._logged(run)
         loss = float(logged.get("loss", math.nan) if run.pending is None else run.pending)
         if run.step >= self.settings.steps or (self.callbacks.stopping and not stop):
             eval_loss = logged.get("eval_loss")
             if eval_loss is None:
                 eval_loss = self._evaluate_and_record(run)
-            elif not run.known:  # what is logged past the checkpoint, callbacks do not know yet
+            elif run.evaluated != run.step:  # logged past the checkpoint
                 numbers = {k: v for k, v in logged.items() if k.startswith("eval_")}
                 self.callbacks.fire("eval", run.step, numbers)
         run.checkpoints.pinned = self.callbacks.pinned(ended=True)
@@ -646,6 +671,28 @@ class Trainer:
         self.folder.check()
         path = run.checkpoints.path(run.step)
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
+
+    def _logged(self, run: _Run) -> dict[str, Any]:
+        """Returns what the log has of the run's step."""
+        logged: dict[str, Any] = {}
+        for record in read_jsonl(self.log_path) if distributed.is_main() else ():
+            if record.get("step") == run.step:
+                logged.update(record)
+        return from_main(logged, "the end of the log")
+
+    def _evaluate_what_is_due(self, run: _Run) -> None:
+        """Evaluates the step of a checkpoint that was saved without its evaluation."""
+        # The run before ended or was stopped there, and may have logged it since. The checkpoint
+        # is there already, so none is saved for BestCheckpoint.
+        if self.held_out is None or not _due(run.step, self.settings.eval_every):
+            return
+        numbers = {k: v for k, v in self._logged(run).items() if k.startswith("eval_")}
+        if not numbers:
+            self._evaluate_and_record(run)
+        else:
+            run.evaluated = run.step
+            self.callbacks.fire("eval", run.step, numbers)
+        run.checkpoints.pinned = self.callbacks.pinned()
 
     def evaluate(self) -> float:
         """Returns the mean held-out loss per target.
@@ -700,6 +747,7 @@ class Trainer:
             return None
         run.log.write(step=run.step, **numbers)
         run.known = {**run.known, **numbers}
+        run.evaluated = run.step
         self._tell_retraces(run)
         self.callbacks.fire("eval", run.step, numbers)
         more = [f"  {name[5:]} {each:.4f}" for name, each in numbers.items()][1:]
@@ -718,24 +766,27 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
 
-    def _place(self, start: _Start) -> None:
-        """Places model and optimizer, from a checkpoint or fresh."""
+    def _place(self, start: _Start) -> bool:
+        """Places model and optimizer; returns False if only the data starts anew."""
         if start.description is not None:
             extra = restore_verified(
                 self.trained, start.path, start.description, self.mesh, self.rules, self.where
             )
-            sources.go_to(self.batches, extra["data"])
             self.callbacks.begin(extra.get("callbacks"))
-            return
+            return sources.go_to(self.batches, extra["data"], resumable=self.resumable)
         self.callbacks.begin(None)
         if self.mesh is not None:
             shard(self.trained, self.mesh, self.rules, **self.where)
+        return True
 
     def _save(self, run: _Run) -> None:
         _require_finite(run)
         self.folder.check()
         position = sources.saved_position(self.batches, run.source.state())
         extra = {"data": position, "settings": self.run_settings}
+        extra["evaluated"] = run.evaluated == run.step
+        if self.settings.max_skipped_steps:
+            extra["skipped_steps"] = run.finite.state()
         if self.callbacks.given:
             extra["callbacks"] = self.callbacks.states()
         run.checkpoints.pinned = self.callbacks.pinned()
@@ -777,8 +828,10 @@ class _Run:
     shown: Any
     stop: StopRequest
     retraces: list[Retrace]  # that were not looked at yet
+    finite: FiniteCheck
     step: int
     saved: int  # the last step of which there is a checkpoint, or -1
+    evaluated: int = -1  # the last step of which callbacks know the evaluation
     pending: Any = None  # the loss of the last step, still on its devices
     numbers: Any = field(default_factory=dict)  # what else that step found, also on devices
     known: dict[str, Any] = field(default_factory=dict)  # all numbers of that step
@@ -787,13 +840,16 @@ class _Run:
     told: set[str] = field(default_factory=set)  # which steps were said to be compiled again
 
 
-def _require_finite(run: _Run) -> None:
-    """Raises if the last loss is not finite."""
-    # So that no checkpoint is saved after it.
-    if run.pending is not None and not math.isfinite(loss := float(run.pending)):
+def _require_finite(run: _Run, problem: str = "", *, behind: int = 0) -> None:
+    """Raises if a step was not finite; tells of skipped ones."""
+    problem = problem or run.finite.problem(behind)
+    for note in run.finite.notes:
+        run.shown.note(note)
+    run.finite.notes.clear()
+    if problem:
         raise TrainerError(
-            f"The loss at step {run.step} is {loss}. Lower the learning rate or clip the "
-            "gradients; jax.config.update('jax_debug_nans', True) finds the operation. "
+            f"{problem} Lower the learning rate or clip the gradients; "
+            "jax.config.update('jax_debug_nans', True) finds the operation. "
             f"{_last_saved(run)} What went wrong may have begun a step before a checkpoint: "
             f"Checkpoints({str(run.checkpoints.directory)!r}).rewind(step) goes back further."
         )

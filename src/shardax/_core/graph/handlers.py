@@ -33,7 +33,7 @@ import jax
 
 from shardax._core.errors import TreeError
 from shardax._core.graph.paths import format_path, plain_path
-from shardax._core.graph.static import Static, exact_key
+from shardax._core.graph.static import Metadata, Static, exact_key
 from shardax._core.object import Object, Placeholder, Wrapper
 
 # (key, child) for every child, in order. A key is a step of a path; None adds none.
@@ -77,6 +77,7 @@ class Handler:
     volatile: bool = False  # can be changed in place, by code that knows nothing of models
     whole: bool = False  # one entry of an inventory, as objects are, whatever its children
     axes: Callable[[Any], Any] = lambda value: None  # the names an array has of its dimensions
+    contents: Callable[[Any], tuple[Any, Metadata]] | None = None  # of a box, for a Variable
     size: Literal["fixed", "shrinks", "any"] = "fixed"  # how many children an edit may leave
     text: Callable[[Any, Any], tuple[str, str]] = _node_text  # a child's label, the code to it
 
@@ -188,12 +189,33 @@ def _node_type(value: Any) -> NodeType:
     return NodeType(jax.tree.structure(value, is_leaf=lambda item: item is not value))
 
 
-def _is_node(value: Any) -> bool:
+def is_node(value: Any) -> bool:
+    """Whether JAX knows a value as a pytree node."""
     return value is not None and not jax.tree_util.all_leaves((value,))
 
 
+_BOX_METHODS = ("unbox", "replace_boxed")
+_BOX_NAMES = ("get_partition_spec", "names", "add_axis")
+
+
+def has_box_methods(value: Any) -> bool:
+    """Whether a value is a box by its methods."""
+    # Here and not above: it is asked about every type, also where there are no boxes.
+    kind = type(value)
+    return (
+        not isinstance(value, (Object, type))
+        and all(callable(getattr(kind, name, None)) for name in _BOX_METHODS)
+        and any(hasattr(value, name) for name in _BOX_NAMES)
+    )
+
+
+def is_node_with_box_methods(value: Any) -> bool:
+    """Whether a box by its methods is a pytree node."""
+    return has_box_methods(value) and is_node(value)
+
+
 def _is_changeable_node(value: Any) -> bool:
-    if not _is_node(value):
+    if not is_node(value):
         return False
     if isinstance(value, Mapping):
         return isinstance(value, MutableMapping)
@@ -318,7 +340,7 @@ def _look_up(value: Any) -> Handler:
     return handler
 
 
-register(object, NODE, where=_is_node)
+register(object, NODE, where=is_node)
 register(
     object, replace(NODE, name="changeable pytree node", volatile=True), where=_is_changeable_node
 )
@@ -360,6 +382,11 @@ def is_whole(value: Any) -> bool:
     """Whether an inventory has a value as one entry; for ``is_leaf=``."""
     handler = handler_of(value)
     return handler.is_object or handler.whole or handler.axes(value) is not None
+
+
+def is_box(value: Any) -> bool:
+    """Whether a value is a box, of this library or another."""
+    return handler_of(value).contents is not None
 
 
 def children_in_model(value: Any) -> Pairs:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from shardax._core.cross_process import format_mesh, packed
 from shardax._core.errors import LabelConflictError, StateMismatchError
 from shardax._core.frozen import FrozenVariable, same_value
-from shardax._core.graph.handlers import Handler, register
+from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
 from shardax._core.graph.paths import Path, PathKey, format_path, plain_path
 from shardax._core.graph.static import EMPTY
 from shardax._core.object import Object, Shown
@@ -213,19 +213,37 @@ def _shown(value: Any) -> str:
 
 
 def flatten_mapping(
-    entries: Mapping[Any, Any], known: Any = None, path: Path = (), raw: bool = False
+    entries: Any, known: Any = None, path: Path = (), raw: bool = False
 ) -> dict[Path, Any]:
     """Flattens a nested mapping to values, or raw Variables, by path."""
+    # Where paths are known, lists, tuples, dataclasses and nodes nest as mappings do.
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
+    is_mapping = isinstance(entries, Mapping)
     flat: dict[Path, Any] = {}
-    for key, value in entries.items():
+    for key, value in entries.items() if is_mapping else handler_of(entries).children(entries):
         here = (*path, key)
-        if isinstance(value, Mapping) and not (known is not None and here in known):
+        nests = _nests(value) if known is not None else isinstance(value, Mapping)
+        if nests and not (known is not None and here in known):
             flat.update(flatten_mapping(value, known, here, raw))
         else:
             flat[here] = value.value if isinstance(value, Variable) and not raw else value
     return flat
+
+
+def _nests(value: Any) -> bool:
+    """Whether a value holds others, as containers and mappings do."""
+    handler = handler_of(value)
+    is_container = handler in PLAIN or (handler.stores_items and not handler.whole)
+    return is_container or isinstance(value, Mapping)
+
+
+def by_paths_of(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
+    """Returns values arranged like a model by its paths, without Nones."""
+    if not isinstance(entries, State) and (() in known or not _nests(entries)):
+        return {(): entries}
+    by_path = flatten_mapping(entries, known)
+    return {path: value for path, value in by_path.items() if value is not None}
 
 
 def _by_path(entries: Any, known: Collection[Path]) -> dict[Path, Any]:

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding
 
 from shardax._core._jax import Tracer
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.variable import Param
 from shardax._transforms.errors import ArgumentError, DonationError, PrefixError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.engine import absent_error
@@ -31,7 +33,43 @@ def explain_error(error: Exception, program: Any, graph: Any) -> None:
     explain_values(error, program, graph)
     if isinstance(error, (ValueError, IndexError)):
         _explain_shardings(error, program, graph)
+    if type(error).__name__ == "ShardingTypeError":  # JAX gives it no public name
+        rewrite(error, lambda text: text + _about_layouts(text, graph))
     explain_places(error, program)
+
+
+def _about_layouts(text: str, graph: Any) -> str:
+    """Names Variables split over an error's mesh axes, and remedies."""
+    mesh_axes = {first or second for first, second in re.findall(r"'(\w+)'|@(\w+)", text)}
+    pairs = [*zip(graph.flat.leaf_paths, graph.leaves, strict=True)]
+    params = [pair for pair in pairs if isinstance(pair[1], Param)]
+    mesh, lines = None, []
+    for path, variable in params or pairs:
+        names = variable.axes or ()
+        for leaf in jax.tree.leaves(variable._value):
+            sharding = getattr(leaf, "sharding", None)
+            if not isinstance(sharding, NamedSharding) or AxisType.Auto in sharding.mesh.axis_types:
+                continue
+            for dimension, entry in enumerate(sharding.spec):
+                if mesh_axes.isdisjoint(entry if isinstance(entry, tuple) else (entry,)):
+                    continue
+                mesh = sharding.mesh
+                lines.append(
+                    f"  {format_path(path)}, a {type(variable).__name__}: dimension {dimension} "
+                    f"over {entry!r}"
+                    + (f", by a rule {names[dimension], entry}" if dimension < len(names) else "")
+                )
+    if mesh is None:
+        return ""
+    kinds = f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+    make = f"jax.make_mesh({mesh.axis_sizes}, {mesh.axis_names}, axis_types={kinds})"
+    layouts = _first_of(lines, "\n")
+    return (
+        "\nOver Explicit mesh axes, an operation whose result has no evident layout has to be told "
+        f"it. Split over these axes are\n{layouts}\nLeave layouts to the compiler, over a mesh "
+        f"with Auto axes: `{make}`. Or say the layout of the product instead of "
+        "`x @ w`: `jnp.dot(x, w, out_sharding=spec)`; sx.nn.Linear does so by the rules."
+    )
 
 
 def explain_places(error: Exception, program: Any) -> None:
@@ -93,13 +131,9 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
     absent = [path for path, v in pairs if v.is_abstract]
     if absent and isinstance(error, TypeError):
         raise absent_error(absent) from error
-    gone = [path for path, v in pairs if any(map(_is_deleted, jax.tree.leaves(v._value)))]
+    gone = [path for path, v in pairs if any(map(is_deleted, jax.tree.leaves(v._value)))]
     if gone and ("delete" in str(error) or "donate" in str(error)):
-        raise DonationError(
-            f"{len(gone)} Variables hold arrays that were donated or deleted: {_listed(gone)}. A "
-            "donated array may be used only once; if two models share arrays, as one that was "
-            "merged from the state of the other, copy one of them first: sx.clone(model)."
-        ) from error
+        raise deleted_error([format_path(path) for path in gone]) from error
     if program.donated_leaves and "donate" in str(error):
         owners: dict[int, list[Path]] = {}
         for path, variable in pairs:
@@ -112,6 +146,15 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
                 f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
                 "jnp.copy(v)."
             ) from error
+
+
+def deleted_error(names: Sequence[str]) -> DonationError:
+    """Makes the error of Variables whose arrays are gone."""
+    return DonationError(
+        f"{len(names)} Variables hold arrays that were donated or deleted: {_first_of(names)}. A "
+        "donated array may be used only once; if two models share arrays, as one that was "
+        "merged from the state of the other, copy one of them first: sx.clone(model)."
+    )
 
 
 def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
@@ -136,10 +179,14 @@ def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
         ) from error
 
 
-def _is_deleted(leaf: Any) -> bool:
+def is_deleted(leaf: Any) -> bool:
+    """Whether an array was donated or deleted."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    shown = ", ".join(format_path(path) for path in paths[:8])
-    return shown + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+    return _first_of([format_path(path) for path in paths])
+
+
+def _first_of(names: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

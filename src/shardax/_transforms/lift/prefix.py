@@ -531,7 +531,9 @@ def _is_at(leaf: Any, sharding: Any) -> bool:
         return False
     if not isinstance(sharding, jax.sharding.Sharding):
         return getattr(leaf, "format", None) == sharding
-    return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    # JAX takes the mesh of outputs from what enters, so one layout over another mesh is elsewhere.
+    meshes = {getattr(place, "mesh", None) for place in (leaf.sharding, sharding)} - {None}
+    return len(meshes) < 2 and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 class EntryAssignment:

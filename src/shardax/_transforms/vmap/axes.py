@@ -507,7 +507,7 @@ class MappedBoxes:
         name = self.partition_name
         names = getattr(box, "names", None)
         rank = getattr(getattr(box, "value", None), "ndim", -1) + 1
-        if isinstance(names, tuple) and len(names) < rank:  # the last dimensions have no names
+        if isinstance(names, tuple) and len(names) <= rank:  # the last dimensions have no names
             axis %= rank
             if axis >= len(names):
                 return box
@@ -522,8 +522,8 @@ class MappedBoxes:
         if name is None:
             name = self._names.get(type(box))
         rank = getattr(getattr(box, "value", None), "ndim", 0)
-        if isinstance(names := getattr(box, "names", None), tuple) and len(names) < rank:
-            axis %= rank + 1
+        if isinstance(names := getattr(box, "names", None), tuple) and len(names) <= rank:
+            axis %= rank + 1  # boxes of Flax count negative positions in another way
         return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _map(

@@ -10,14 +10,19 @@ instance ``{PARTITION_NAME: "layers"}``, in which every kind of box finds what i
 The names of a ``Partitioned`` are axes of a mesh; those of a ``LogicallyPartitioned`` are logical,
 and rules map them to mesh axes. A mesh or rules *baked* into the box take precedence over those in
 scope. A box that is unboxed where a mesh is known lays its value out by its names.
+
+Boxes of other libraries, such as Flax, count as well: they are known by their methods (``is_box``),
+and read as the ``Partitioned`` or ``LogicallyPartitioned`` of the same names (``standard_box``).
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
@@ -29,6 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
+from shardax._core.graph.handlers import is_box as is_box
 from shardax._core.graph.static import PARTITION_NAME, Metadata, Static, check_axes
 from shardax._core.init.lazy import announce
 from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
@@ -50,8 +56,9 @@ class AxisMetadata(abc.ABC, Generic[T]):
 
     A subclass has an attribute ``value``, or else its first annotated one is the value; its other
     attributes are static and must be hashable. A frozen dataclass is the usual form. Its ``unbox``
-    may leave out ``apply_constraint``. Subclasses become pytree nodes as they are defined; write
-    ``class Box(AxisMetadata, register=False)`` for one that is registered with JAX in another way.
+    may leave out ``apply_constraint``. A subclass becomes a pytree node with its first instance,
+    unless it is one by then, by ``jax.tree_util.register_dataclass``, ``flax.struct.PyTreeNode`` or
+    the like; ``class Box(AxisMetadata, register=False)`` is never made one.
     Boxes of one class are equal when their static attributes are, and their values bit for bit;
     comparing and hashing never fails.
 
@@ -84,8 +91,17 @@ class AxisMetadata(abc.ABC, Generic[T]):
         for name in ("__eq__", "__hash__", "__repr__"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(cls, name))
-        if register:
+        if not register:
+            _registered.add(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Decorators and base classes that register a class run after __init_subclass__, and JAX
+        # takes one registration; so it is done here, where all of them had their turn.
+        if cls not in _registered:
             _register(cls)
+        if cls.__init__ is object.__init__:
+            return super().__new__(cls, *args, **kwargs)  # refuses arguments
+        return super().__new__(cls)
 
     def unbox(self, apply_constraint: bool = True) -> T:
         """Returns the value; a subclass may lay it out first.
@@ -229,18 +245,74 @@ def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
     return box
 
 
-# Children and structure are JAX's: a class may be registered with it in a way of its own.
-handlers.register(AxisMetadata, dataclasses.replace(handlers.NODE, name="box", whole=True))
+_registered: weakref.WeakSet[type] = weakref.WeakSet()  # with JAX, in whatever way
 
 
 def _register(cls: type[Any]) -> None:
     key = jax.tree_util.GetAttrKey
-    jax.tree_util.register_pytree_with_keys(
-        cls,
-        lambda box: (((key(_value_field(box)), box.value),), _attributes_of(box)),
-        lambda attributes, children: _rebuilt(cls, attributes, *children),
-        lambda box: ((box.value,), _attributes_of(box)),
-    )
+    # JAX refuses a class that it knows, and has no other way to ask whether it does.
+    with contextlib.suppress(ValueError):
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            lambda box: (((key(_value_field(box)), box.value),), _attributes_of(box)),
+            lambda attributes, children: _rebuilt(cls, attributes, *children),
+            lambda box: ((box.value,), _attributes_of(box)),
+        )
+    _registered.add(cls)
+
+
+def standard_box(box: Any) -> AxisMetadata[Any]:
+    """The box itself, or the standard one of a foreign box's names."""
+    if isinstance(box, AxisMetadata):
+        return box
+    names = getattr(box, "names", None)
+    if callable(getattr(box, "get_partition_spec", None)) and not (
+        names is None and hasattr(box, "names")
+    ):
+        names = tuple(box.get_partition_spec())
+    mesh = getattr(box, "mesh", None)
+    if hasattr(box, "rules"):
+        return LogicallyPartitioned(value_in(box), names, mesh, box.rules)
+    return Partitioned(value_in(box), names, mesh)
+
+
+def value_in(box: Any) -> Any:
+    """The value of a box as it is."""
+    return box.value if isinstance(box, AxisMetadata) else unboxed(box, False)
+
+
+def _contents(box: Any) -> tuple[Any, Metadata]:
+    """The value of a box, and a Variable's metadata from it."""
+    standard = standard_box(box)
+    value = value_in(standard)
+    if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
+        raise BoxError(
+            f"{box!r}: holds another box, so it is no Variable. Make one of its value: "
+            "sx.Param(sx.unbox(box), axes=...)."
+        )
+    if not isinstance(standard, Partitioned):  # a user's own: it decides for itself
+        names, rules = standard.layout()
+        names = None if names is None else tuple(names)
+        standard = LogicallyPartitioned(value, names, getattr(standard, "mesh", None), rules)
+    names = standard.names
+    if names is not None and hasattr(value, "ndim"):
+        names = fitted(names, value.ndim)
+    return value, Metadata(names, {BOX_ENTRY: standard.replace_boxed(None)})
+
+
+# Children and structure are JAX's: a class may be registered with it in a way of its own.
+_BOX = dataclasses.replace(handlers.NODE, name="box", whole=True, contents=_contents)
+handlers.register(
+    object,
+    dataclasses.replace(handlers.LEAF, name="unregistered box", whole=True, contents=_contents),
+    where=handlers.has_box_methods,
+)
+handlers.register(
+    object,
+    dataclasses.replace(_BOX, name="box of another library"),
+    where=handlers.is_node_with_box_methods,
+)
+handlers.register(AxisMetadata, _BOX)
 
 
 def _same_leaf(first: Any, second: Any) -> bool:
@@ -276,7 +348,7 @@ class _ArrayText:
         return repr(self.leaf)
 
 
-def unboxed(box: AxisMetadata[Any], apply_constraint: bool) -> Any:
+def unboxed(box: Any, apply_constraint: bool) -> Any:
     """The value of a box; ``unbox`` may take no argument."""
     return box.unbox(apply_constraint) if _takes_one(type(box).unbox) else box.unbox()
 

@@ -145,8 +145,9 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
     """
 
     def to_variable(leaf: Any) -> Any:
-        if not isinstance(leaf, boxes.AxisMetadata):
+        if not boxes.is_box(leaf):
             return leaf
+        leaf = boxes.standard_box(leaf)
         inner = jax.tree.leaves(leaf.value, is_leaf=is_axis_metadata)
         if not isinstance(leaf, boxes.Partitioned) or any(map(is_axis_metadata, inner)):
             raise BoxError(
@@ -165,7 +166,7 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
 
 
 def _is_node(value: Any) -> bool:
-    return isinstance(value, (boxes.AxisMetadata, Object))
+    return boxes.is_box(value) or isinstance(value, Object)
 
 
 def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
@@ -191,14 +192,14 @@ def is_box(value: Any) -> bool:
         value: Anything.
 
     Returns:
-        True for an ``AxisMetadata`` or a Variable.
+        True for an ``AxisMetadata``, a box of another library such as Flax, or a Variable.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
         >>> is_box(sx.Param(jnp.ones(2))), is_box(jnp.ones(2))
         (True, False)
     """
-    return isinstance(value, (boxes.AxisMetadata, Variable))
+    return boxes.is_box(value) or isinstance(value, Variable)
 
 
 def is_axis_metadata(value: Any) -> bool:
@@ -208,14 +209,15 @@ def is_axis_metadata(value: Any) -> bool:
         value: Anything.
 
     Returns:
-        True for an ``AxisMetadata``; a Variable is none (``is_box`` counts both).
+        True for an ``AxisMetadata`` or a box of another library, such as Flax, that has ``unbox``,
+        ``replace_boxed`` and names; a Variable is none (``is_box`` counts both).
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
         >>> is_axis_metadata(sx.Partitioned(1.0, ())), is_axis_metadata(sx.Param(jnp.ones(2)))
         (True, False)
     """
-    return isinstance(value, boxes.AxisMetadata)
+    return boxes.is_box(value)
 
 
 def map_axis_meta(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -274,8 +276,9 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     def unboxed(path: Path, leaf: Any) -> Any:
         if isinstance(leaf, Variable):
             leaf = _box_of(leaf).replace_boxed(leaf.value)
-        if not isinstance(leaf, boxes.AxisMetadata):
+        if not boxes.is_box(leaf):
             return leaf
+        leaf = _located(path, lambda: boxes.standard_box(leaf))
         known = in_scope or getattr(leaf, "mesh", None) is not None
         value = _located(path, lambda: boxes.unboxed(leaf, apply_constraint and known))
         return _map(unboxed, value, path)
@@ -317,9 +320,11 @@ def replace_boxed(tree: Any, values: Any) -> Any:
     def replaced(leaf: Any, value: Any) -> Any:
         if isinstance(leaf, Variable):
             return _variable_of(replaced(_box_of(leaf), value))
-        if not isinstance(leaf, boxes.AxisMetadata):
+        if not boxes.is_box(leaf):
             return value
-        return leaf.replace_boxed(replace_boxed(leaf.value, value) if _has_boxes(leaf) else value)
+        return leaf.replace_boxed(
+            replace_boxed(boxes.value_in(leaf), value) if _has_boxes(leaf) else value
+        )
 
     return treedef.unflatten(map(replaced, leaves, others))
 
@@ -384,9 +389,9 @@ def _map(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> An
     return treedef.unflatten([function((*path, *below), leaf) for below, leaf in subtrees])
 
 
-def _has_boxes(box: boxes.AxisMetadata[Any]) -> bool:
+def _has_boxes(box: Any) -> bool:
     """Whether there are boxes in a box."""
-    return any(is_box(leaf) for _, leaf in walk(box.value)[0])
+    return any(is_box(leaf) for _, leaf in walk(boxes.value_in(box))[0])
 
 
 def _located(path: Path, function: Callable[[], Any]) -> Any:
@@ -423,9 +428,19 @@ def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
                 "their own axes, which sx.vmap and sx.scan keep true: "
                 "sx.vmap(make, metadata={PARTITION_NAME: 'layers'})."
             )
-        if not isinstance(leaf, boxes.AxisMetadata):
+        if not boxes.is_box(leaf):
             return leaf
-        box = _located(path, lambda: rename(leaf))
-        return box.replace_boxed(_map(renamed, box.value, path)) if _has_boxes(box) else box
+        box = _located(path, lambda: _renamed_box(leaf, rename))
+        if not _has_boxes(box):
+            return box
+        return box.replace_boxed(_map(renamed, boxes.value_in(box), path))
 
     return _map(renamed, tree)
+
+
+def _renamed_box(box: Any, rename: Callable[[Any], Any]) -> Any:
+    """A box with the names that another has after a change."""
+    if isinstance(box, boxes.AxisMetadata) or not hasattr(box, "names"):
+        return rename(box)
+    # Flax counts negative positions from the end of the names without the new one.
+    return box.replace(names=rename(boxes.standard_box(box)).names)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.errors import ShardaxError
 from shardax.distributed import processes
 from shardax.train.errors import DataPositionError, TrainerError
 
@@ -140,7 +141,7 @@ def _has(source: Any, *names: str) -> bool:
 
 def saved_position(source: Any, state: Any) -> Any:
     """Returns a position as JSON; every process must call it."""
-    own = _as_json(state, type(source).__name__)
+    own = {_KIND: "none"} if not is_resumable(source) else _as_json(state, type(source).__name__)
     if not hasattr(source, "local_rows"):
         return own
     texts = [json.dumps(own)]
@@ -149,10 +150,11 @@ def saved_position(source: Any, state: Any) -> Any:
     return {_KIND: "processes", "states": [json.loads(text) for text in texts]}
 
 
-def go_to(source: Any, saved: Any) -> None:
-    """Restores what ``saved_position`` gave, or raises DataPositionError."""
+def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
+    """Restores a saved position; returns False if the data starts anew."""
+    # After a run without a position, other batches start anew only if that is asked for.
     if not is_resumable(source):
-        return
+        return False
     kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
     if (kind == "processes") != hasattr(source, "local_rows"):
         was, now = "LocalBatches", f"a {type(source).__name__}"
@@ -172,13 +174,44 @@ def go_to(source: Any, saved: Any) -> None:
             )
         saved = states[jax.process_index()]
         kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
-    source.restore(decoded(saved["state"]) if kind == "encoded" else saved)
+    if _has_no_position(saved):
+        if not resumable:
+            return False
+        raise DataPositionError(
+            "The run was trained with resumable=False, on batches without a position, so there is "
+            f"none from which a {type(getattr(source, 'source', source)).__name__} could go on. "
+            "To start these batches anew: Trainer(..., resumable=False)."
+        )
+    state = decoded(saved["state"]) if kind == "encoded" else saved
+    try:
+        source.restore(state)
+    except _REFUSALS as error:
+        if isinstance(error, ShardaxError):
+            raise
+        raise _refusal(source, error) from error
+    return True
+
+
+def _has_no_position(saved: Any) -> bool:
+    """Whether it was saved of batches without a position."""
+    # The second form is that of versions in which it had no kind.
+    if not isinstance(saved, Mapping):
+        return False
+    is_old = saved.keys() == {"step", "resumable"} and saved["resumable"] is False
+    return is_old or saved.get(_KIND) == "none"
+
+
+def _refusal(source: Any, error: BaseException) -> DataPositionError:
+    return DataPositionError(
+        f"The saved data position cannot be continued with this {type(source).__name__}: "
+        f"{error!r}. Make it as in the run that saved the position."
+    )
 
 
 def _as_json(state: Any, of: str) -> Any:
     """Returns a state itself if JSON keeps it as it is."""
     try:
-        if json.loads(json.dumps(state)) == state:
+        if json.loads(json.dumps(state)) == state and not _has_no_position(state):
             return state
     except (TypeError, ValueError):
         pass
@@ -201,10 +234,7 @@ class _Adapted:
         return repr(self.source)
 
     def _refuse(self, error: BaseException) -> DataPositionError:
-        return DataPositionError(
-            f"The saved data position cannot be continued with this {type(self.source).__name__}: "
-            f"{error!r}. Make it as in the run that saved the position."
-        )
+        return _refusal(self.source, error)
 
 
 _REFUSALS = (KeyError, TypeError, ValueError, IndexError, AssertionError, AttributeError)

@@ -30,7 +30,7 @@ from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
 from shardax.train.errors import DataParallelError
 from shardax.train.gradients.sums import GradientPlan, Region, plan_of, sum_over
-from shardax.train.metrics import target_weights
+from shardax.train.metrics import target_weights, weighted
 from shardax.train.optimizer import laid_out_as
 from shardax.train.step_numbers import count_targets
 
@@ -261,7 +261,7 @@ class _DeviceCall:
             count = jnp.float32(1)
             if has_counts:
                 count = count_targets(microbatch).astype(jnp.float32)
-                value, gradients = _weighted((value, gradients), count)
+                value, gradients = weighted((value, gradients), count)
             if self.steps > 1:
                 gradients = self._split_at_once(gradients)
             count = region.varying(count) if has_counts else count
@@ -367,13 +367,3 @@ class _DeviceCall:
 
 def _is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
-def _weighted(tree: Any, count: Any) -> Any:
-    """Means times their number of targets; nothing where there is none."""
-
-    def weighted(x: Any) -> Any:
-        wide = x.astype(at_least_float32(x.dtype))
-        return jnp.where(count > 0, wide * count, 0)
-
-    return jax.tree.map(weighted, tree)

@@ -35,6 +35,7 @@ from shardax.nn.linear import at_least_float32
 from shardax.partition.context import axis_rules
 from shardax.partition.rules import Rules
 from shardax.train.errors import PipelineError
+from shardax.train.metrics import weighted
 from shardax.train.pipeline.programs import Cut, cut
 
 Values = dict[Path, Any]
@@ -172,11 +173,13 @@ class Chunk:
         if self.stage_loss is not None and model is not None:
             objective = objective + self.stage_loss(model)
         if self.loss is not None:
+            targets, weight = targets
             value = self.loss(y, targets)
             if np.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
                 raise PipelineError(
                     f"The loss returned {jax.typeof(jnp.asarray(value))}; it must be a real scalar."
                 )
+            value = value if weight is None else weighted(jnp.asarray(value), weight)
             objective, y = objective + value, ()
         floating, rest = apart(y)
         self.y_tree = jax.tree.structure(y)

@@ -15,7 +15,7 @@ call of the stages. Of what stages sow, that of the last microbatch is left.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
 from shardax.train.errors import PipelineError
+from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.chunks import Chunk, ChunkPrograms, Values, apart, joined
 from shardax.train.pipeline.schedules import Operation, Schedule
@@ -53,7 +54,8 @@ class PipelineStep:
         stages: The parts of the model in order, Modules or functions: a ``nn.Sequential`` or a
             list. Each is called on what the one before returns, a pytree of arrays.
         loss: Called as ``loss(outputs, targets)`` with what the last stage returns; gives a mean
-            over rows, a real scalar.
+            over rows, or over the targets that a ``mask`` in a mapping of targets and the ignore
+            index -100 leave, a real scalar.
         mesh: The mesh.
         microbatches: In how many parts of equal numbers of rows a batch is cut.
         axis: The mesh axis along which stages are. With several stages for each of its parts, stage
@@ -343,6 +345,23 @@ def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
+def _weights_of(targets: list[Any], chunk: Chunk) -> list[Any]:
+    """Weights of microbatches by their targets; Nones if they count alike."""
+    parts = [part if isinstance(part, Mapping) else {"targets": part} for part in targets]
+    with chunk.scope():
+        weights = _relative_weights(parts)
+    return jax.device_put(weights, NamedSharding(chunk.mesh, PartitionSpec()))
+
+
+@jax.jit
+def _relative_weights(parts: list[Any]) -> list[Any]:
+    weights = [target_weights(part) for part in parts]
+    if weights[0] is None:
+        return weights
+    counts = [jnp.sum(array, dtype=jnp.float32) for array in weights]
+    return list(relative_weights(jnp.stack(counts)))
+
+
 def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
     """Cuts rows i, i + count, ... as microbatch i."""
     wrong = [
@@ -446,7 +465,8 @@ class _PipelineRun:
         self.gradients: dict[tuple[int, int], list[Any]] = {}
         for number, rows in enumerate(_placed(cut_inputs, chunks[0].mesh, rules)):
             self.inputs[0, number] = rows
-        self.targets = _placed(cut_targets, chunks[-1].mesh, rules)
+        targets = _placed(cut_targets, chunks[-1].mesh, rules)
+        self.targets = list(zip(targets, _weights_of(targets, chunks[-1]), strict=True))
         self.last = len(chunks) - 1
         self.sent_bytes = 0
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings about names of rules that no array has, and about stacks that are no pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tests.advice import run_advice
+
+import shardax as sx
+
+
+def _layers(axis: str) -> dict[str, list[sx.Param]]:
+    return {"up": [sx.Param(jnp.ones((4, 8)), axes=("embed", axis)) for _ in range(6)]}
+
+
+@pytest.mark.parametrize(
+    ("axis", "rule"), [("mlp", "mpl"), ("vocabulary", "vocabulry"), ("heads", "head")]
+)
+def test_misspelt_rules_are_warned_of(axis: str, rule: str, mesh: Mesh) -> None:
+    model = _layers(axis)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sx.shard(model, mesh, {"embed": None, rule: "model"})
+    assert [record.filename for record in caught] == [__file__]
+    text = str(caught[0].message)
+    assert f"'{rule}'" in text and f"'{axis}'" in text
+    assert "up[0], up[1], up[2], up[3] and 2 more" in text.replace(".up", "up")
+    assert model["up"][5].value.sharding.is_fully_replicated
+
+
+def test_rules_of_activations_are_not_warned_of(mesh: Mesh) -> None:
+    model = sx.shard(_layers("mlp"), mesh, {"batch": "data", "seq": None, "mlp": "model"})
+    assert model["up"][0].value.sharding.spec == P(None, "model")
+    sx.shard(model, mesh, {})
+    assert model["up"][0].value.sharding.is_fully_replicated
+
+
+def test_stack_without_microbatches_is_no_pipeline(mesh: Mesh) -> None:
+    rules = [("layers", "model")]
+
+    def stack(**options: Any) -> sx.nn.Stack:
+        return sx.nn.Stack(lambda: sx.nn.Linear(4, 4, rngs=sx.Rngs(0)), 4, **options)
+
+    model = {"blocks": stack()}
+    (diagnostic,) = [d for d in sx.check(model, mesh, rules) if d.severity == "warning"]
+    assert diagnostic.code == "gathered-stack" and diagnostic.path == ("blocks",)
+    count = mesh.shape["model"]
+    codes: list[str] = []
+
+    def rest() -> None:
+        codes.extend(d.code for d in sx.check(model, mesh, rules))
+
+    advice = f"with sx.parallel(microbatches={count}): ..."
+    run_advice(ValueError(str(diagnostic)), advice, {"sx": sx, "rest": None})
+    with sx.parallel(microbatches=count):
+        rest()
+    codes += [d.code for d in sx.check({"blocks": stack(microbatches=2)}, mesh, rules)]
+    codes += [d.code for d in sx.check(model, mesh, {"layers": None})]
+    assert "gathered-stack" not in codes
+    assert np.all(np.asarray(model["blocks"](jnp.zeros((2, 4)))) == 0)
