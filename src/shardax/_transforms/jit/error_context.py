@@ -67,8 +67,8 @@ def _about_layouts(text: str, graph: Any) -> str:
     return (
         "\nOver Explicit mesh axes, an operation whose result has no evident layout has to be told "
         f"it. Split over these axes are\n{layouts}\nLeave layouts to the compiler, over a mesh "
-        f"with Auto axes: `{make}`. Or say the layout of the product instead of "
-        "`x @ w`: `jnp.dot(x, w, out_sharding=spec)`; sx.nn.Linear does so by the rules."
+        f"with Auto axes: `{make}`. Or say the layout of the product: "
+        "`jnp.dot(x, w, out_sharding=spec)` for `x @ w`; sx.nn.Linear does so by the rules."
     )
 
 
