@@ -41,6 +41,7 @@ def folder_of(family: str) -> Path:
     """A folder with a small model of a family, in float32."""
     folder = Path(tempfile.mkdtemp())
     content = {name: TINY.get(name, value) for name, value in FAMILIES[family].items()}
+    content["pad_token_id"] = 0  # by default a phi3 has one beyond a small vocabulary
     content["n_layer" if family == "gpt2" else "num_hidden_layers"] = 3
     (folder / "config.json").write_text(json.dumps(content))
     safetensors.save_file({}, folder / "model.safetensors")

@@ -399,3 +399,13 @@ def test_model_of_no_family_has_checkpoints(tmp_path: Path):
     names = {"sx": sx, "model": model, "folder": tmp_path / "saved"}
     run_advice(caught.value, "sx.train.checkpoint.save(model, folder)", names)
     sx.train.checkpoint.restore(sx.clone(model), tmp_path / "saved")
+
+
+def test_soft_caps_that_transformers_ignores_are_refused(tmp_path: Path):
+    gemma = {**SIZES, "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 4}
+    assert "attn_logit_softcapping=2.0" in refusal(
+        tmp_path, {**gemma, "attn_logit_softcapping": 2.0}
+    )
+    config = read(tmp_path, {**gemma, "attn_logit_softcapping": None})
+    assert (config.attention_softcap, config.final_softcap) == (None, None)
+    assert read(tmp_path, {**gemma, "final_logit_softcapping": 2.0}).final_softcap == 2.0
