@@ -263,9 +263,9 @@ def test_pools_are_right_in_every_dtype(dtype: Any) -> None:
     assert largest.dtype == x.dtype
     assert means.dtype == whole.dtype == (x.dtype if dtype not in (jnp.int32, bool) else np.float32)
     np.testing.assert_array_equal(largest, np.nanmax(windows, 2))
-    close = {"rtol": 5e-3 if means.dtype.itemsize < 4 else 1e-6}
-    np.testing.assert_allclose(np.asarray(means, np.float32), np.nanmean(windows, 2), **close)
-    np.testing.assert_allclose(np.asarray(whole, np.float32), np.nansum(windows, 2) / 3, **close)
+    rtol = 5e-3 if means.dtype.itemsize < 4 else 1e-6
+    np.testing.assert_allclose(np.asarray(means, np.float32), np.nanmean(windows, 2), rtol=rtol)
+    np.testing.assert_allclose(np.asarray(whole, np.float32), np.nansum(windows, 2) / 3, rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -468,7 +468,8 @@ def _check_windows(
     steps: Sequence[int],
     pairs: Sequence[tuple[int, int]],
 ) -> None:
-    """Raises for a window over padding alone, which has no maximum and no mean."""
+    """Raises for a window over padding alone."""
+    # It has no maximum and no mean.
     for length, size, step, (front, end) in zip(shape, sizes, steps, pairs, strict=True):
         last = (front + length + end - size) // step * step - front
         if front >= size or last >= length > 0:
