@@ -232,7 +232,7 @@ def is_saved(model: Any, folder: Path) -> bool:
         save_pretrained(model, folder)
     except PretrainedError as error:
         text = str(error)
-    assert folder.exists() is not bool(text)
+    assert folder.exists() == (not text)
     assert not text or any(sign in text for sign in (" .", "config", "layers")), text
     return not text
 
