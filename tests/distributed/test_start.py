@@ -96,3 +96,34 @@ def test_silent_coordinator_ends_a_program_in_time(tmp_path: Path) -> None:
         status, lines = _ended(["-c", program], tmp_path)
     assert status == 1
     assert lines[-1].startswith(f"shardax.errors.DistributedError: Process 1 waited {WAIT} s")
+
+
+def _command(address: str, process: int, limit: float, folder: Path) -> list[str]:
+    words = ["train", "--preset", "tiny", "--mesh", "data=2", "--processes", "2"]
+    place = ["--coordinator", address, "--process", str(process)]
+    return [*words, *place, "--start-timeout", str(limit), "--out", str(folder / "run")]
+
+
+def test_port_in_use_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with listener() as port:
+        assert main(_command(f"localhost:{port}", 0, WAIT, tmp_path)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"shardax: Process 0 cannot listen at port {port}: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_absent_coordinator_ends_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"localhost:{free_port()}"
+    assert main(_command(address, 1, 0.2, tmp_path)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("shardax: Process 1 waited 0.2 s for process 0, but nothing listens at")
+
+
+def test_silent_coordinator_ends_the_command(tmp_path: Path) -> None:
+    with listener() as port:
+        words = _command(f"localhost:{port}", 1, 1, tmp_path)
+        status, lines = _ended(["-m", "shardax", *words], tmp_path)
+    assert status == 1 and len(lines) == 1, lines
+    assert lines[0].startswith("shardax: Process 1 waited 1 s for all 2 processes to meet")

@@ -461,3 +461,24 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"pooler": True},
     ),
 }
+
+# Sizes with which a model of any family is small.
+TINY = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "max_position_embeddings": 8,
+    "n_embd": 8,
+    "n_head": 2,
+    "rotary_pct": 0.5,
+    "n_positions": 8,
+    "image_size": 4,
+    "patch_size": 2,
+}

@@ -267,8 +267,13 @@ def test_a_stacked_read_names_all_that_is_drawn(tmp_path: Path):
     tensors = safetensors.load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     safetensors.save_file(tensors, file)
-    with pytest.warns(UserWarning, match=r"layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp"):
+    with pytest.warns(UserWarning, match="The model is not all of") as caught:
         from_pretrained(tmp_path, strict=False, scan_layers=True)
+    first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2))
+    assert str(caught[0].message).endswith(
+        f"no tensor is there: {second}; initialised with them, as they are stacked in one "
+        f"parameter: {first}."
+    )
 
 
 def test_first_bert_names_of_norms_are_read(tmp_path: Path):
@@ -394,3 +399,13 @@ def test_model_of_no_family_has_checkpoints(tmp_path: Path):
     names = {"sx": sx, "model": model, "folder": tmp_path / "saved"}
     run_advice(caught.value, "sx.train.checkpoint.save(model, folder)", names)
     sx.train.checkpoint.restore(sx.clone(model), tmp_path / "saved")
+
+
+def test_soft_caps_that_transformers_ignores_are_refused(tmp_path: Path):
+    gemma = {**SIZES, "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 4}
+    assert "attn_logit_softcapping=2.0" in refusal(
+        tmp_path, {**gemma, "attn_logit_softcapping": 2.0}
+    )
+    config = read(tmp_path, {**gemma, "attn_logit_softcapping": None})
+    assert (config.attention_softcap, config.final_softcap) == (None, None)
+    assert read(tmp_path, {**gemma, "final_logit_softcapping": 2.0}).final_softcap == 2.0

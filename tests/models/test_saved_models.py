@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.models import peers
-from tests.models.published import MODELS
+from tests.models.published import MODELS, TINY
 from tests.values import with_values
 
 import shardax as sx
@@ -206,25 +206,6 @@ PUBLISHED = {
     content["model_type"]: content
     for name, (content, _) in MODELS.items()
     if name != "google/vit-base-patch16-224"
-}
-TINY = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "vocab_size": 16,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "moe_intermediate_size": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 4,
-    "max_position_embeddings": 8,
-    "n_embd": 8,
-    "n_head": 2,
-    "rotary_pct": 0.5,
-    "n_positions": 8,
-    "image_size": 4,
-    "patch_size": 2,
 }
 
 

@@ -88,3 +88,17 @@ def test_losses_are_right_in_every_dtype(dtype: Any, x64: bool) -> None:
             np.testing.assert_allclose(
                 results, references, rtol=tolerance, err_msg=f"{targets}, {mask}"
             )
+
+
+@pytest.mark.parametrize("loss", ["whole", "blocks"])
+def test_masked_targets_of_no_probability_count_nothing(loss: str) -> None:
+    hidden, kernel = jnp.ones((2, 1)), jnp.array([[0.0, -jnp.inf, 0.0]])
+    targets, mask = jnp.array([1, 0]), jnp.array([False, True])
+
+    def compute(hidden: Any) -> Any:
+        if loss == "whole":
+            return models.cross_entropy(hidden * kernel, targets, mask)
+        return models.blockwise_cross_entropy(hidden, kernel, targets, mask)
+
+    assert float(compute(hidden)) == pytest.approx(np.log(2))
+    assert float(models.cross_entropy(hidden * kernel, targets)) == np.inf

@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("compat.txt")
 # What depends on JAX's behaviour.
 PACKAGES = ("_core", "_transforms", "_select", "partition", "nn", "train", "models", "random")
 FOLDERS = ("tests/core/", "tests/transforms/", "tests/select/", "tests/partition/", "tests/train/")
-ALWAYS = ("tests/core/test_versions.py", "README.md")
+ALWAYS = ("tests/core/test_versions.py", "tests/distributed/test_start.py", "README.md")
 LEAST_SECONDS = 0.05  # of a test, with what pytest takes for it
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -447,3 +448,39 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save(Net(), tmp_path / "checkpoint")
     with pytest.raises(CheckpointValueError, match="version 3"):
         restore(Net(), tmp_path / "checkpoint")
+
+
+class Holder(sx.Module):
+    """A Module that holds its data."""
+
+    def __init__(self) -> None:
+        self.scale = sx.Param(jnp.ones(2))
+        self.batches = TrainBatches(ByteText.from_bytes(bytes(99)).whole, batch_size=2, seq_len=4)
+        self.sources = {"more": [self.batches], "other": self.batches}
+
+
+@pytest.mark.parametrize("through", ["save", "checkpoints"])
+def test_positions_in_modules_are_warned_of(through: str, tmp_path: Path) -> None:
+    model = Holder()
+    checkpoints = Checkpoints(tmp_path / "all")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if through == "save":
+            save({"model": model}, tmp_path / "one")
+        else:
+            checkpoints.save(1, {"model": model})
+    checkpoints.close()
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert ": .model.batches, .model.sources.more[0], .model.sources.other. " in str(
+        warning.message
+    )
+    names = {"save": save, "restore": restore, "model": Net(), "batches": model.batches}
+    names["path"] = tmp_path / "beside"
+    text = Exception(str(warning.message))
+    run_advice(text, "save((model, batches), path)", names)
+    start = model.batches.state()
+    next(iter(model.batches))
+    assert model.batches.state() != start
+    run_advice(text, "restore((model, batches), path)", names)
+    assert model.batches.state() == start

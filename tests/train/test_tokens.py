@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,19 @@ def test_token_file_run_resumes_bit_for_bit(tmp_path: Path):
     whole = run("whole", 5)
     run("halves", 2)
     assert run("halves", 5, resume=True) == whole
+
+
+@pytest.mark.parametrize(("count", "size"), [(4000, 100), (10, 40)], ids=["ids", "description"])
+def test_full_disk_leaves_the_tokens_there(count: int, size: int, tmp_path: Path):
+    path = tmp_path / "ids.bin"
+    TokenFile.write(path, np.arange(8))
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))  # no file grows beyond it
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            TokenFile.write(path, IDS[:count])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+    assert (TokenFile(path).data == np.arange(8)).all()

@@ -289,7 +289,7 @@ class Show:
         if self.html is not None:
             planned = partition.abstract(model, mesh, rules)
             page = html_page(folder.name, html_fragment(planned) + table.html())
-            self.html.write_text(page, encoding="utf-8")
+            write_whole(self.html, page)
             print(f"page: {self.html}")
         return 0
 

@@ -293,10 +293,8 @@ layers.mlp_post_norm.scale | {l}post_feedforward_layernorm.weight | e
 """
 _GEMMA_TENSORS = _table(_ENDS, _SANDWICH, _ATTENTION, _GATED_MLP, _PLAIN_MLP)
 _GEMMA_FIELDS = {**_RMS, **_BIASED}
-_SOFTCAPS = {
-    "attn_logit_softcapping": "attention_softcap",
-    "final_logit_softcapping": "final_softcap",
-}
+_FINAL_SOFTCAP = {"final_logit_softcapping": "final_softcap"}
+_SOFTCAPS = {"attn_logit_softcapping": "attention_softcap", **_FINAL_SOFTCAP}
 
 _PHI3_LAYERS = """
 layers.attn.q.kernel | {a}qkv_proj.weight | +(h d) e -> e h d
@@ -531,10 +529,11 @@ FAMILIES: dict[str, Family] = {
         harmless=("cache_implementation",),
     ),
     "gemma3_text": Family(
-        {**_GEMMA_FIELDS, **_SOFTCAPS},
+        # ``transformers`` knows a soft cap of attention here, and leaves it out of the computation.
+        {**_GEMMA_FIELDS, **_FINAL_SOFTCAP},
         _GEMMA_TENSORS,
         fixed={"norm": "rms_offset", "norm_placement": "sandwich", "qk_norm": "head"},
-        defaults={**_GEMMA2, **dict.fromkeys(_SOFTCAPS), "max_position_embeddings": 131072},
+        defaults={**_GEMMA2, **dict.fromkeys(_FINAL_SOFTCAP), "max_position_embeddings": 131072},
         derive=_gemma3,
         architectures=_heads("Gemma3ForCausalLM", "Gemma3TextModel"),
         harmless=("cache_implementation",),

@@ -159,7 +159,7 @@ def _mean(losses: jax.Array, weights: Any) -> jax.Array:
     if weights is None:
         return jnp.mean(losses)
     # What is masked counts for nothing, even if its target is none.
-    losses = jnp.where((weights == 0) & jnp.isnan(losses), 0, losses)
+    losses = jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
     total = jnp.sum(weights)
     return jnp.sum(losses * weights) / jnp.where(total > 0, total, 1)
 

@@ -491,9 +491,10 @@ class _Table:
         # A parameter of which a part is missing is initialised whole.
         drawn = {beside for name in missing for beside in self._beside(name)}
         passed = {
-            "initialised at random, as no tensor is there": list(
-                filter(drawn.__contains__, self.by_name)
-            ),
+            "initialised at random, as no tensor is there": missing,
+            "initialised with them, as they are stacked in one parameter": [
+                name for name in self.by_name if name in drawn and name in files.names
+            ],
             "not read, as the model has no place": unused,
         }
         parts = [f"{what}: {_listed(names)}" for what, names in passed.items() if names]

@@ -200,7 +200,8 @@ class MultiHeadAttention(Module):
             x: Shape (batch, time, features), or (time, features): where queries come from.
             context: Shape (batch, other time, features): where keys and values come from; None for
                 ``x``.
-            mask: Booleans that broadcast to (batch, heads, time, other time): what may be read.
+            mask: Booleans that broadcast to (batch, heads, time, other time): what may be read. A
+                position that may read nothing, such as padding, gets the mean of all values.
                 With a cache, of shape (batch, 1, 1, time): which of the new positions are real, so
                 that this call and later ones may read them.
             segment_ids: Integers of shape (batch, time); only positions of the same segment are

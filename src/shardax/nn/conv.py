@@ -8,6 +8,7 @@ axes; batch and channels keep their layout.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from shardax.nn import parameters
 from shardax.nn.linear import (
     add_bias,
     as_array,
+    at_least_float32,
     cast_all,
     explicit_sharding,
     joined_sharding,
@@ -364,7 +366,8 @@ def max_pool(
         The maxima; padding is never among them.
 
     Raises:
-        LayerConfigError: If a size is not positive or options do not fit together.
+        LayerConfigError: If a size is not positive, options do not fit together, or a window would
+            be padding alone.
         LayerInputError: If dimensions are missing.
 
     Example:
@@ -373,8 +376,11 @@ def max_pool(
         [1.0, 3.0, 5.0]
     """
     x = as_array(x)
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    least = -jnp.inf if floating else jnp.iinfo(x.dtype).min
+    if x.dtype == jnp.bool_:
+        least: Any = False
+    else:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        least = -jnp.inf if floating else jnp.iinfo(x.dtype).min
     return _pooled("max_pool", x, window, strides, padding, jax.lax.max, least)
 
 
@@ -396,10 +402,11 @@ def avg_pool(
         count_include_pad: Whether padding counts, as zeros.
 
     Returns:
-        The means.
+        The means, in the dtype of ``x`` or float32 for integers; sums are in float32 or wider.
 
     Raises:
-        LayerConfigError: If a size is not positive or options do not fit together.
+        LayerConfigError: If a size is not positive, options do not fit together, or a window would
+            be padding alone where that does not count.
         LayerInputError: If dimensions are missing.
 
     Example:
@@ -408,14 +415,19 @@ def avg_pool(
         [0.5, 2.5, 4.5]
     """
     x = as_array(x)
-    x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
-    total = _pooled("avg_pool", x, window, strides, padding, jax.lax.add, 0.0)
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
+    # A sum in bfloat16 stops growing at 256 terms, one in float16 is soon infinite.
+    x = x.astype(at_least_float32(x.dtype))
+    pool = functools.partial(
+        _pooled, "avg_pool", combine=jax.lax.add, start=0.0, padding_counts=count_include_pad
+    )
+    total = pool(x, window, strides, padding)
     sizes = parameters.as_sizes("avg_pool", "window", window)
     if count_include_pad:
-        return total / math.prod(sizes)
+        return (total / math.prod(sizes)).astype(dtype)
     front = (1,) * (x.ndim - len(sizes) - 1)
     ones = np.ones((*front, *x.shape[len(front) : -1], 1), x.dtype)
-    return total / _pooled("avg_pool", ones, window, strides, padding, jax.lax.add, 0.0)
+    return (total / pool(ones, window, strides, padding)).astype(dtype)
 
 
 def _pooled(
@@ -426,6 +438,8 @@ def _pooled(
     padding: Padding,
     combine: Callable[..., Any],
     start: Any,
+    *,
+    padding_counts: bool = False,
 ) -> jax.Array:
     sizes = parameters.as_sizes(name, "window", window)
     rank = len(sizes)
@@ -434,6 +448,8 @@ def _pooled(
     x = _take_window(name, x, rank, None)
     front = (1,) * (x.ndim - rank - 1)
     if not isinstance(pairs, str):
+        if not padding_counts:
+            _check_windows(name, x.shape[len(front) : -1], sizes, steps, pairs)
         pairs = (*((0, 0) for _ in front), *pairs, (0, 0))
 
     def run(x: jax.Array) -> jax.Array:
@@ -443,3 +459,22 @@ def _pooled(
         )
 
     return with_layout(run, _layout(x, rank) if explicit_sharding(x) else None, x)
+
+
+def _check_windows(
+    name: str,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    steps: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
+) -> None:
+    """Raises for a window over padding alone."""
+    # It has no maximum and no mean.
+    for length, size, step, (front, end) in zip(shape, sizes, steps, pairs, strict=True):
+        last = (front + length + end - size) // step * step - front
+        if front >= size or last >= length > 0:
+            raise LayerConfigError(
+                f"{name} with window={tuple(sizes)} and padding={tuple(pairs)} has windows of "
+                f"padding alone, of which there is no maximum or mean. Give a padding smaller than "
+                f'the window, or padding="SAME".'
+            )

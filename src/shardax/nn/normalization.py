@@ -425,8 +425,8 @@ class BatchNorm(_Norm):
             The same shape, in the compute dtype.
 
         Raises:
-            LayerInputError: If the dimension of the features has another size, or there is no axis
-                ``axis_name`` here.
+            LayerInputError: If the dimension of the features has another size, the mask is none for
+                the input, or there is no axis ``axis_name`` here.
         """
         x = as_array(x)
         if not -x.ndim <= self.axis < x.ndim or x.shape[self.axis] != self.features:
@@ -453,14 +453,14 @@ class BatchNorm(_Norm):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
         others = tuple(axis for axis in range(x.ndim) if axis != dimension)
-        where = None if mask is None else jnp.broadcast_to(as_array(mask).astype(bool), x.shape)
+        where = None if mask is None else _check_mask(as_array(mask), x)
         count = None if where is None else self._over_axis(jax.lax.psum, where.sum(others))
 
         def average(values: jax.Array) -> jax.Array:
             if where is None or count is None:
                 return self._over_axis(jax.lax.pmean, values.mean(others))
             total = self._over_axis(jax.lax.psum, values.sum(others, where=where))
-            return total / jnp.maximum(count, 1)
+            return total / jnp.maximum(count, 1).astype(total.dtype)
 
         mean = average(x)
         # Of centred values, so that a large common offset costs no precision.
@@ -491,3 +491,21 @@ class BatchNorm(_Norm):
                 f"Call it inside sx.vmap(..., axis_name={self.axis_name!r}) or sx.shard_map over a "
                 f"mesh with that axis, or in evaluation, model.eval()."
             ) from error
+
+
+def _check_mask(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns a mask in the shape of an input, or raises."""
+    # A weight between 0 and 1 would count whole.
+    is_floating = jnp.issubdtype(mask.dtype, jnp.inexact)
+    trailing = x.shape[x.ndim - mask.ndim :] if mask.ndim <= x.ndim else ()
+    fits = len(trailing) == mask.ndim and all(
+        size in (1, length) for size, length in zip(mask.shape, trailing, strict=True)
+    )
+    if is_floating or not fits:
+        parameters.refuse_input(
+            "BatchNorm",
+            f"a mask of booleans that broadcasts to {x.shape}",
+            mask,
+            "Without the dimension of the features: mask[..., None]. Of weights: mask > 0.",
+        )
+    return jnp.broadcast_to(mask.astype(bool), x.shape)

@@ -37,6 +37,7 @@ from shardax.train.checkpoint_format import (
     check_fit,
     contents_of,
     describe,
+    positions_in_modules,
     stored_arrays,
 )
 
@@ -69,7 +70,9 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
         >>> folder.cleanup()
     """
     place = storage.as_path(path)
-    arrays, description = _to_store(contents_of(tree), extra)
+    contents = contents_of(tree)
+    arrays, description = _to_store(contents, extra)
+    _warn_of_positions(contents)
     writer = storage.Writer()
     try:
         writer.start(place, arrays, description)
@@ -177,6 +180,17 @@ def _write_error(what: str, error: Exception) -> Exception:
     if isinstance(error, ShardaxError):
         return error
     return errors.CheckpointWriteError(f"{what} failed: {storage.one_line(error)}")
+
+
+def _warn_of_positions(contents: Contents) -> None:
+    """Warns of positions in Modules, once for each place that saves."""
+    if paths := positions_in_modules(contents.objects):
+        warnings.warn(
+            f"Not saved, as a Module holds what has a state() and a restore(): {', '.join(paths)}. "
+            f"Positions are saved beside a model: save((model, batches), path), and restored from "
+            f"there: restore((model, batches), path).",
+            stacklevel=3,
+        )
 
 
 def _to_store(
@@ -341,7 +355,9 @@ class Checkpoints:
                 f"Cannot save step {step} in {self.directory}, as step {latest} would stay the "
                 f"latest. To give up the later ones: checkpoints.rewind({step - 1})."
             )
-        arrays, description = _to_store(contents_of(tree), extra, step)
+        contents = contents_of(tree)
+        arrays, description = _to_store(contents, extra, step)
+        _warn_of_positions(contents)
         try:
             self._open_writer().start(self.path(step), arrays, description)
         except Exception as error:

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.containers import List
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.handlers import DICT, LIST, PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.filters import Not
-from shardax._core.state.split_merge import iter_variables
+from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.variable import Intermediate, Variable
 from shardax.train import errors
 
@@ -310,3 +311,22 @@ def _both_floating(array: ModelArray, stored: StoredArray) -> bool:
     if array.is_key or stored.key is not None:
         return False
     return all(jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in (array.dtype, stored.dtype))
+
+
+def positions_in_modules(objects: Any) -> list[str]:
+    """Returns the paths of positions that Modules hold, which are not saved."""
+    return [
+        format_path((*path, *place))
+        for path, module in iter_modules(objects)
+        for place in _positions_held(vars(module), ())
+    ]
+
+
+def _positions_held(value: Any, place: Path) -> Iterator[Path]:
+    """Yields the places of positions in an attribute and its containers."""
+    if isinstance(value, (Mapping, list, tuple, List)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _positions_held(item, (*place, key))
+    elif not isinstance(value, Object) and _is_stateful(value):
+        yield place

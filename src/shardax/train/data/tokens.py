@@ -147,6 +147,7 @@ class TokenFile(TokenData):
         limit = np.iinfo(kind).max + 1
         limit = limit if vocab_size is None else min(limit, vocab_size)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+        description = _beside(unfinished)
         count = 0
         try:
             with open(unfinished, "wb") as file:
@@ -168,11 +169,13 @@ class TokenFile(TokenData):
             else:
                 raw = np.asarray(np.memmap(unfinished, kind, "r"))
                 described = {"dtype": kind.name, "tokens": count, "fingerprint": _fingerprint(raw)}
+                description.write_text(json.dumps(described))  # all is written, then all is moved
                 _beside(path).unlink(missing_ok=True)
                 os.replace(unfinished, path)
-                _beside(path).write_text(json.dumps(described))
+                os.replace(description, _beside(path))
         finally:
             unfinished.unlink(missing_ok=True)
+            description.unlink(missing_ok=True)
         return TokenFile(path, vocab_size=vocab_size)
 
     @cached_property

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any edits of a loaded model are refused by name, or read back with equal logits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.models import peers
+from tests.models.published import MODELS, TINY
+from tests.values import with_values
+
+import shardax as sx
+from shardax import nn
+from shardax.errors import PretrainedError
+from shardax.models import from_pretrained, save_pretrained
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
+
+FAMILIES = {
+    content["model_type"]: content
+    for content, _ in MODELS.values()
+    if content["model_type"] not in ("vit", "bert")
+}
+TOKENS = np.arange(6)[None]
+
+
+@functools.cache
+def folder_of(family: str) -> Path:
+    """A folder with a small model of a family, in float32."""
+    folder = Path(tempfile.mkdtemp())
+    content = {name: TINY.get(name, value) for name, value in FAMILIES[family].items()}
+    content["pad_token_id"] = 0  # by default a phi3 has one beyond a small vocabulary
+    content["n_layer" if family == "gpt2" else "num_hidden_layers"] = 3
+    (folder / "config.json").write_text(json.dumps(content))
+    safetensors.save_file({}, folder / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all is initialised
+        model = with_values(from_pretrained(folder, strict=False))
+    save_pretrained(model, folder / "whole")
+    return folder / "whole"
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return from_pretrained(folder, dtype=jnp.float32, **options)
+
+
+# --- edits, of a model and a number that says where -----------------------------------------------
+
+
+def linears(model: Any, number: int) -> list[tuple[Any, Any]]:
+    """A linear layer and those of its shape, with their paths."""
+    layers = [(path, m) for path, m in sx.iter_modules(model) if isinstance(m, nn.Linear)]
+    shape = layers[number % len(layers)][1].kernel.shape
+    return [(path, layer) for path, layer in layers if layer.kernel.shape == shape]
+
+
+def values_changed(variable: Any, number: int) -> Any:
+    draws = np.random.default_rng(number).normal(size=variable.shape)
+    return jnp.asarray(draws / 4, variable.dtype)
+
+
+def freeze(model: Any, number: int) -> Any:
+    parts = ["embed", "scale", "attn", "layers", "kernel"]
+    if number % 6 == 5:
+        return sx.freeze(model)
+    return sx.freeze(model, sx.PathContains(parts[number % 6]))
+
+
+def tie_or_untie(model: Any, number: int) -> Any:
+    if model.head is not None:
+        model.head = None
+        return model
+    vocabulary, features = model.embed.embedding.shape
+    model.head = with_values(nn.Linear(features, vocabulary, use_bias=False, rngs=sx.Rngs(0)))
+    return model
+
+
+def remove_layer(model: Any, number: int) -> Any:
+    del model.layers[number % len(model.layers)]
+    return model
+
+
+def remove_part(model: Any, number: int) -> Any:
+    layer = model.layers[number % len(model.layers)]
+    names = [name for name, value in vars(layer).items() if isinstance(value, sx.Module)]
+    setattr(layer, names[number % len(names)], None)
+    return model
+
+
+def repeat_layer(model: Any, number: int) -> Any:
+    layer = model.layers[number % len(model.layers)]
+    model.layers.append(layer if number % 2 else sx.clone(layer))
+    return model
+
+
+def share_layer(model: Any, number: int) -> Any:
+    model.layers[number % len(model.layers)] = model.layers[0]
+    return model
+
+
+def replace_linear(model: Any, number: int) -> Any:
+    path, layer = linears(model, number)[0]
+    size = layer.kernel.shape[0] if number % 3 else layer.kernel.shape[0] + 1
+    shape = (size, *layer.kernel.shape[1:])
+    if len(shape) > 2:
+        return model
+    new = nn.Linear(*shape, use_bias=bool(number % 2), rngs=sx.Rngs(0))
+    return (
+        sx.select(model)
+        .at_instances_of(nn.Linear)
+        .where(lambda where, _: where == path)
+        .set(with_values(new))
+    )
+
+
+def draw_values(model: Any, number: int) -> Any:
+    for _, layer in linears(model, number):
+        if isinstance(layer.kernel, sx.Param):
+            layer.kernel.value = values_changed(layer.kernel, number)
+    return model
+
+
+def extend(model: Any, number: int) -> Any:
+    more = number % 3 + 1
+    wide = lambda value, axis: jnp.concatenate(  # noqa: E731
+        [value, jnp.ones_like(jax.lax.slice_in_dim(value, 0, more, axis=axis))], axis
+    )
+    parts = [(model.embed, "embedding", 0)]
+    if model.head is not None and number % 5:
+        parts += [(model.head, "kernel", 1), (model.head, "bias", 0)]
+    for layer, name, axis in parts:
+        variable = getattr(layer, name)
+        if isinstance(variable, sx.Param):
+            variable.value = wide(variable.value, axis)
+    return model
+
+
+def lora(model: Any, number: int) -> Any:
+    model = merge(model, number)
+    path, _ = linears(model, number)[-1]
+    chosen = sx.select(model).at_instances_of(nn.Linear).where(lambda where, _: where == path)
+    model = sx.surgery.lora(chosen, rank=1, rngs=sx.Rngs(number))
+    for path, variable in sx.iter_variables(model, sx.Param):
+        if path[-1] in ("a", "b"):
+            variable.value = values_changed(variable, number)
+    return model
+
+
+def merge(model: Any, number: int) -> Any:
+    has_adapters = any("LoRA" in type(module).__name__ for _, module in sx.iter_modules(model))
+    return sx.surgery.merge_lora(model) if has_adapters else model
+
+
+def cast(model: Any, number: int) -> Any:
+    dtype = [jnp.bfloat16, jnp.float16, jnp.float32][number % 3]
+    variables = [variable for _, variable in sx.iter_variables(model, sx.Param)]
+    for variable in variables if number % 2 else variables[number % 7 : number % 7 + 1]:
+        variable.value = variable.value.astype(dtype)
+    return model
+
+
+def set_attributes(model: Any, number: int) -> Any:
+    options: list[dict[str, Any]] = [
+        {"epsilon": 0.1},
+        {"activation": "relu"},
+        {"softcap": 2.0},
+        {"scale": 0.3},
+        {"window": 2},
+        {"top_k": 1},
+        {"normalise": False},
+    ]
+    chosen = options[number % len(options)]
+    (name,) = chosen
+    if any(hasattr(module, name) for _, module in sx.iter_modules(model)):
+        model.set_attributes(**chosen)
+    return model
+
+
+EDITS: tuple[Callable[[Any, int], Any], ...] = (
+    freeze,
+    tie_or_untie,
+    remove_layer,
+    remove_part,
+    repeat_layer,
+    share_layer,
+    replace_linear,
+    draw_values,
+    extend,
+    lora,
+    merge,
+    cast,
+    set_attributes,
+)
+steps = st.lists(st.tuples(st.sampled_from(EDITS), st.integers(0, 41)), min_size=1, max_size=3)
+
+
+stacked_steps = st.lists(
+    st.tuples(
+        st.sampled_from((freeze, tie_or_untie, extend, set_attributes, cast)),
+        st.integers(0, 20).map(lambda number: 2 * number + 1),  # casts of all
+    ),
+    min_size=1,
+    max_size=2,
+)
+families = st.sampled_from(sorted(FAMILIES))
+
+
+def edited(family: str, edits: Any, **options: Any) -> Any:
+    """A model after some edits."""
+    model = load(folder_of(family), **options)
+    for edit, number in edits:
+        model = edit(model, number)
+    return model
+
+
+def is_saved(model: Any, folder: Path) -> bool:
+    """Whether a model is saved; if not, the error names what it is, and no file is there."""
+    text = ""
+    try:
+        save_pretrained(model, folder)
+    except PretrainedError as error:
+        text = str(error)
+    assert folder.exists() == (not text)
+    assert not text or any(sign in text for sign in (" .", "config", "layers")), text
+    return not text
+
+
+@settings(max_examples=30)
+@given(family=families, edits=steps)
+def test_edits_are_refused_or_read_back(family: str, edits: Any) -> None:
+    model = edited(family, edits)
+    with tempfile.TemporaryDirectory() as name:
+        if is_saved(model, Path(name, "saved")):
+            again = load(Path(name, "saved"))
+            np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
+
+
+@settings(max_examples=10)
+@given(family=families, edits=stacked_steps)
+def test_edits_of_stacks_are_those_of_layers(family: str, edits: Any) -> None:
+    stacked, model = edited(family, edits, scan_layers=True), edited(family, edits)
+    with tempfile.TemporaryDirectory() as name:
+        written = [is_saved(model, Path(name, "layers")), is_saved(stacked, Path(name, "stack"))]
+        assert written[0] == written[1]
+        if written[0]:
+            again = load(Path(name, "stack"))
+            np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
+
+
+@settings(max_examples=20)
+@given(family=families, edits=steps)
+def test_edits_have_the_logits_of_transformers(family: str, edits: Any) -> None:
+    pytest.importorskip("torch", reason="pip install torch")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    model = edited(family, edits)
+    with tempfile.TemporaryDirectory() as name:
+        if not is_saved(model, Path(name, "saved")):
+            return
+        read = transformers.AutoModelForCausalLM.from_pretrained
+        peer = read(Path(name, "saved"), dtype="float32").eval()
+    expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(model(TOKENS) / scale, expected / scale, rtol=0, atol=2e-5)
