@@ -24,7 +24,8 @@ def run_advice(error: BaseException | str, code: str, names: Mapping[str, Any]) 
     """
     assert code in str(error), f"the error does not advise {code!r}:\n{error}"
     is_head = code.startswith("with ")
-    tree = ast.parse(f"{code.rstrip(':')}:\n    result = body()" if is_head else code)
+    head = code.removesuffix("...").rstrip().rstrip(":")
+    tree = ast.parse(f"{head}:\n    result = body()" if is_head else code)
     if "rest" in names:
         tree = ast.fix_missing_locations(_Filled().visit(tree))
     namespace = names if isinstance(names, dict) else dict(names)

@@ -58,9 +58,7 @@ def test_stack_without_microbatches_is_no_pipeline(mesh: Mesh) -> None:
         codes.extend(d.code for d in sx.check(model, mesh, rules))
 
     advice = f"with sx.parallel(microbatches={count}): ..."
-    run_advice(ValueError(str(diagnostic)), advice, {"sx": sx, "rest": None})
-    with sx.parallel(microbatches=count):
-        rest()
+    run_advice(str(diagnostic), advice, {"sx": sx, "body": rest})
     codes += [d.code for d in sx.check({"blocks": stack(microbatches=2)}, mesh, rules)]
     codes += [d.code for d in sx.check(model, mesh, {"layers": None})]
     assert "gathered-stack" not in codes

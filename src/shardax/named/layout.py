@@ -9,7 +9,7 @@ nothing has is an error, and so are two names of one array that want one mesh ax
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -59,9 +59,11 @@ def shard(
         >>> x.dims, x.sharding.spec
         (('batch', 'embed'), P('data', None))
     """
+    names = _names_in(tree)
     if not allow_unused:
-        _check_known(mapping, tree)
-    return shard_by_rules(tree, mesh, _rules(mapping))
+        _check_known(mapping, names)
+    used = {name: target for name, target in mapping.items() if label(name) in names}
+    return shard_by_rules(tree, mesh, _rules(used))
 
 
 def constrain(
@@ -94,7 +96,7 @@ def constrain(
         P('data', None)
     """
     if not allow_unused:
-        _check_known(mapping, tree)
+        _check_known(mapping, _names_in(tree))
     rules = _rules(mapping)
 
     def visit(leaf: Any, mapped: Sequence[Any] = ()) -> Any:
@@ -148,10 +150,14 @@ def _rules(mapping: Mapping[Any, Any]) -> Rules:
     return Rules(pairs, on_conflict="error")
 
 
-def _check_known(mapping: Mapping[Any, Any], tree: Any) -> None:
+def _names_in(tree: Any) -> set[str]:
+    """Returns the names of axes that arrays of a tree have."""
+    axes = [leaf.names_of(info) or () for leaf, info, _ in TreeInventory(tree).arrays()]
+    return {name for names in axes for name in strings(names)}
+
+
+def _check_known(mapping: Mapping[Any, Any], known: Set[str]) -> None:
     """Raises if the mapping has names that no array has."""
-    found = [leaf.names_of(info) or () for leaf, info, _ in TreeInventory(tree).arrays()]
-    known = {part for names in found for part in strings(names)}
     unknown = [name for name in mapping if label(name) not in known]
     if not unknown:
         return

@@ -128,8 +128,9 @@ def _shown(function: Any) -> str:
 def explain_values(error: Exception, program: Any, graph: Any) -> None:
     """Explains errors of absent, deleted or twice donated values."""
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
-    absent = [path for path, v in pairs if v.is_abstract]
-    if absent and isinstance(error, TypeError):
+    is_of_types = isinstance(error, TypeError)
+    absent = [path for path, v in pairs if is_of_types and v.is_abstract]
+    if absent:
         raise absent_error(absent) from error
     gone = [path for path, v in pairs if any(map(is_deleted, jax.tree.leaves(v._value)))]
     if gone and ("delete" in str(error) or "donate" in str(error)):

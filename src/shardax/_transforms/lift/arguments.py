@@ -207,7 +207,7 @@ def _is_open(value: Any) -> bool:
         and kind.__hash__ is object.__hash__
         and kind.__module__.partition(".")[0] not in LIBRARIES
         and not isinstance(value, Object)
-        and is_plain_instance(value)
+        and (is_plain_instance(value) or _has_slots(kind))
     )
 
 
@@ -686,7 +686,7 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
     elif isinstance(value, dict):
         items = value.values()
     elif is_plain_instance(value):
-        items = attributes_of(value).values()
+        items = vars(value).values()
     else:
         return
     first = itertools.islice(items, _MAX_ITEMS)
@@ -700,11 +700,12 @@ def is_plain_instance(value: Any) -> bool:
     return (
         not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
         and not hasattr(value, "__wrapped__")
-        and (
-            isinstance(getattr(value, "__dict__", None), dict)
-            or any("__slots__" in vars(base) for base in type(value).__mro__)
-        )
+        and isinstance(getattr(value, "__dict__", None), dict)
     )
+
+
+def _has_slots(kind: type) -> bool:
+    return any("__slots__" in vars(base) for base in kind.__mro__)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
