@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,19 +21,38 @@ def _layers(axis: str) -> dict[str, list[sx.Param]]:
     return {"up": [sx.Param(jnp.ones((4, 8)), axes=("embed", axis)) for _ in range(6)]}
 
 
+def _restore(model: Any, mesh: Mesh, rules: Any, folder: Path) -> Any:
+    sx.train.checkpoint.save(model, folder / "saved")
+    sx.train.checkpoint.restore(model, folder / "saved", mesh=mesh, rules=rules)
+    return model
+
+
 @pytest.mark.parametrize(
     ("axis", "rule"), [("mlp", "mpl"), ("vocabulary", "vocabulry"), ("heads", "head")]
 )
-def test_misspelt_rules_are_warned_of(axis: str, rule: str, mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda model, mesh, rules, folder: sx.shard(model, mesh, rules),
+        lambda model, mesh, rules, folder: sx.abstract(model, mesh, rules),
+        lambda model, mesh, rules, folder: sx.shardings(model, mesh, rules),
+        lambda model, mesh, rules, folder: sx.partition_specs(model, rules),
+        _restore,
+    ],
+    ids=["shard", "abstract", "shardings", "specs", "restore"],
+)
+def test_misspelt_rules_are_warned_of(
+    axis: str, rule: str, place: Any, mesh: Mesh, tmp_path: Path
+) -> None:
     model = _layers(axis)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sx.shard(model, mesh, {"embed": None, rule: "model"})
+        place(model, mesh, {"embed": None, rule: "model"}, tmp_path)
     assert [record.filename for record in caught] == [__file__]
     text = str(caught[0].message)
     assert f"'{rule}'" in text and f"'{axis}'" in text
     assert "up[0], up[1], up[2], up[3] and 2 more" in text.replace(".up", "up")
-    assert model["up"][5].value.sharding.is_fully_replicated
+    assert model["up"][5].value.is_fully_replicated
 
 
 def test_rules_of_activations_are_not_warned_of(mesh: Mesh) -> None:

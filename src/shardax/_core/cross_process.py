@@ -22,7 +22,6 @@ import contextlib
 import copyreg
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -35,6 +34,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax._core import errors
 from shardax._core._jax import Tracer, jit_options
+from shardax._core.warn import warn
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
 _known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
@@ -111,11 +111,10 @@ def _landed(
             array = jax.random.wrap_key_data(jnp.asarray(array), impl=implementation)
         array = _laid_out(array, sharding)
     if str(array.dtype) != dtype:
-        warnings.warn(
+        warn(
             f"An array {dtype}{list(array.shape)} was read as {array.dtype}: this process has no "
             f"64-bit numbers. Begin it with sx.configure(x64=True) to keep them.",
             errors.PrecisionLostWarning,
-            stacklevel=2,
         )
     return array
 
@@ -135,11 +134,10 @@ def _laid_out(array: Any, sharding: Any) -> jax.Array:
 
 
 def _warn(found: str) -> None:
-    warnings.warn(
+    warn(
         f"{found} It is whole, on the default device. Lay the model out over a mesh that is here: "
         f"sx.shard(model, mesh, rules).",
         errors.LayoutLostWarning,
-        stacklevel=3,
     )
 
 

@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
+from shardax._core.warn import warn
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
 from shardax.models.decoder import DECODER_RULES
@@ -139,7 +139,7 @@ def from_pretrained(
     if where is not None:
         shard(model, where, rules)
     if unread:
-        warnings.warn(unread, stacklevel=2)
+        warn(unread)
     model.eval()
     return model
 

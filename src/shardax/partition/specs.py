@@ -72,7 +72,8 @@ def partition_specs(
     layout = TreeLayout(
         TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=alone
     )
-    return layout.entries(layout.checked().specs)
+    layout.checked().warn_of_names()
+    return layout.entries(layout.specs)
 
 
 def shardings(
@@ -110,7 +111,8 @@ def shardings(
     layout = TreeLayout(
         TreeInventory(tree), mesh, rules, overrides, memory_kind, function="shardings"
     )
-    return layout.entries(layout.checked().shardings())
+    layout.checked().warn_of_names()
+    return layout.entries(layout.shardings())
 
 
 def abstract(
@@ -155,7 +157,8 @@ def abstract(
     if asked or resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves):
         function = "abstract" if asked else None
         layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function=function)
-        shardings: list[Any] = list(layout.checked().shardings())
+        layout.checked().warn_of_names()
+        shardings: list[Any] = list(layout.shardings())
     else:
         shardings = [[info.sharding for info in leaf.arrays] for leaf in leaves]
     values: list[Any] = []

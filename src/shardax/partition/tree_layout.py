@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
+from shardax._core.warn import warn
 from shardax._transforms.errors import NoMeshError
 from shardax._transforms.lift.prefix import FilterMapping, StateSharding
 from shardax.partition import rules as logical
@@ -421,8 +421,7 @@ class TreeLayout:
             for text, places in paths.items()
         ]
         if lines:
-            # Python shows a text once for each place of the program.
-            warnings.warn("Names of axes look misspelt. " + "\n  ".join(lines), stacklevel=3)
+            warn("Names of axes look misspelt. " + "\n  ".join(lines))
 
     def shardings(self) -> list[list[NamedSharding]]:
         """For each leaf, its arrays' shardings; all must have a mesh."""

@@ -13,7 +13,6 @@ and knows the latest that is complete.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -24,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ShardaxError
 from shardax._core.graph.views import named_sharding
+from shardax._core.warn import warn
 from shardax._transforms.jit.error_context import deleted_error, is_deleted
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract
@@ -124,7 +124,7 @@ def restore(
     place = storage.as_path(path)
     description = storage.verify(place)
     if "files" not in description:
-        warnings.warn(f"{unchecked(place)} It was read unchecked.", stacklevel=2)
+        warn(f"{unchecked(place)} It was read unchecked.")
     where = {"overrides": overrides, "memory_kind": memory_kind}
     return restore_verified(tree, place, description, mesh, rules, where, partial, cast)
 
@@ -185,11 +185,10 @@ def _write_error(what: str, error: Exception) -> Exception:
 def _warn_of_positions(contents: Contents) -> None:
     """Warns of positions in Modules, once for each place that saves."""
     if paths := positions_in_modules(contents.objects):
-        warnings.warn(
+        warn(
             f"Not saved, as a Module holds what has a state() and a restore(): {', '.join(paths)}. "
             f"Positions are saved beside a model: save((model, batches), path), and restored from "
-            f"there: restore((model, batches), path).",
-            stacklevel=3,
+            f"there: restore((model, batches), path)."
         )
 
 

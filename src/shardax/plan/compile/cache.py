@@ -20,7 +20,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 import jax
 
+from shardax._core.warn import warn
 from shardax._files import write_whole
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler
 from shardax.plan.errors import PlanInputError
@@ -135,10 +135,9 @@ class ProgramCache:
         except FileNotFoundError:
             pass
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            warnings.warn(
+            warn(
                 f"The kept program {path} cannot be read ({error!r}) and is made anew.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         self.found += program is not None
         self.missed += program is None
@@ -153,11 +152,7 @@ class ProgramCache:
             write_whole(path, gzip.compress(json.dumps(data).encode(), 4, mtime=0))
             self._trim()
         except OSError as error:
-            warnings.warn(
-                f"The program was not kept: {path} cannot be written ({error}).",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn(f"The program was not kept: {path} cannot be written ({error}).", RuntimeWarning)
 
     def _trim(self) -> None:
         """Deletes the least recently used programs, once."""
