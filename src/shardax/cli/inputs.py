@@ -42,6 +42,8 @@ class CommandError(ShardaxError, ValueError):
     exit_status = 2
 
 
+_FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+
 # What options and settings of runs may be: the least, the most, and in words.
 _COUNT = (1, 2**31 - 1, "a number of at least 1")
 _SIZE = (1, 2**28, f"a number from 1 to {2**28:,}")
@@ -119,8 +121,6 @@ def load_target(text: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ShardaxError:
-        raise
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module_name}.".startswith(f"{missing}."):
@@ -145,16 +145,17 @@ def call(function: Callable[..., Any], text: str, **given: Any) -> Any:
         raise CommandError(f"{text!r} is called {how}: {error}.") from error
     try:
         return function(**given)
-    except ShardaxError:  # it says what is wrong by itself
-        raise
     except Exception as error:
         raise user_error(text, error) from error
 
 
 def user_error(text: str, error: Exception) -> ShardaxError:
-    """Error of a user's code behind a target, with its part of the traceback."""
+    """Error of a target's own code, with its part of the traceback."""
+    if isinstance(error, ShardaxError):
+        raise error  # it says what is wrong by itself
     frames = frames_of(text, error) or error.__traceback__
-    while frames is not None and _is_on_the_way(frames.tb_frame.f_code.co_filename):
+    passed = (__file__, importlib.__file__, *_FROZEN)
+    while frames is not None and frames.tb_frame.f_code.co_filename in passed:
         frames = frames.tb_next
     lines = traceback.TracebackException(type(error), error, frames, compact=True).format(
         chain=False
@@ -166,17 +167,12 @@ def user_error(text: str, error: Exception) -> ShardaxError:
 
 
 def frames_of(text: str, error: BaseException) -> TracebackType | None:
-    """Frames of an error from a target's module on; None if it has none."""
+    """Frames of an error from a target's module on, if any."""
     file = getattr(sys.modules.get(text.partition(":")[0]), "__file__", None)
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != file:
         frames = frames.tb_next
     return frames
-
-
-def _is_on_the_way(file: str) -> bool:
-    """Whether a frame is of what imports and calls a target."""
-    return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
 
 
 def load_model(text: str) -> Any:

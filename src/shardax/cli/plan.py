@@ -21,7 +21,6 @@ import jax
 import tyro
 
 from shardax import plan
-from shardax._core.errors import ShardaxError
 from shardax._core.init.rng import Rngs
 from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.jit.jit import jit
@@ -180,8 +179,6 @@ class PlanCommand:
             self._print(error.plan)  # what was done
             print(f"shardax: {error}", file=sys.stderr)
             return 130
-        except ShardaxError:
-            raise
         except Exception as error:
             if self.step is None or inputs.frames_of(self.step, error) is None:
                 raise  # not of the user's step

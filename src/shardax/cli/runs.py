@@ -344,7 +344,7 @@ class Sample:
         return 0
 
     def _restored(self) -> tuple[Any, TextCodec, int | None]:
-        """Returns the model of a run, how it reads text, and its context."""
+        """Returns a run's model, how it reads text, its context."""
         assert self.checkpoint is not None
         folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
@@ -360,7 +360,7 @@ class Sample:
         return model, TextCodec(settings.source, model.config.vocab_size, self.tokenizer), context
 
     def _published(self) -> tuple[Any, TextCodec, int | None]:
-        """Returns a published model, how it reads text, and its context."""
+        """Returns a published model, how it reads text, its context."""
         model = load_causal(str(self.source))
         size = model.config.vocab_size
         if self.tokenizer is None and size != 256:  # else bytes, of which there are so many
