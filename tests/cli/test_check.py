@@ -204,11 +204,14 @@ def test_invalid_custom_model_or_rules_gives_one_line(
         assert found.startswith(f"--rules {file}: ") and problem in found
 
 
-def test_import_error_of_custom_module_is_propagated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_import_error_of_custom_module_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     name = f"broken_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
-        main(["check", f"{name}:make", "--rules", "shardax.models:DECODER_RULES", *MESH])
+    words = [f"{name}:make", "--rules", "shardax.models:DECODER_RULES", *MESH]
+    assert main(["check", *words]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"shardax: '{name}:make' raised ModuleNotFoundError; this traceback is")
+    assert text.endswith("No module named 'no_such_module_anywhere'\n")

@@ -374,6 +374,11 @@ def test_a_sample_is_of_the_checkpoint_asked_for(trained: Trained, capsys: Any) 
         ("", ["--prompt", ""], "prompt is empty"),
         ("", ["--prompt", "a", ""], "prompt is empty"),
         ("", ["--temperature", "-1"], "--temperature -1"),
+        (
+            "",
+            ["--prompt", "a", "word " * 800],
+            r"'word word word word '\.\.\. has 4,000 tokens.* 16",
+        ),
     ],
 )
 def test_invalid_sampling_is_refused(

@@ -166,6 +166,10 @@ def test_byte_model_is_sampled_without_tokenizer(
         (["--from", "{}", "--tokenizer", "{}/words", "--prompt", " "], "no token in it"),
         (["--from", "{}", "--tokenizer", "{}/words", "--prompt", "four"], "has the token 3, but"),
         (["--from", "{}/none"], "neither a folder nor a name of the hub"),
+        (
+            ["--from", "{}", "--tokenizer", "{}/words", "--prompt", "one " * 3000],
+            "3,000 tokens, but the model was trained on texts of at most 2,048. Give the end",
+        ),
     ],
 )
 def test_invalid_sampling_gives_one_line(

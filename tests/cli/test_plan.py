@@ -293,3 +293,44 @@ def test_command_gets_virtual_devices_of_cpu_target(mine: str, rules: Path, tmp_
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("cpu:4: 1 of 1 layouts fits\n")
+
+
+# --- errors of a user's own code ------------------------------------------------------------------
+
+BROKEN = """
+def make():
+    return {}["missing"]
+
+def step(x):
+    raise RuntimeError("of the step")
+
+def make_step():
+    from shardax import plan
+    return step, (plan.NamedShape((8, 4), "float32", ("batch", "embed")),)
+"""
+SAID_OF_OWN = """{name!r} raised {kind}; this traceback is of its own code:
+Traceback (most recent call last):
+  File "{file}", line {line}, in {function}
+"""
+
+
+def test_errors_of_own_code_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    module = f"broken_{tmp_path.name}"
+    file = tmp_path / f"{module}.py"
+    file.write_text(BROKEN)
+    (tmp_path / f"importing_{module}.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for function, kind, line, frame in [
+        ("make", "KeyError", 3, "make"),
+        ("make_step", "RuntimeError", 6, "step"),
+    ]:
+        name = f"{module}:{function}"
+        start = SAID_OF_OWN.format(name=name, kind=kind, file=file, line=line, function=frame)
+        assert main(["plan", name, "--target", "cpu:2", "--processes", "1"]) == 1
+        assert capsys.readouterr().err.startswith(f"shardax: {start}")
+    assert main(["plan", f"importing_{module}:make", "--target", "cpu:2"]) == 1
+    text = capsys.readouterr().err
+    assert text.endswith("\nModuleNotFoundError: No module named 'no_such_module_anywhere'\n")
+    assert text.count("File") == 1

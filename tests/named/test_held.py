@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax import named
-from shardax.errors import InconsistentAliasingError, PrefixError
+from shardax.errors import InconsistentAliasingError, NamedAxesError, PrefixError
 
 RULES = sx.Rules({"a": "data", "b": "model"})
 
@@ -78,3 +78,67 @@ def test_entry_of_other_names_or_structure_is_refused(auto_mesh: Mesh) -> None:
         sx.jit(lambda w: None, in_shardings=(wrong,))(whole())
     with pytest.raises(PrefixError, match=r"in_shardings has no entry for the Param at \.w"):
         sx.jit(lambda w: None, in_shardings=({"y": wrong},))(deep())
+
+
+# --- stacked --------------------------------------------------------------------------------------
+
+
+class Pair(sx.Module):
+    """A named and a plain parameter of the same name."""
+
+    def __init__(self) -> None:
+        self.named = sx.Param(named.ones({"b": 4}))
+        self.plain = sx.Param(jnp.ones(4), axes=("b",))
+
+    def __call__(self, x: Any) -> Any:
+        return x * (self.named.value.unwrap("b") + self.plain)
+
+
+def stacked(axis_name: str, make: Callable[[], Any] = Pair) -> Any:
+    metadata = {sx.partition.PARTITION_NAME: axis_name}
+    return sx.vmap(lambda _: make(), axis_size=2, in_axes=None, metadata=metadata)(0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: stacked("a"),
+        lambda: sx.jit(lambda: stacked("a"))(),
+        lambda: sx.nn.Stack(Pair, 2, axis_name="a").stacked,
+    ],
+    ids=["vmap", "jit", "stack"],
+)
+def test_stacked_named_parameters_lie_as_plain(make: Any, auto_mesh: Mesh) -> None:
+    layers = make()
+    specs = sx.shardings(layers, auto_mesh, RULES).flat()
+    assert [jax.tree.leaves(specs[name,])[0].spec for name in ("named", "plain")] == [
+        P("data", "model")
+    ] * 2
+    sx.shard(layers, auto_mesh, RULES)
+    assert layers.named.value.sharding.spec == layers.plain.sharding.spec == P("data", "model")
+    seen = []
+
+    def apply(layer: Any, carry: Any) -> Any:
+        seen.append((layer.named.value.dims, layer.plain.axes))
+        return layer(carry)
+
+    metadata = {sx.partition.PARTITION_NAME: "a"}
+    scan = sx.scan(apply, in_axes=(0, sx.Carry), out_axes=sx.Carry, metadata=metadata)
+    assert scan(layers, jnp.ones(4)).tolist() == [4.0] * 4
+    assert set(seen) == {(("b",), ("b",))}
+
+
+def test_stacks_of_stacked_named_parameters_lie_as_plain(auto_mesh: Mesh) -> None:
+    layers = stacked("outer", lambda: stacked("a"))
+    sx.shard(layers, auto_mesh, RULES)
+    assert (
+        layers.named.value.sharding.spec == layers.plain.sharding.spec == P(None, "data", "model")
+    )
+
+
+def test_stacked_dimension_has_no_name_of_value() -> None:
+    layers = stacked("a")
+    assert layers.named.value.dims == (None, "b")
+    with pytest.raises(NamedAxesError, match="There is no axis 'a'; the names are 'b'"):
+        layers.named.value.sum("a")
+    assert layers.named.value.tag("a").sum("a").unwrap("b").tolist() == [2.0] * 4

@@ -109,3 +109,17 @@ def test_after_the_block_sigterm_ends_a_process_again() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("alive\n", -signal.SIGTERM)
+
+
+def test_a_second_interrupt_says_how_to_resume() -> None:
+    def interrupt_twice() -> None:
+        with StopRequest():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="last checkpoint with resume=True") as caught:
+        interrupt_twice()
+    assert caught.value.__suppress_context__ and len(caught.traceback) == 3
+    with pytest.raises(KeyboardInterrupt) as caught, StopRequest():
+        raise KeyboardInterrupt  # of somebody else
+    assert not caught.value.args

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from tests.train.small_runs import TRAIN, Bigram, Quiet, eval_batches, make_trainer, state_of
 
 import shardax as sx
-from shardax.errors import MetricError, TrainerError
+from shardax.errors import AccumulationError, MetricError, TrainerError
 from shardax.models import next_token_loss
 from shardax.train import metrics
 
@@ -183,3 +183,64 @@ def test_numbers_of_masked_parts_are_the_batch(tmp_path: Path, over: tuple[str, 
     for first, second in zip(*logs, strict=True):
         for name in ("loss", "grad_norm", "accuracy"):
             assert second[name] == pytest.approx(first[name], rel=1e-5)
+
+
+def loss_by_own_mask(model: Any, batch: Any) -> Any:
+    weights = batch["loss_mask"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["inputs"]), batch["targets"]
+    )
+    mean = jnp.sum(losses * weights) / jnp.sum(weights)  # NaN where nothing counts
+    return mean, {"twice": 2 * mean}
+
+
+class OwnMask:
+    """Batches of which a mask of another name leaves few targets, or many."""
+
+    def __iter__(self) -> Any:
+        for batch in sx.train.TrainBatches(TRAIN, batch_size=8, seq_len=16):
+            lengths = np.array([1, 3, 16, 9, 2, 5, 7, 0])
+            yield {**batch, "loss_mask": (np.arange(16) < lengths[:, None]).astype(np.float32)}
+
+
+def own_count(part: Any) -> Any:
+    return part["loss_mask"].sum()
+
+
+@pytest.mark.parametrize("over", [(), ("data",)], ids=str)
+def test_count_setting_weights_parts_of_own_masks(tmp_path: Path, over: tuple[str, ...]) -> None:
+    options: dict[str, Any] = {"loss": loss_by_own_mask, "log_every": 1, "resumable": False}
+    whole = make_trainer(tmp_path / "whole", 2, batches=OwnMask(), **options)
+    if over:
+        mesh = jax.make_mesh((2, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        options |= {"mesh": mesh, "reduce_over": over}
+    options |= {"grad_accumulation": 4, "count": own_count}
+    parts = make_trainer(tmp_path / "parts", 2, batches=OwnMask(), **options)
+    for trainer in (whole, parts):
+        trainer.run(display=Quiet())
+    for first, second in zip(log_of(whole), log_of(parts), strict=True):
+        for name in ("loss", "grad_norm", "twice"):
+            assert second[name] == pytest.approx(first[name], rel=1e-5)
+
+
+def test_count_setting_weights_held_out_batches(tmp_path: Path) -> None:
+    inputs = np.arange(32, dtype=np.int32).reshape(4, 8)
+    mask = np.arange(8) < np.array([1, 8, 3, 2])[:, None]
+    whole = {"inputs": inputs, "targets": inputs + 1, "loss_mask": mask.astype(np.float32)}
+    halves = [{name: array[rows] for name, array in whole.items()} for rows in ([0, 1], [2, 3])]
+    loss, _ = loss_by_own_mask(Bigram(), whole)
+    options: dict[str, Any] = {"loss": loss_by_own_mask, "held_out": halves}
+    trainer = make_trainer(tmp_path, 1, count=own_count, **options)
+    assert trainer.evaluate() == pytest.approx(float(loss), rel=1e-6)
+    assert make_trainer(tmp_path, 1, **options).evaluate() != pytest.approx(float(loss), rel=1e-4)
+
+
+def test_count_settings_that_count_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=r'count=lambda part: part\["loss_mask"\].sum\(\)'):
+        sx.train.TrainerSettings(steps=1, count="loss_mask")  # pyright: ignore[reportArgumentType]
+    options: dict[str, Any] = {"loss": loss_by_own_mask, "resumable": False}
+    trainer = make_trainer(
+        tmp_path, 1, batches=OwnMask(), count=lambda part: part["loss_mask"], **options
+    )
+    with pytest.raises(AccumulationError, match=r"count returned float32\[8, 16\]"):
+        trainer.run(display=Quiet())

@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if extra is None:
             raise
         problem = _MISSING.format(error.name, extra)
-    except KeyboardInterrupt:
-        problem, status = "interrupted", 128 + signal.SIGINT
+    except KeyboardInterrupt as error:
+        problem, status = str(error) or "interrupted", 128 + signal.SIGINT
     except Exception as error:
         if not _is_one_of_several():
             raise

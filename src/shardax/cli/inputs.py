@@ -15,9 +15,11 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,6 +41,8 @@ class CommandError(ShardaxError, ValueError):
 
     exit_status = 2
 
+
+_FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
 # What options and settings of runs may be: the least, the most, and in words.
 _COUNT = (1, 2**31 - 1, "a number of at least 1")
@@ -117,11 +121,12 @@ def load_target(text: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that this one needs
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+            raise user_error(text, error) from error  # such as a module that this one needs
         raise CommandError(
-            f"{text!r}: there is no module {error.name!r}, neither installed nor in the folder "
+            f"{text!r}: there is no module {missing!r}, neither installed nor in the folder "
             f"{os.getcwd()}."
         ) from error
     if not hasattr(module, name):
@@ -138,7 +143,36 @@ def call(function: Callable[..., Any], text: str, **given: Any) -> Any:
         named = ", ".join(f"{name}={value}" for name, value in given.items())
         how = f"as {text.partition(':')[2]}({named})" if given else "without arguments"
         raise CommandError(f"{text!r} is called {how}: {error}.") from error
-    return function(**given)
+    try:
+        return function(**given)
+    except Exception as error:
+        raise user_error(text, error) from error
+
+
+def user_error(text: str, error: Exception) -> ShardaxError:
+    """Error of a target's own code, with its part of the traceback."""
+    if isinstance(error, ShardaxError):
+        raise error  # it says what is wrong by itself
+    frames = frames_of(text, error) or error.__traceback__
+    passed = (__file__, importlib.__file__, *_FROZEN)
+    while frames is not None and frames.tb_frame.f_code.co_filename in passed:
+        frames = frames.tb_next
+    lines = traceback.TracebackException(type(error), error, frames, compact=True).format(
+        chain=False
+    )
+    return ShardaxError(
+        f"{text!r} raised {type(error).__name__}; this traceback is of its own code:\n"
+        + "".join(lines).rstrip()
+    )
+
+
+def frames_of(text: str, error: BaseException) -> TracebackType | None:
+    """Frames of an error from a target's module on, if any."""
+    file = getattr(sys.modules.get(text.partition(":")[0]), "__file__", None)
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != file:
+        frames = frames.tb_next
+    return frames
 
 
 def load_model(text: str) -> Any:

@@ -179,6 +179,10 @@ class PlanCommand:
             self._print(error.plan)  # what was done
             print(f"shardax: {error}", file=sys.stderr)
             return 130
+        except Exception as error:
+            if self.step is None or inputs.frames_of(self.step, error) is None:
+                raise  # not of the user's step
+            raise inputs.user_error(self.step, error) from error
         self._print(found)
         best = found.best()
         if self.write_rules is not None:

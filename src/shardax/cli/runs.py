@@ -132,6 +132,13 @@ def load_causal(source: str, **how: Any) -> Any:
     return model
 
 
+def published_context(model: Any) -> int | None:
+    """Longest text, in tokens, that a published model says it reads."""
+    content = json.loads(getattr(model.config, "source", None) or "{}")
+    longest = content.get("text_config", content).get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
+
+
 def _check_settings(kind: type, settings: Mapping[str, Any], of: str) -> None:
     hints = get_type_hints(kind)
     for name, value in settings.items():
@@ -321,17 +328,23 @@ class Sample:
             raise CommandError("--prompt is empty; give at least one byte to continue.")
         if (self.checkpoint is None) == (self.source is None):
             raise CommandError("Name one model: the folder of a run, or --from FOLDER.")
-        model, codec = self._restored() if self.source is None else self._published()
+        model, codec, context = self._restored() if self.source is None else self._published()
         prompts = [codec.encode(text) for text in self.prompt]
         for text, tokens in zip(self.prompt, prompts, strict=True):
             if not tokens:
                 raise CommandError(f"--prompt {text!r}: the tokenizer finds no token in it.")
+            if context is not None and len(tokens) > context:
+                start = f"{text[:20]!r}{'...' if len(text) > 20 else ''}"
+                raise CommandError(
+                    f"--prompt {start} has {len(tokens):,} tokens, but the model was trained on "
+                    f"texts of at most {context:,}. Give the end of it, of so many tokens."
+                )
         options = {"temperature": self.temperature, "seed": self.seed}
         print("\n\n".join(codec.sample(model, prompts, self.length, **options)))
         return 0
 
-    def _restored(self) -> tuple[Any, TextCodec]:
-        """Returns the model of a run, as of a checkpoint."""
+    def _restored(self) -> tuple[Any, TextCodec, int | None]:
+        """Returns a run's model, how it reads text, its context."""
         assert self.checkpoint is not None
         folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
@@ -342,10 +355,12 @@ class Sample:
                 raise CommandError(f"{folder} has no checkpoint yet.")
             model = settings.make_model()
             checkpoints.restore((model,), step, partial=True)
-        return model, TextCodec(settings.source, model.config.vocab_size, self.tokenizer)
+        # What was fine-tuned on short texts still reads longer ones.
+        context = settings.seq_len if settings.source is None else published_context(model)
+        return model, TextCodec(settings.source, model.config.vocab_size, self.tokenizer), context
 
-    def _published(self) -> tuple[Any, TextCodec]:
-        """Returns a published model, and how it reads text."""
+    def _published(self) -> tuple[Any, TextCodec, int | None]:
+        """Returns a published model, how it reads text, its context."""
         model = load_causal(str(self.source))
         size = model.config.vocab_size
         if self.tokenizer is None and size != 256:  # else bytes, of which there are so many
@@ -355,7 +370,7 @@ class Sample:
                     f"--from {self.source}: it has no tokenizer.json. Name a folder that has the "
                     "model's: --tokenizer FOLDER."
                 )
-        return model, TextCodec(self.source, size, self.tokenizer)
+        return model, TextCodec(self.source, size, self.tokenizer), published_context(model)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.prefix import Carry
 from shardax.nn.linear import at_least_float32
 from shardax.train.errors import AccumulationError
-from shardax.train.metrics import relative_weights, target_weights, weighted
+from shardax.train.metrics import counted_by, relative_weights, target_weights, weighted
 
 
 def accumulated_value_and_grad(
@@ -148,13 +148,7 @@ def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | N
         if weights is None:
             return None
         return relative_weights(jnp.sum(weights, axis=range(1, weights.ndim), dtype=jnp.float32))
-    counts = jax.vmap(lambda part: jnp.asarray(count(part)))(parts)
-    if counts.ndim != 1 or not jnp.isrealobj(counts):
-        raise AccumulationError(
-            f"count returned {counts.dtype}{list(counts.shape[1:])}, but what a microbatch counts "
-            'is one real number, such as microbatch["mask"].sum().'
-        )
-    return relative_weights(counts.astype(jnp.float32))
+    return relative_weights(jax.vmap(lambda part: counted_by(count, part))(parts))
 
 
 def split_batch(batch: Any, steps: int) -> Any:

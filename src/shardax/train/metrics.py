@@ -12,7 +12,7 @@ exact to rounding however many values there are (the update is that of Chan, Gol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from shardax._core.variable import MetricState
 from shardax.nn.linear import at_least_float32
 from shardax.nn.parameters import IGNORE_INDEX
 from shardax.partition.errors import did_you_mean
-from shardax.train.errors import MetricError
+from shardax.train.errors import AccumulationError, MetricError
 
 
 class Metric(Module):
@@ -278,6 +278,17 @@ def target_weights(batch: Any) -> Any:
     if mask is None:
         return counted
     return jnp.where(counted, mask.reshape(mask.shape + (1,) * (targets.ndim - mask.ndim)), 0)
+
+
+def counted_by(count: Callable[[Any], Any], batch: Any) -> jax.Array:
+    """Number of a batch's targets by a user's function."""
+    targets = jnp.asarray(count(batch))
+    if targets.ndim or not jnp.isrealobj(targets):
+        raise AccumulationError(
+            f"count returned {targets.dtype}{list(targets.shape)}, but what a microbatch counts "
+            'is one real number, such as microbatch["mask"].sum().'
+        )
+    return targets.astype(jnp.float32)
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

@@ -63,10 +63,16 @@ class StopRequest:
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if kind is KeyboardInterrupt and (self.signal is not None or self._passed_on):
+            # Without the frames of the wait that it interrupted, which are nobody's concern.
+            raise KeyboardInterrupt(
+                "a second SIGINT ended the run at once. Go on from its last checkpoint with "
+                "resume=True (on the command line --resume)."
+            ) from None
 
 
 class TrainingProgress:

@@ -18,6 +18,7 @@ from shardax._core.state.split_merge import iter_variables
 from shardax.train.errors import TrainerError
 from shardax.train.metrics import (
     Metric,
+    counted_by,
     relative_weights,
     target_weights,
     update_from_batch,
@@ -58,15 +59,19 @@ def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return both
 
 
-def with_counts(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def with_counts(
+    loss: Callable[[Any, Any], Any], count: Callable[[Any], Any] | None = None
+) -> Callable[[Any, Any], Any]:
     """Makes any loss return (loss, (metrics, weight of its targets))."""
     both = with_metrics(loss)
 
     def counted(model: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], jax.Array]]:
         value, metrics = both(model, batch)
+        if count is not None:
+            return value, (metrics, counted_by(count, batch))
         weights = target_weights(batch)
-        count = jnp.ones(()) if weights is None else jnp.sum(weights)
-        return value, (metrics, count.astype(jnp.float32))
+        targets = jnp.ones(()) if weights is None else jnp.sum(weights)
+        return value, (metrics, targets.astype(jnp.float32))
 
     return counted
 
@@ -86,8 +91,10 @@ def check_name(name: Any, who: str) -> None:
         )
 
 
-def count_targets(batch: Any) -> jax.Array:
-    """Number of targets that a mask leaves; else of rows."""
+def count_targets(batch: Any, count: Callable[[Any], Any] | None = None) -> jax.Array:
+    """Number of targets by a function or a mask; else of rows."""
+    if count is not None:
+        return counted_by(count, batch)
     # Of rows only the share whose targets are not ignored.
     weights = target_weights(batch)
     if weights is not None and batch.get("mask") is not None:
@@ -155,7 +162,8 @@ def device_memory() -> int | None:
 class EvalNumbers:
     """Means and metrics over held-out batches, by name."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], count: Callable[[Any], Any] | None = None) -> None:
+        self.count = count  # of a batch's targets
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}
         self.metrics: dict[str, Metric] = {}
         self._arguments: dict[str, Callable[[Any, Any], Any]] = {}
@@ -178,7 +186,7 @@ class EvalNumbers:
     def measure(self, model: Any, metrics: Any, batch: Any, loss: Any) -> tuple[Any, Any, Any]:
         """Returns means of a batch and its targets' number; updates metrics."""
         mean, means = loss(model, batch)
-        count = count_targets(batch)
+        count = count_targets(batch, self.count)
         if twice := means.keys() & {*self.functions, *self.metrics}:
             raise TrainerError(
                 f"eval_metrics and the loss both have {', '.join(sorted(map(repr, twice)))}. What "

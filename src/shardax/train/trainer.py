@@ -73,7 +73,10 @@ class TrainerSettings:
         keep_checkpoints: How many checkpoints to keep.
         grad_accumulation: Parts into which each batch is split to save memory; the update is that
             of the whole batch: parts are weighted by the targets that a ``mask`` in the batch and
-            the ignore index -100 leave.
+            the ignore index -100 leave, or by ``count``.
+        count: Called on a part of a batch; returns the number of targets of which the loss is the
+            mean, by which parts, devices of ``reduce_over`` and held-out batches are weighted:
+            ``lambda part: part["loss_mask"].sum()``. None: as ``mask`` and -100 say.
         reduce_over: Data axes of the mesh, the slowest link first, over which each step sums the
             gradients of devices once, as ``data_parallel_value_and_grad`` does. They are left split
             as the optimizer's state is. Empty: the compiler sums them.
@@ -100,6 +103,7 @@ class TrainerSettings:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     grad_accumulation: int = 1
+    count: Callable[[Any], Any] | None = None
     reduce_over: tuple[str, ...] = ()
     reduce_dtype: str | None = None
     max_skipped_steps: int = 0
@@ -119,6 +123,11 @@ class TrainerSettings:
                 f"TrainerSettings has peak_flops={peak!r}, but it must be a number above 0, such "
                 "as 989e12, or None."
             )
+        if self.count is not None and not callable(self.count):
+            raise TrainerError(
+                f"TrainerSettings has count={self.count!r}, but it is a function of a part of a "
+                'batch: count=lambda part: part["loss_mask"].sum().'
+            )
         if isinstance(self.reduce_over, str):
             raise TrainerError(
                 f"TrainerSettings has reduce_over={self.reduce_over!r}, one string, but it is a "
@@ -129,7 +138,7 @@ class TrainerSettings:
                 f"TrainerSettings has reduce_dtype={self.reduce_dtype!r}, but no axes along which "
                 'gradients are summed. Name them: reduce_over=("data",).'
             )
-        others = ("peak_flops", "reduce_over", "reduce_dtype")
+        others = ("count", "peak_flops", "reduce_over", "reduce_dtype")
         for name, value in vars(self).items():
             least = 0 if name in at_zero else 1
             if name not in others and (type(value) is not int or value < least):
@@ -288,7 +297,7 @@ class Trainer:
         self.trackers = check_trackers(trackers)
         folder = self.directory / "profile"
         self.profile = None if profile is None else Profile(profile, settings.steps, folder)
-        self.eval_numbers = step_numbers.EvalNumbers(eval_metrics or {})
+        self.eval_numbers = step_numbers.EvalNumbers(eval_metrics or {}, settings.count)
         numbers = self.eval_numbers
 
         @jit
@@ -312,8 +321,9 @@ class Trainer:
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
         """Compiled step: ``train_step(*trained, batch)`` returns (loss, numbers)."""
-        loss, parts = step_numbers.with_counts(self.loss), self.settings.grad_accumulation
-        given: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt}
+        parts, count = self.settings.grad_accumulation, self.settings.count
+        loss = step_numbers.with_counts(self.loss, count)
+        given: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt, "count": count}
         gradient = accumulated_value_and_grad(loss, parts, **given)
         if self.settings.reduce_over:
             places = shardings(self.trained, self.mesh, self.rules, **self.where)[1]

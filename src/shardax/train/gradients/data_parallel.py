@@ -46,6 +46,7 @@ def data_parallel_value_and_grad(
     reduce_dtype: Any = None,
     has_aux: bool = False,
     wrt: Any = Param,
+    count: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Makes ``sx.value_and_grad(function)`` sum gradients of devices once.
 
@@ -75,6 +76,8 @@ def data_parallel_value_and_grad(
         has_aux: As for ``accumulated_value_and_grad``. The new first dimension of aux has an entry
             for each microbatch of each device.
         wrt: Filter of the Variables to differentiate.
+        count: As for ``accumulated_value_and_grad``: called on a microbatch of a device; returns
+            its number of targets.
 
     Returns:
         A function of ``(model, batch, *rest)``, as ``accumulated_value_and_grad`` returns it.
@@ -83,7 +86,8 @@ def data_parallel_value_and_grad(
         DataParallelError: Here if an argument has no such meaning. When called, if the mesh lacks
             an axis, rows cannot be divided, a parameter is split over these axes, a gradient cannot
             be laid out, or devices write different values.
-        AccumulationError: If ``steps`` is no number of microbatches.
+        AccumulationError: If ``steps`` is no number of microbatches, or ``count`` is no function
+            or returns no real number.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -110,13 +114,13 @@ def data_parallel_value_and_grad(
             f"{' or '.join(map(repr, _WIRE_DTYPES))}, or None. (float16 overflows.)"
         )
     wire = None if reduce_dtype is None else np.dtype(reduce_dtype)
-    accumulate(_nothing, steps)  # checks it
+    accumulate(_nothing, steps, count=count)  # checks them
     whole = value_and_grad(function, has_aux=has_aux, wrt=wrt)
 
     @functools.wraps(function)
     def reduced(model: Any, batch: Any, *rest: Any) -> Any:
         region = Region.find(axes)
-        call = _DeviceCall(region, whole, steps, has_aux, wire, model, rest)
+        call = _DeviceCall(region, whole, steps, has_aux, wire, model, rest, count)
         call.plans = {
             path: plan_of(path, variable, region, layout)
             for path, variable in _trained(model, wrt).items()
@@ -158,12 +162,14 @@ class _DeviceCall:
         wire: np.dtype | None,
         model: Any,
         rest: Sequence[Any],
+        count: Callable[[Any], Any] | None,
     ) -> None:
         self.region = region
         self.whole = whole
         self.steps = steps
         self.has_aux = has_aux
         self.wire = wire
+        self.count = count
         self.plans: dict[Path, GradientPlan] = {}
         # What holds Variables is taken apart; of the rest, arrays enter, and texts stay.
         self.objects = (model, *(item for item in rest if has_objects(item)))
@@ -253,14 +259,14 @@ class _DeviceCall:
             next(waiting) if is_object else item
             for is_object, item in zip(self.is_object, plain, strict=True)
         ]
-        has_counts = target_weights(batch) is not None
+        has_counts = self.count is not None or target_weights(batch) is not None
 
         def counted(model: Any, microbatch: Any, *rest: Any) -> Any:
             value, gradients = self.whole(model, microbatch, *rest)
             value, aux = value if self.has_aux else (value, None)
             count = jnp.float32(1)
             if has_counts:
-                count = count_targets(microbatch).astype(jnp.float32)
+                count = count_targets(microbatch, self.count).astype(jnp.float32)
                 value, gradients = weighted((value, gradients), count)
             if self.steps > 1:
                 gradients = self._split_at_once(gradients)
