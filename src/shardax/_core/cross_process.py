@@ -34,7 +34,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax._core import errors
 from shardax._core._jax import Tracer, jit_options
-from shardax._core.warn import warn
+from shardax._core.errors import warn
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
 _known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()

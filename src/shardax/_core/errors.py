@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of ``shardax._core``."""
+"""Errors of ``shardax._core``, and how the package warns."""
 
 from __future__ import annotations
 
 import pickle
+import sys
+import warnings
+from pathlib import Path
 
 _FACE = "shardax.errors"
 
@@ -156,3 +159,15 @@ class PrecisionLostWarning(UserWarning):
     """Pickled 64-bit numbers were read by a 32-bit process."""
 
     __module__ = "shardax.errors"
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns, at the first line outside of the package."""
+    # Python shows a text once for each line: inside of the package all users would share one.
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

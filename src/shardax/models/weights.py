@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import distributed
+from shardax._core.errors import warn
 from shardax._core.graph.paths import Path as VariablePath
 from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
-from shardax._core.warn import warn
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
 from shardax.models.decoder import DECODER_RULES

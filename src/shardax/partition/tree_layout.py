@@ -30,10 +30,10 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._core.errors import warn
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
-from shardax._core.warn import warn
 from shardax._transforms.errors import NoMeshError
 from shardax._transforms.lift.prefix import FilterMapping, StateSharding
 from shardax.partition import rules as logical

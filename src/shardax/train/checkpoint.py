@@ -21,9 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError, ShardaxError
+from shardax._core.errors import AbstractValueError, ShardaxError, warn
 from shardax._core.graph.views import named_sharding
-from shardax._core.warn import warn
 from shardax._transforms.jit.error_context import deleted_error, is_deleted
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract

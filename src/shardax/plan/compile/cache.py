@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from shardax._core.warn import warn
+from shardax._core.errors import warn
 from shardax._files import write_whole
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler
 from shardax.plan.errors import PlanInputError
