@@ -239,3 +239,27 @@ def wait_for(condition, running) -> None:
     while not condition():
         assert time.monotonic() < limit and all(each.poll() is None for each in running)
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "error"),
+    [
+        ("FAILED_PRECONDITION: Gloo all-reduce failed: Connection closed by peer", 2, "ended"),
+        ("INTERNAL: NCCL operation failed: remote process exited", 2, "ended"),
+        ("INTERNAL: Gloo all-reduce failed", 1, "INTERNAL"),
+        ("RESOURCE_EXHAUSTED: Out of memory", 2, "RESOURCE"),
+    ],
+)
+def test_process_killed_in_mid_step_is_explained(
+    text: str, processes: int, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(event: sx.train.Event) -> None:
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        raise jax.errors.JaxRuntimeError(text)
+
+    trainer = small_runs.make_trainer(tmp_path / "run", 2, callbacks=[fail], log_every=1)
+    kinds = {"ended": sx.errors.DistributedError}
+    with pytest.raises(kinds.get(error, jax.errors.JaxRuntimeError), match=error) as caught:
+        trainer.run(display=small_runs.Quiet())
+    if error == "ended":
+        assert "resume=True" in str(caught.value) and text in str(caught.value)

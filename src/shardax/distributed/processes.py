@@ -10,6 +10,7 @@ coordinator has a store of keys and values, but no public name for it; see ``doc
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -367,6 +368,24 @@ def exchange(text: str, name: str) -> list[str]:
     room = 1 << (max(sizes) - 1).bit_length()  # few programs for many lengths
     rows = _rows_of_all(content.ljust(room, b"\0"), name)
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+# In errors of JAX's collectives over processes, whose types are those of any error at run time.
+_OF_COLLECTIVES = ("Gloo", "NCCL", "Coordination", "coordination service", "Connection closed")
+
+
+@contextlib.contextmanager
+def explain_ended_process() -> Iterator[None]:
+    """Explains errors of collectives whose other process is gone."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or not any(word in str(error) for word in _OF_COLLECTIVES):
+            raise
+        raise DistributedError(
+            f"In a step another process ended: {str(error).partition(chr(10))[0][:300]}. Start all "
+            "processes again; with resume=True a run goes on from its last checkpoint."
+        ) from error
 
 
 def _rows_of_all(content: bytes, name: str) -> np.ndarray[Any, Any]:

@@ -31,7 +31,7 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.jit.retraces import Retrace, explain_retraces
 from shardax._transforms.module_scopes import module_scopes
-from shardax.distributed.processes import from_main
+from shardax.distributed.processes import explain_ended_process, from_main
 from shardax.partition.context import axis_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
@@ -488,7 +488,7 @@ class Trainer:
                 shardings, data, checkpoint or program, or if copies of an array differ.
         """
         self.check(resume=resume, fallback=fallback, override=override)
-        with self.folder.held():
+        with self.folder.held(), explain_ended_process():
             shows = distributed.is_main() or verbose_processes
             try:
                 return self._run(
