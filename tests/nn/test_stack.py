@@ -498,7 +498,8 @@ def test_stack_axis_names_leading_dimensions_of_named_arrays(
     assert spec == jax.sharding.PartitionSpec("data", "model")
     sx.shard(model, mesh, rules)
     assert [x.sharding.spec for x in jax.tree.leaves(sx.state(model))] == [spec]
-    assert sx.check(model, mesh, rules=rules) == []
+    codes = {diagnostic.code for diagnostic in sx.check(model, mesh, rules=rules)}
+    assert codes <= {"gathered-stack"}  # a stack that runs without microbatches
 
 
 def test_unstack_layers_restores_layers_of_named_arrays() -> None:
