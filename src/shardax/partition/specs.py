@@ -72,7 +72,9 @@ def partition_specs(
     layout = TreeLayout(
         TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=alone
     )
-    layout.checked().warn_of_names()
+    layout.checked()
+    if rules is not None:
+        layout.warn_of_names()
     return layout.entries(layout.specs)
 
 
@@ -111,7 +113,9 @@ def shardings(
     layout = TreeLayout(
         TreeInventory(tree), mesh, rules, overrides, memory_kind, function="shardings"
     )
-    layout.checked().warn_of_names()
+    layout.checked()
+    if rules is not None:
+        layout.warn_of_names()
     return layout.entries(layout.shardings())
 
 
@@ -157,7 +161,9 @@ def abstract(
     if asked or resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves):
         function = "abstract" if asked else None
         layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function=function)
-        layout.checked().warn_of_names()
+        layout.checked()
+        if rules is not None:
+            layout.warn_of_names()
         shardings: list[Any] = list(layout.shardings())
     else:
         shardings = [[info.sharding for info in leaf.arrays] for leaf in leaves]

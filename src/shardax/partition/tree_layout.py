@@ -408,8 +408,8 @@ class TreeLayout:
 
     def warn_of_names(self) -> None:
         """Warns of names in rules and arrays that look misspelt."""
-        if not self.rules:
-            return  # replicated on purpose
+        if all(name == target for name, target in self.rules.pairs):
+            return  # replicated on purpose, or by names of mesh axes alone
         paths: dict[str, list[Path]] = {}
         for diagnostic in self.diagnostics:
             is_of_names = diagnostic.code in ("unused-rule", "unmapped-name")

@@ -277,7 +277,8 @@ def target_weights(batch: Any) -> Any:
     counted = targets != IGNORE_INDEX
     if mask is None:
         return counted
-    return jnp.where(counted, mask.reshape(mask.shape + (1,) * (targets.ndim - mask.ndim)), 0)
+    weights = mask.reshape(mask.shape + (1,) * (targets.ndim - mask.ndim))
+    return jnp.where(counted, weights, jnp.zeros((), weights.dtype))
 
 
 def counted_by(count: Callable[[Any], Any], batch: Any) -> jax.Array:
