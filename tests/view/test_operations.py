@@ -163,6 +163,23 @@ def test_the_table_shows_operations_on_request(auto_mesh: Mesh) -> None:
     assert '<table class="modules"><tr><th>module</th>' in table.html()
 
 
+def test_counts_of_programs_kept_by_jax_are_right() -> None:
+    model = Tower(sx.Rngs(0))
+
+    class Holder(sx.Module):
+        def __init__(self) -> None:
+            self.layer = model
+
+    # JAX's compilation cache ignores names, by which operations are counted, and the programs of
+    # the two differ in names alone.
+    held = module_operations(Holder(), [TOKENS], call=lambda holder, x: holder.layer(x))
+    own = module_operations(model, [TOKENS])
+    layers = {held[("layer", "layers", i)] for i in range(2)} | {
+        own[("layers", i)] for i in range(2)
+    }
+    assert layers == {2 * 4 * 8 * 8}
+
+
 def test_what_cannot_be_counted_is_refused() -> None:
     model = Tower(sx.Rngs(0))
 

@@ -63,6 +63,20 @@ def scoped(kind: type[Module]) -> type[Module]:
     return type(kind)(kind.__name__, (kind,), methods | names)
 
 
+_KEY_HAS_NAMES = "jax_compilation_cache_include_metadata_in_key"
+
+
+@contextlib.contextmanager
+def compiled_with_names() -> Iterator[None]:
+    """Keeps JAX's compilation cache from programs with other names of scopes."""
+    before = getattr(jax.config, _KEY_HAS_NAMES)
+    jax.config.update(_KEY_HAS_NAMES, True)
+    try:
+        yield
+    finally:
+        jax.config.update(_KEY_HAS_NAMES, before)
+
+
 def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

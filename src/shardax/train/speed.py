@@ -19,10 +19,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from shardax._transforms.module_scopes import compiled_with_names
 from shardax.train.errors import TrainerError
 
 THROUGHPUTS = ("tokens_per_second", "images_per_second", "rows_per_second")
-_KEY_HAS_NAMES = "jax_compilation_cache_include_metadata_in_key"
 
 
 # --- Throughput ---
@@ -164,11 +164,10 @@ class Profile:
             jax.profiler.stop_trace()
 
     def __enter__(self) -> Self:
-        # JAX's compilation cache may have the step without the names of scopes.
-        self._before = getattr(jax.config, _KEY_HAS_NAMES)
-        jax.config.update(_KEY_HAS_NAMES, True)
+        self._names = compiled_with_names()
+        self._names.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        jax.config.update(_KEY_HAS_NAMES, self._before)
+        self._names.__exit__(None, None, None)
         self.close()

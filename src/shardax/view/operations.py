@@ -26,7 +26,7 @@ from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._transforms.jit.jit import jit
-from shardax._transforms.module_scopes import set_scope
+from shardax._transforms.module_scopes import compiled_with_names, set_scope
 from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import called, count_executions
 from shardax.hlo.program import Computation, Instruction, Program, parse
@@ -68,7 +68,8 @@ def module_operations(
     for number, (_, module) in enumerate(modules):
         set_scope(module, f"shardax_module_{number}")
     run = call or (lambda model, *arguments: model(*arguments))
-    compiled = jit(run).lower(planned, *inputs).compile()
+    with compiled_with_names():
+        compiled = jit(run).lower(planned, *inputs).compile()
     counts = dict.fromkeys([(), *(path for path, _ in modules)], 0)
     for name, count in operations(compiled.as_text()).items():
         known = {modules[int(number)][0] for number in _SCOPE.findall(name)}
