@@ -260,7 +260,7 @@ def figures() -> list[Figure]:
         Figure("source files", files, 200, reached=234),
         Figure("lines", lines.total, 50_000, reached=75_500),
         # Part 15: finite steps, weighted parts of a batch, boxes of others, keys of behaviors.
-        Figure("lines of code", lines.code, 31_000, reached=48_600),
+        Figure("lines of code", lines.code, 31_000, reached=48_650),
         Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),
         Figure("lines that are imports, %", 100 * lines.imports / lines.total, 4.5, reached=5.3),
         *(
