@@ -293,8 +293,12 @@ class MultiHeadAttention(Module):
         causal = self.causal and ordered
         window = self.window if ordered else None
         dropped = self.dropout is not None and not self.dropout.deterministic
-        # Compiled for CPU or TPU, that of JAX has no float16.
-        is_fused = query.dtype != jnp.float16 or self.implementation == "cudnn"
+        # Compiled for CPU or TPU, that of JAX has no float16, and its gradients of bfloat16 cannot be
+        # compiled where a user forbids promotion.
+        config: Any = jax.config
+        is_strict = config.jax_numpy_dtype_promotion == "strict"
+        unfused = (jnp.float16, jnp.bfloat16) if is_strict else (jnp.float16,)
+        is_fused = query.dtype not in unfused or self.implementation == "cudnn"
         if is_fused and self.softmax is softmax and self.softcap is None and not dropped:
             return self._fused(query, key, value, mask, causal, window)
         if self.implementation == "cudnn":
