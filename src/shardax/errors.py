@@ -32,9 +32,9 @@ if _typing.TYPE_CHECKING:
 _NAMES = {
     "shardax._core.errors": (
         "AbstractValueError ArrayExpectedError BindError ConcurrentWriteError DeviceError "
-        "DtypeError FilterError ForeignMutationError FrozenVariableError LabelConflictError "
-        "LayerViewError LayoutLostWarning MetadataError MissingAttributeError MissingRngsError "
-        "NotAddressableError "
+        "DonationError DtypeError FilterError ForeignMutationError FrozenVariableError "
+        "LabelConflictError LayerViewError LayoutLostWarning MetadataError MissingAttributeError "
+        "MissingRngsError NotAddressableError "
         "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError "
         "RepeatedKeyError ReservedNameError SeedError ShardaxError StackError StateMismatchError "
         "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
@@ -46,7 +46,7 @@ _NAMES = {
     ),
     "shardax._transforms.errors": (
         "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError BoxError BranchError "
-        "CarryError ClosureError DecisionError DifferentiationError DonationError "
+        "CarryError ClosureError DecisionError DifferentiationError "
         "InconsistentAliasingError LayerConfigError MappedShardingError MeshError NoMeshError "
         "OutputError PartitioningUnspecifiedError PrefixError SharedWriteError "
         "StaticArgumentError StructureMismatchError TangentError"

@@ -120,11 +120,13 @@ def failing(x: np.ndarray) -> np.ndarray:
 
 
 FAILING = host_function(failing, out=same)
+WITH_RULE = host_function(failing, out=same, vjp=lambda args, result, ct: (ct,))
 
 
-def test_exception_outside_programs_is_raised_unchanged() -> None:
+@pytest.mark.parametrize("function", [FAILING, WITH_RULE], ids=["plain", "with a derivative"])
+def test_exception_outside_programs_is_raised_unchanged(function: Any) -> None:
     with pytest.raises(LibraryError, match="no such material") as caught:
-        FAILING(jnp.ones(2))
+        function(jnp.ones(2))
     assert [frame.name for frame in caught.traceback][-1] == "failing"
     assert caught.value.__notes__[0] == ("In the host function failing, called with float32[2].")
 

@@ -3,7 +3,17 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from pathlib import Path
 from typing import Any
+
+import pytest
+from tests.values import with_values
+
+from shardax.models import from_pretrained
+
+numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 
 def _sizes(hidden: int, mlp: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
@@ -482,3 +492,19 @@ TINY = {
     "image_size": 4,
     "patch_size": 2,
 }
+
+
+def tiny_config(content: dict[str, Any], layers: int, **fields: Any) -> dict[str, Any]:
+    """The config.json of a small model of the family of a published one."""
+    small = {name: TINY.get(name, value) for name, value in content.items()} | fields
+    small["n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"] = layers
+    return small
+
+
+def initialised(folder: Path, content: dict[str, Any]) -> Any:
+    """A model of a config.json, by a folder without tensors."""
+    (folder / "config.json").write_text(json.dumps(content))
+    numpy_files.save_file({}, folder / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all is initialised
+        return with_values(from_pretrained(folder, strict=False))

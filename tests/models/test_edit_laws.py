@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models import peers
-from tests.models.published import MODELS, TINY
+from tests.models.published import MODELS, initialised, tiny_config
 from tests.values import with_values
 
 import shardax as sx
@@ -40,14 +38,9 @@ TOKENS = np.arange(6)[None]
 def folder_of(family: str) -> Path:
     """A folder with a small model of a family, in float32."""
     folder = Path(tempfile.mkdtemp())
-    content = {name: TINY.get(name, value) for name, value in FAMILIES[family].items()}
-    content["pad_token_id"] = 0  # by default a phi3 has one beyond a small vocabulary
-    content["n_layer" if family == "gpt2" else "num_hidden_layers"] = 3
-    (folder / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, folder / "model.safetensors")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that all is initialised
-        model = with_values(from_pretrained(folder, strict=False))
+    # By default a phi3 has a pad token beyond a small vocabulary.
+    content = tiny_config(FAMILIES[family], layers=3, pad_token_id=0)
+    model = initialised(folder, content)
     save_pretrained(model, folder / "whole")
     return folder / "whole"
 

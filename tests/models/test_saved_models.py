@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 import resource
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.models import peers
-from tests.models.published import MODELS, TINY
+from tests.models.published import MODELS, TINY, initialised, tiny_config
 from tests.values import with_values
 
 import shardax as sx
@@ -211,14 +210,8 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_fewer_layers_of_any_family_read_back(kind: str, tmp_path: Path):
-    published = PUBLISHED[kind]
-    content = {name: TINY.get(name, value) for name, value in published.items()}
-    content["n_layer" if kind == "gpt2" else "num_hidden_layers"] = 7
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, tmp_path / "model.safetensors")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that all is initialised
-        model = with_values(from_pretrained(tmp_path, strict=False))
+    content = tiny_config(PUBLISHED[kind], layers=7)
+    model = initialised(tmp_path, content)
     save_pretrained(model, tmp_path / "whole")
     if "torch_dtype" in content:
         content["torch_dtype"] = "float32"

@@ -186,3 +186,69 @@ def test_copying_as_the_error_says_makes_both_usable() -> None:
 def test_donated_arguments_that_the_function_lacks_are_named(options: Any, message: str) -> None:
     with pytest.raises(DonationError, match=message):
         sx.jit(_grow, **options)
+
+
+class Holder(sx.Module):
+    """A Module with an array, a list and a dict."""
+
+    def __init__(self) -> None:
+        self.scale = jnp.ones(4)
+        self.parts = [sx.nn.Linear(4, 4, rngs=sx.Rngs(0)), {"last": Scale()}]
+
+    def __call__(self, x: Any) -> Any:
+        return self.parts[0](x) * self.scale
+
+
+def _twin_of_donated() -> Holder:
+    model = Holder()
+    model(jnp.ones(4))
+    twin = sx.merge(*sx.split(model))
+    sx.jit(lambda model: None, donate_argnums=0)(model)
+    return twin
+
+
+EAGER: dict[str, tuple[Any, str]] = {
+    "call": (lambda twin: twin(jnp.ones(4)), r"Cannot read twin\.parts\[0\]\.kernel, a Param: "),
+    "array": (lambda twin: twin.scale * 2, r"Cannot read twin\.scale, an array: "),
+    "operator": (
+        lambda twin: twin.parts[1]["last"].factor + 1,
+        r"Cannot read twin\.parts\[1\]\.last\.factor, a Param: ",
+    ),
+    "part": (lambda twin: twin.parts[0].bias[0], r"Cannot read twin\.parts\[0\]\.bias, a Param: "),
+    "frozen": (
+        lambda twin: sx.freeze(twin).parts[0].bias + 1,
+        r"Cannot read a FrozenVariable: its array was donated",
+    ),
+    "copy": (copy.deepcopy, r"Cannot read x\.parts\[0\]\.kernel, a Param: "),
+    "clone": (sx.clone, r"5 Variables hold .* \.parts\[0\]\.bias, "),
+    "grad": (lambda twin: sx.grad(lambda m: m.scale.sum())(twin), r" Variables hold .* \.m\.scale"),
+    "vmap": (
+        lambda twin: sx.vmap(lambda m, x: m(x), in_axes=(None, 0))(twin, jnp.ones((2, 4))),
+        r" Variables hold .* \.m\.scale",
+    ),
+    "cond": (
+        lambda twin: sx.cond(True, lambda m: m.scale, lambda m: m.scale, twin),
+        r" Variables hold .* \.m\.scale",
+    ),
+    "closure": (
+        lambda twin: jax.jit(lambda x: twin(x))(jnp.ones(4)),
+        r"Cannot read twin\.parts\[0\]\.kernel, a Param: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", EAGER)
+def test_eager_uses_of_donated_arrays_name_the_variable(use: str) -> None:
+    function, message = EAGER[use]
+    with pytest.raises(DonationError, match=message) as caught:
+        function(_twin_of_donated())
+    assert "sx.clone(model)" in str(caught.value)
+
+
+def test_donated_view_names_its_stack() -> None:
+    stack = sx.nn.Stack(lambda: sx.nn.Linear(4, 4, rngs=sx.Rngs(0)), 2)
+    twin = sx.merge(*sx.split(stack))
+    layer = twin[1]
+    sx.jit(lambda model: None, donate_argnums=0)(stack)
+    with pytest.raises(DonationError, match=r"Cannot read layer\.kernel, a Param: its array"):
+        layer.kernel + 1

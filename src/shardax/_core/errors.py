@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of ``shardax._core``, and how the package warns."""
+"""Errors of ``shardax._core``, warnings, and lists of names in texts."""
 
 from __future__ import annotations
 
 import pickle
 import sys
+import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 _FACE = "shardax.errors"
@@ -161,13 +163,32 @@ class PrecisionLostWarning(UserWarning):
     __module__ = "shardax.errors"
 
 
+class DonationError(ShardaxError, ValueError):
+    """A donated buffer cannot be donated (used twice, or already deleted)."""
+
+
 _PACKAGE = str(Path(__file__).parents[1])
+
+
+def user_frame() -> types.FrameType:
+    """Returns the innermost frame of Python outside of the package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns, at the first line outside of the package."""
     # Python shows a text once for each line: inside of the package all users would share one.
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, category, stacklevel=level)
+    frame = user_frame()
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__", "<unknown>")
+    at = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, category, *at, module=module, registry=registry)
+
+
+def first_of(names: Sequence[str], separator: str = ", ", most: int = 8) -> str:
+    """Joins the first names, and says how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more

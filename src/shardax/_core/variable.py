@@ -18,9 +18,12 @@ whether a Variable was passed in or is reached through a closure.
 
 from __future__ import annotations
 
+import contextlib
 import copy as _copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +41,13 @@ from shardax._core.array_ops import (
     snapshot,
 )
 from shardax._core.cross_process import packed
-from shardax._core.errors import MetadataError, StateMismatchError, VariableValueError
+from shardax._core.errors import (
+    DonationError,
+    MetadataError,
+    StateMismatchError,
+    VariableValueError,
+    first_of,
+)
 from shardax._core.frames import (
     Frame,
     Stamp,
@@ -57,7 +66,7 @@ from shardax._core.frames import (
     resolve,
     several,
 )
-from shardax._core.graph.flatten import VariableDef, register_variable
+from shardax._core.graph.flatten import VariableDef, flatten, register_variable
 from shardax._core.graph.handlers import axes_of, handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
@@ -201,7 +210,10 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         target = self if self._owner is frame else resolve(self, frame)
         if several and frame is None:
             note_read(target)
-        return target._real()
+        value = target._real()
+        if frame is None and is_deleted(value):
+            refuse_read(target)
+        return value
 
     @value.setter
     def value(self, value: Any) -> None:
@@ -449,6 +461,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         target = self._here()
+        if has_deleted(target._value):
+            refuse_read(target)
         value = jax.tree.map(copied_leaf, target._value)
         copied = self._make(value, target._metadata, owner_here())
         if hasattr(self, "_labels"):
@@ -479,6 +493,54 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             lazy = f" over processes {', '.join(map(str, owners))}" if len(owners) > 1 else ""
         metadata = repr(self._metadata)
         return f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether an array was donated or deleted."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, _jax.Tracer) and leaf.is_deleted()
+
+
+def has_deleted(value: Any) -> bool:
+    """Whether a value or a part of it was donated or deleted."""
+    return any(map(is_deleted, jax.tree.leaves(value)))
+
+
+_OF_DELETED = (
+    "A donated array may be used only once; if two models share arrays, as one that was merged "
+    "from the state of the other, copy one of them first: sx.clone(model)."
+)
+
+
+def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Any]) -> None:
+    """Raises if a value was donated or deleted, listing all."""
+    pairs = zip(paths, values, strict=True)
+    gone = [path for path, value in pairs if has_deleted(value)]
+    if gone:
+        names = [path if isinstance(path, str) else format_path(path) for path in gone]
+        raise DonationError(
+            f"{len(gone)} Variables hold arrays that were donated or deleted: {first_of(names)}. "
+            f"{_OF_DELETED}"
+        )
+
+
+def refuse_read(variable: Any) -> NoReturn:
+    """Raises the error of a read, by the path from what a caller holds."""
+    places = list(_places_of(variable, sys._getframe(1)))
+    found = ", ".join([*places[-1:], a_kind_of(variable)])
+    raise DonationError(f"Cannot read {found}: its array was donated or deleted. {_OF_DELETED}")
+
+
+def _places_of(variable: Any, frame: types.FrameType | None) -> Iterator[str]:
+    """Yields where what callers hold leads to a Variable, outermost last."""
+    while frame is not None:
+        for name, held in frame.f_locals.items():
+            if isinstance(held, Object) and held is not variable:
+                with contextlib.suppress(Exception):  # of an object that is being made
+                    flat = flatten(held)
+                    for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
+                        if leaf is variable:
+                            yield name + format_path(path)
+        frame = frame.f_back
 
 
 def copied_leaf(leaf: Any) -> Any:

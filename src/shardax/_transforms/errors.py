@@ -54,10 +54,6 @@ class StaticArgumentError(ShardaxError, TypeError):
     """A static argument is a Module or not hashable."""
 
 
-class DonationError(ShardaxError, ValueError):
-    """A donated buffer cannot be donated (used twice, or already deleted)."""
-
-
 class OutputError(ShardaxError, TypeError):
     """A transformed function returned something that cannot leave the transform."""
 

@@ -383,8 +383,8 @@ def explain_ended_process() -> Iterator[None]:
         if jax.process_count() == 1 or not any(word in str(error) for word in _OF_COLLECTIVES):
             raise
         raise DistributedError(
-            f"In a step another process ended: {str(error).partition(chr(10))[0][:300]}. Start all "
-            "processes again; with resume=True a run goes on from its last checkpoint."
+            f"In a step another process ended: {_first_line(error)}. Start all processes again; "
+            f"with resume=True a run goes on from its last checkpoint."
         ) from error
 
 
@@ -414,9 +414,13 @@ def _rows_of_all(content: bytes, name: str) -> np.ndarray[Any, Any]:
             "or may have taken another way through the program."
         )
     if isinstance(result[0], Exception):
-        text = str(result[0]).partition("\n")[0][:300]
-        raise DistributedError(f"At {name!r} another process ended: {text}") from result[0]
+        text = f"At {name!r} another process ended: {_first_line(result[0])}"
+        raise DistributedError(text) from result[0]
     return result[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]
 
 
 def _by_process(texts: Sequence[str]) -> str:

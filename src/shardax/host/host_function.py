@@ -21,7 +21,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
-from shardax._core.frames import Frame, local
+from shardax._core.frames import Frame, is_eager, local
 from shardax._core.graph.flatten import flatten, is_object
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.state import State
@@ -203,7 +203,9 @@ class HostFunction(PickledByName):
                 f"function of the arguments: out=lambda x: x for a result like x."
             )
         args, kwargs = _with_arrays(self._by_position(args, kwargs))
-        return (self._ruled or self._call)(*args, **kwargs)
+        # Nothing is differentiated outside of transforms, and an exception comes as it is.
+        call = self._call if self._ruled is None or is_eager() else self._ruled
+        return call(*args, **kwargs)
 
     def with_out(self, out: Any) -> Self:
         """Returns a host function that promises something else, with None for zeros."""

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import distributed
-from shardax._core.errors import warn
+from shardax._core.errors import first_of, warn
 from shardax._core.graph.paths import Path as VariablePath
 from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
@@ -431,7 +431,7 @@ class _Table:
         if self.unknown:
             raise PretrainedError(
                 f"The model has parameters that its family has no tensors for: "
-                f"{_listed(self.unknown)}."
+                f"{first_of(self.unknown, most=12)}."
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -462,9 +462,9 @@ class _Table:
         ]
         wrong = []
         if strict and missing:
-            wrong.append(f"missing are {_listed(missing)}")
+            wrong.append(f"missing are {first_of(missing, most=12)}")
         if strict and unused:
-            wrong.append(f"the model has no place for {_listed(unused)}")
+            wrong.append(f"the model has no place for {first_of(unused, most=12)}")
         fits_leniently = not wrong
         for name in self.by_name:
             if name in files.names:
@@ -497,7 +497,7 @@ class _Table:
             ],
             "not read, as the model has no place": unused,
         }
-        parts = [f"{what}: {_listed(names)}" for what, names in passed.items() if names]
+        parts = [f"{what}: {first_of(names, most=12)}" for what, names in passed.items() if names]
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _beside(self, name: str) -> Iterator[str]:
@@ -646,7 +646,7 @@ def _file_names(folder: Path) -> dict[str, str]:
         _check_inside(folder, title)
     absent = [title for title in titles if not (folder / title).is_file()]
     if absent:
-        raise PretrainedError(f"{folder} lacks {_listed(absent)}, which {INDEX} names.")
+        raise PretrainedError(f"{folder} lacks {first_of(absent, most=12)}, which {INDEX} names.")
     return by_name
 
 
@@ -671,10 +671,6 @@ def _check_inside(folder: Path, title: str) -> None:
             f"{folder / title} is a link to {target}, out of the folder. If it is meant, copy it: "
             f"shutil.copyfile(link, copy); os.replace(copy, link)."
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:

@@ -293,7 +293,7 @@ class MultiHeadAttention(Module):
         causal = self.causal and ordered
         window = self.window if ordered else None
         dropped = self.dropout is not None and not self.dropout.deterministic
-        # Compiled for CPU or TPU, that of JAX has no float16, and its gradients of bfloat16 cannot be
+        # Compiled for CPU or TPU, that of JAX has no float16; gradients of its bfloat16 cannot be
         # compiled where a user forbids promotion.
         config: Any = jax.config
         is_strict = config.jax_numpy_dtype_promotion == "strict"

@@ -72,10 +72,15 @@ def partition_specs(
     layout = TreeLayout(
         TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=alone
     )
+    return layout.entries(_checked(layout, rules).specs)
+
+
+def _checked(layout: TreeLayout, rules: RulesLike | None) -> TreeLayout:
+    """Checks a layout; of rules that were given for it, names are looked at too."""
     layout.checked()
     if rules is not None:
         layout.warn_of_names()
-    return layout.entries(layout.specs)
+    return layout
 
 
 def shardings(
@@ -113,10 +118,7 @@ def shardings(
     layout = TreeLayout(
         TreeInventory(tree), mesh, rules, overrides, memory_kind, function="shardings"
     )
-    layout.checked()
-    if rules is not None:
-        layout.warn_of_names()
-    return layout.entries(layout.shardings())
+    return layout.entries(_checked(layout, rules).shardings())
 
 
 def abstract(
@@ -161,10 +163,7 @@ def abstract(
     if asked or resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves):
         function = "abstract" if asked else None
         layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function=function)
-        layout.checked()
-        if rules is not None:
-            layout.warn_of_names()
-        shardings: list[Any] = list(layout.shardings())
+        shardings: list[Any] = list(_checked(layout, rules).shardings())
     else:
         shardings = [[info.sharding for info in leaf.arrays] for leaf in leaves]
     values: list[Any] = []

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.errors import warn
+from shardax._core.errors import first_of, warn
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
@@ -510,8 +510,7 @@ def _large_replicated(
 
 def paths_text(paths: Sequence[Path]) -> str:
     """The first of some paths, and how many others there are."""
-    shown = ", ".join(map(format_path, paths[:4]))
-    return f"{shown} and {len(paths) - 4} more" if len(paths) > 4 else shown
+    return first_of([format_path(path) for path in paths], most=4)
 
 
 def _unused_rule(

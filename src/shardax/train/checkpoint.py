@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ShardaxError, warn
 from shardax._core.graph.views import named_sharding
-from shardax._transforms.jit.error_context import deleted_error, is_deleted
+from shardax._core.variable import refuse_deleted
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
@@ -201,11 +201,12 @@ def _to_store(
             f"Cannot save {len(absent)} arrays that are only shapes: {', '.join(absent[:8])}. "
             f"Give them numbers first, sx.update(model, state), or restore a checkpoint into it."
         )
+    refuse_deleted([array.path for array in contents.arrays], [a.value for a in contents.arrays])
     leaves: dict[int, list[Any]] = {}
     arrays: list[ModelArray] = []
     for array in contents.arrays:
         if id(array.variable) not in leaves:
-            leaves[id(array.variable)] = jax.tree.leaves(array.variable.value)
+            leaves[id(array.variable)] = jax.tree.leaves(array.variable._here()._real())
         arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
     traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
     if traced:
@@ -213,8 +214,6 @@ def _to_store(
             f"Cannot save inside a compiled function: {', '.join(traced[:4])} have no numbers "
             "while it is traced. Save outside."
         )
-    if deleted := [array.path for array in arrays if is_deleted(array.value)]:
-        raise deleted_error(deleted)
     numbers = {
         array.path: jax.random.key_data(array.value) if array.is_key else jnp.asarray(array.value)
         for array in arrays

@@ -164,10 +164,11 @@ class Profile:
             jax.profiler.stop_trace()
 
     def __enter__(self) -> Self:
-        self._names = compiled_with_names()
-        self._names.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compiled_with_names())
+            stack.callback(self.close)
+            self._until_exit = stack.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._names.__exit__(None, None, None)
-        self.close()
+        self._until_exit.close()

@@ -41,7 +41,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
 from shardax._core.object import Object, epoch
-from shardax._core.variable import Variable
+from shardax._core.variable import Variable, is_deleted, refuse_read
 
 
 class LazyStack(Recipe):
@@ -280,7 +280,10 @@ class _ViewOfVariable:
             return target.value
         if several and local.frame is None:
             note_read(target)
-        return part_of(target._parent._here()._real(), target._index)
+        whole = target._parent._here()._real()
+        if local.frame is None and is_deleted(whole):
+            refuse_read(target)
+        return part_of(whole, target._index)
 
     def _real(self) -> Any:
         return part_of(self._parent._real(), self._index)

@@ -20,11 +20,9 @@ draw of the same pair is an error that names both lines.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import zlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import RepeatedKeyError, ReservedNameError, SeedError, UnknownStreamError
+from shardax._core.errors import (
+    RepeatedKeyError,
+    ReservedNameError,
+    SeedError,
+    UnknownStreamError,
+    user_frame,
+)
 from shardax._core.frames import in_one_step, is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
@@ -45,7 +49,6 @@ Notes = dict[tuple[Any, bytes, int], str]  # where each (generator, base key, co
 
 _block: ContextVar[Notes | None] = ContextVar("shardax_drawn_keys", default=None)
 _process: list[Notes] = []
-_PACKAGE = str(Path(__file__).parents[2])
 
 
 @contextlib.contextmanager
@@ -98,7 +101,8 @@ def note_draw(stream: str, source: KeySource | None, count: Any) -> None:
     if not is_eager():
         return
     drawn = (source.impl, all_key_words([source])[0].tobytes(), int(count))
-    here = _line_of_the_caller()
+    frame = user_frame()
+    here = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     before = notes.setdefault(drawn, here)
     if before is not here:
         raise RepeatedKeyError(
@@ -107,13 +111,6 @@ def note_draw(stream: str, source: KeySource | None, count: Any) -> None:
             f"copied, or restored, so what is drawn there is equal. Pass one Rngs on to both "
             f"places, or give each its own: rngs.fork(), rngs.scope('name'), or another seed."
         )
-
-
-def _line_of_the_caller() -> str:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 # --- streams --------------------------------------------------------------------------------------

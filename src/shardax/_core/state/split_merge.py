@@ -25,7 +25,7 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
-from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted
+from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted, refuse_deleted
 
 T = TypeVar("T")
 
@@ -274,6 +274,9 @@ def clone(tree: T) -> T:
     Args:
         tree: A Module, Variable, container or pytree of them.
 
+    Raises:
+        DonationError: If it holds arrays that were donated or deleted.
+
     Example:
         >>> import shardax as sx
         >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
@@ -291,8 +294,10 @@ def clone_sharing(tree: T) -> T:
 
 def _cloned(tree: T, copied: Callable[[Any], Any]) -> T:
     flat = _flat(tree, "clone")
-    values = [copied(resolve(leaf, local.frame)._value) for leaf in flat.leaves]
-    roots, _ = flatten.build(flat.graphdef, values, owner_here())
+    values = [resolve(leaf, local.frame)._value for leaf in flat.leaves]
+    refuse_deleted(flat.leaf_paths, values)
+    copies = list(map(copied, values))
+    roots, _ = flatten.build(flat.graphdef, copies, owner_here())
     return _unbox_tree(roots[0])
 
 

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core import frames
-from shardax._core.errors import ConcurrentWriteError, ShardaxError
-from shardax._transforms.errors import DonationError
+from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
 from shardax._transforms.lift.arguments import Identity
@@ -98,10 +97,6 @@ def _program(*args: Any, **kwargs: Any) -> Any:
     return result
 
 
-# Errors of a call, not of its form.
-_RAISED = (ConcurrentWriteError, DonationError)
-
-
 def run(
     lifted: Lifted,
     functions: Sequence[Callable[..., Any]],
@@ -135,10 +130,13 @@ def run(
     failed, result = False, None
     try:
         result = program(*args, *behavior.objects, **kwargs)
+    except DonationError:  # of the names that the user knows
+        _running.call = outer
+        return lifted(functions, options, args, kwargs)
     except Exception as error:
         # In the trace, or before it by what ``jit`` refuses: as it is, the call may be right, or
         # says in its own words what is wrong. What fails later fails there, too.
-        refused = isinstance(error, ShardaxError) and not isinstance(error, _RAISED)
+        refused = isinstance(error, ShardaxError) and not isinstance(error, ConcurrentWriteError)
         failed = trace[-1] == "begun" if trace else refused
         # JAX has no type for it. As it is, a transform moves arrays to its own mesh.
         failed = failed or "incompatible devices" in str(error)

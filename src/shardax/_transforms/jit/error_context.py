@@ -15,10 +15,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from shardax._core._jax import Tracer
+from shardax._core.errors import DonationError, first_of
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.variable import Param
-from shardax._transforms.errors import ArgumentError, DonationError, PrefixError
+from shardax._core.variable import Param, refuse_deleted
+from shardax._transforms.errors import ArgumentError, PrefixError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.engine import absent_error
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, rewrite
@@ -63,7 +63,7 @@ def _about_layouts(text: str, graph: Any) -> str:
         return ""
     kinds = f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
     make = f"jax.make_mesh({mesh.axis_sizes}, {mesh.axis_names}, axis_types={kinds})"
-    layouts = _first_of(lines, "\n")
+    layouts = first_of(lines, "\n")
     return (
         "\nOver Explicit mesh axes, an operation whose result has no evident layout has to be told "
         f"it. Split over these axes are\n{layouts}\nLeave layouts to the compiler, over a mesh "
@@ -132,9 +132,8 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
     absent = [path for path, v in pairs if is_of_types and v.is_abstract]
     if absent:
         raise absent_error(absent) from error
-    gone = [path for path, v in pairs if any(map(is_deleted, jax.tree.leaves(v._value)))]
-    if gone and ("delete" in str(error) or "donate" in str(error)):
-        raise deleted_error([format_path(path) for path in gone]) from error
+    if "delete" in str(error) or "donate" in str(error):
+        refuse_deleted(graph.flat.leaf_paths, [leaf._value for leaf in graph.leaves])
     if program.donated_leaves and "donate" in str(error):
         owners: dict[int, list[Path]] = {}
         for path, variable in pairs:
@@ -147,15 +146,6 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
                 f"{'; '.join(_listed(paths) for paths in twice)}. Copy one of them: v[...] = "
                 "jnp.copy(v)."
             ) from error
-
-
-def deleted_error(names: Sequence[str]) -> DonationError:
-    """Makes the error of Variables whose arrays are gone."""
-    return DonationError(
-        f"{len(names)} Variables hold arrays that were donated or deleted: {_first_of(names)}. A "
-        "donated array may be used only once; if two models share arrays, as one that was "
-        "merged from the state of the other, copy one of them first: sx.clone(model)."
-    )
 
 
 def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
@@ -180,14 +170,5 @@ def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
         ) from error
 
 
-def is_deleted(leaf: Any) -> bool:
-    """Whether an array was donated or deleted."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
-
-
 def _listed(paths: Sequence[Path]) -> str:
-    return _first_of([format_path(path) for path in paths])
-
-
-def _first_of(names: Sequence[str], separator: str = ", ") -> str:
-    return separator.join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return first_of([format_path(path) for path in paths])

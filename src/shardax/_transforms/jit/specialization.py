@@ -19,13 +19,14 @@ from typing import Any
 
 import jax
 
+from shardax._core.errors import DonationError
 from shardax._core.frames import local
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ArgumentError, DonationError, StaticArgumentError
+from shardax._transforms.errors import ArgumentError, StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine

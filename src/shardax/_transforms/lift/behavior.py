@@ -179,9 +179,11 @@ class Behavior:
         native = inputs.native_base(kind)
         attributes = inputs.attributes_of(value)
         if native in _CONTAINERS:
-            if len(value) > _MOST_ITEMS:
+            # By the native class: methods of a class of the user may make what they return.
+            if native.__len__(value) > _MOST_ITEMS:
                 raise NotComparable
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+            is_dict = issubclass(native, dict)
+            items = native.items(value) if is_dict else enumerate(native.__iter__(value))
             self._visit_items(value, items, way)
         elif native in (set, frozenset):
             self._parts[way] = kind, _constant_key(frozenset(value))

@@ -47,7 +47,7 @@ from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, epoch
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import ArrayAttribute, Variable, has_deleted, is_deleted, refuse_deleted
 from shardax._transforms.errors import ArgumentError, ClosureError, OutputError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
@@ -82,6 +82,8 @@ class InputGraph:
         ]
         if absent:
             raise absent_error(absent)
+        if frames.local.frame is None and any(map(is_deleted, values)):
+            refuse_deleted(self.flat.leaf_paths, values)
         self.read = values
         return list(values)
 
@@ -305,7 +307,7 @@ def _is_other(variable: Any, read: Any) -> bool:
     if variable._parent is None:
         return variable._value is not read
     # A view cuts its part out of the stack at every read, so only what it holds can be compared.
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(read) if isinstance(leaf, jax.Array)):
+    if has_deleted(read):
         return False  # donated: the part was cut out for this call alone
     return _bits(variable._value) != _bits(read)
 
