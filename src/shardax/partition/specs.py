@@ -76,7 +76,7 @@ def partition_specs(
 
 
 def _checked(layout: TreeLayout, rules: RulesLike | None) -> TreeLayout:
-    """Checks a layout; of rules that were given for it, names are looked at too."""
+    """Checks a layout, and the names in rules of its own."""
     layout.checked()
     if rules is not None:
         layout.warn_of_names()
