@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -187,6 +187,18 @@ def note_writes(targets: Iterable[Any]) -> None:
         stamp = target._stamp
         if stamp is not None:  # otherwise nobody has read it
             target._stamp = make(Stamp, (stamp.variable, thread))
+
+
+def commit(targets: Sequence[Any], read: Sequence[Any], written: Sequence[Any]) -> bool:
+    """Writes values, unless another thread wrote after they were read."""
+    with exclusive:
+        pairs = zip(targets, read, strict=True)
+        if several and any(target._value is not value for target, value in pairs):
+            return False
+        for target, value in zip(targets, written, strict=True):
+            target._value = value
+        note_writes(targets)
+    return True
 
 
 def check_unwritten(target: Any) -> None:

@@ -33,7 +33,7 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError
-from shardax._core.frames import exclusive, local, note_writes, several
+from shardax._core.frames import commit, exclusive, local, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import Static
@@ -285,7 +285,14 @@ def _weak(root: Any) -> Callable[[], Any]:
 
 _NOTHING: dict[str, Any] = {}  # the keyword arguments of a call without any
 
-_MOST_RACES = 100
+_MOST_RACES = 100  # against threads that write without a call
+
+_NO_LOCK = contextlib.nullcontext()
+
+
+def _is_of_deleted(error: Exception) -> bool:
+    """Whether an array of an argument was deleted."""
+    return "deleted" in str(error)  # JAX has no type for it
 
 
 class Jit(PickledByName, Wrapper):
@@ -355,14 +362,14 @@ class Jit(PickledByName, Wrapper):
             key.extend([id(item) for item in inputs.objects_in(source.read())])
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
-            return self._call_uncached(args, kwargs, tuple(key))
+            return self._trace(args, kwargs, tuple(key))
         return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
     def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with keywords, static arguments or objects inside containers."""
         # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
-            return self._call_uncached(args, kwargs)
+            return self._trace(args, kwargs)
         if comparing:
             self._compare(args, kwargs)
         args, kwargs = self.resolve(args, kwargs)
@@ -378,7 +385,7 @@ class Jit(PickledByName, Wrapper):
         )
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
-            return self._call_uncached(args, kwargs, key)
+            return self._trace(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -396,7 +403,7 @@ class Jit(PickledByName, Wrapper):
         key = tuple(call.key)
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
-            return self._call_uncached(args, kwargs, key)
+            return self._trace(args, kwargs, key)
         if entry.spans is None:
             entry.spans = leaf_spans(entry.specialization, call.args, kwargs)
         plain, named = plain_parts(call, kwargs, entry.spans)
@@ -409,52 +416,44 @@ class Jit(PickledByName, Wrapper):
         named: Mapping[str, Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        has_turn: bool = False,
     ) -> Any:
-        """Makes a call whose like was made before."""
+        """Makes a call again: the fast way."""
+        if several and not has_turn and (entry.writes or donating):  # calls of other threads wait
+            with calling, exclusive if entry.specialization.donates else _NO_LOCK:
+                return self._repeat(entry, plain, named, args, kwargs, has_turn=True)
         program = entry.specialization
-        waits = several and (entry.writes or donating)
-        if waits:  # for the writing calls of other threads
-            calling.acquire()
-        if waits and program.donates:
-            exclusive.acquire()
         program.used = next(self._ticks)
+        local.call = entry
         try:
-            local.call = entry
-            try:
-                if entry.watched:
-                    entry.place()
-                kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
-                result, written, fresh, effects = program.run(kept, donated, plain, named)
-            except Exception as error:  # noqa: BLE001 (raised again, explained where possible)
-                return self._recover(error, entry, args, kwargs)
-            finally:
-                local.call = None
-            known, targets = entry.last
-            if effects is not known:
-                targets = entry.learn(effects)
-            if not effects.simple or (written and type(written[0]) not in ARRAY_TYPES):
-                outputs = engine.LiftedOutputs(result, written, fresh, effects)
-                return self._finish(entry, outputs, program.join(kept, donated), args, kwargs)
-            if several and written:
-                read = program.join(kept, donated)
-                pairs = [*zip(targets, effects.written, strict=True)]
-                with exclusive:
-                    unchanged = all(v._value is read[position] for v, position in pairs)
-                    if unchanged:
-                        for variable, value in zip(targets, written, strict=True):
-                            variable._value = value
-                        note_writes(targets)
-                return result if unchanged else self._again(args, kwargs)
-            for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
-                variable._value = value
-            return result
+            if entry.watched:
+                entry.place()
+            kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
+            result, written, fresh, effects = program.run(kept, donated, plain, named)
+        except Exception as error:
+            if several and _is_of_deleted(error):  # another call has donated what was read
+                return self._trace(args, kwargs, races=1)
+            if isinstance(error, engine.Retrace):
+                self.provide(error, program)
+            elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
+                explain_error(error, program, entry.graph())
+                raise
+            self.calls.clear()
+            return self._trace(args, kwargs)
         finally:
-            if waits and program.donates:
-                exclusive.release()
-            if waits:
-                calling.release()
+            local.call = None
+        last_effects, targets = entry.last
+        if effects is not last_effects:
+            targets = entry.learn(effects)
+        is_plain = not written or (not several and type(written[0]) in ARRAY_TYPES)
+        if not (is_plain and effects.simple):
+            outputs = engine.LiftedOutputs(result, written, fresh, effects)
+            return self._apply(entry, outputs, program.join(kept, donated), args, kwargs)
+        for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
+            variable._value = value
+        return result
 
-    def _finish(
+    def _apply(
         self,
         entry: CachedCall,
         outputs: engine.LiftedOutputs,
@@ -462,91 +461,76 @@ class Jit(PickledByName, Wrapper):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Applies effects, checking for tracers of plain transforms and for other threads."""
+        """Applies effects that others see: structure, or values that threads share."""
+        effects, written = outputs.effects, outputs.written
+        has_tracers = bool(written) and note_types(written)
+        if effects.simple and not has_tracers:
+            values_read = [read[position] for position in effects.written]
+            if commit(entry.last[1], values_read, written):
+                return outputs.result
+            return self._trace(args, kwargs, races=1)
         graph = entry.graph()
         graph.read = read
-        if note_types(outputs.written):
+        if has_tracers:
             engine.check_no_leak(graph, outputs)
         try:
             return engine.apply_effects(graph, outputs)
         except ConcurrentWriteError:
-            return self._again(args, kwargs)
+            return self._trace(args, kwargs, races=1)
 
-    def _call_uncached(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None
+    def _trace(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None, races: int = 0
     ) -> Any:
-        """Calls without a cached call, and caches one under ``key``."""
-        # A call that lost a race against other threads is made again while they wait.
-        if not several or local.frame is not None:
-            return self._attempt(args, kwargs, key)
-        try:
-            return self._attempt(args, kwargs, key, compile_first=True)
-        except ConcurrentWriteError:
-            return self._again(args, kwargs, key)
-
-    def _again(self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None) -> Any:
-        """Repeats a call that lost a race while other threads wait."""
-        with calling:
-            for _ in range(_MOST_RACES):  # against threads that write without a call
+        """Binds, traces, specializes, calls and applies effects: the slow way."""
+        # Once a call has lost a race against other threads, their calls wait.
+        shares, is_alone = several and local.frame is None, False
+        with contextlib.ExitStack() as turn:
+            while True:
+                if races:
+                    turn.enter_context(calling)
+                program, graph, arguments = self.prepare(args, kwargs)
+                if races and program.donates and not is_alone:
+                    turn.enter_context(exclusive)
+                    is_alone = True
+                    continue
+                entry = local.call = CachedCall(program, graph)
+                outputs = None
                 try:
-                    program, *_ = self.prepare(args, kwargs)
-                    with exclusive if program.donates else contextlib.nullcontext():
-                        return self._attempt(args, kwargs, key)
+                    program.place(dict(enumerate(graph.leaves)))
+                    values = graph.values()
+                    if shares and program.donates and not races:  # no call may use what it donates
+                        with calling:
+                            program.compile(values, arguments)
+                        races = 1
+                        continue
+                    outputs = program.call(values, arguments)
+                    engine.check_no_leak(graph, outputs)
+                    if key is not None and local.frame is None:
+                        entry.learn(outputs.effects)
+                        self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
+                    return engine.apply_effects(graph, outputs)
+                except engine.Retrace as need:
+                    self.provide(need, program)
                 except ConcurrentWriteError:
-                    pass
-            return self._attempt(args, kwargs, key)
+                    if not shares or races > _MOST_RACES:
+                        raise
+                    races += 1
+                except Exception as error:
+                    if shares and not races and _is_of_deleted(error):
+                        races = 1  # another call donates what was read
+                        continue
+                    if outputs is None:
+                        explain_error(error, program, graph)
+                    raise
+                finally:
+                    local.call = None
 
-    def _attempt(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any, compile_first: bool = False
-    ) -> Any:
-        while True:
-            program, graph, arguments = self.prepare(args, kwargs)
-            entry = local.call = CachedCall(program, graph)
-            try:
-                program.place(dict(enumerate(graph.leaves)))
-                values = graph.values()
-                if compile_first and program.donates:  # what it donates, no other call may use
-                    with calling:
-                        program.compile(values, arguments)
-                    raise ConcurrentWriteError
-                outputs = program.call(values, arguments)
-                break
-            except ConcurrentWriteError:
-                raise
-            except engine.NewCaptures as found:
-                self.capture(found.objects)
-            except engine.NewPlacements:
-                continue  # they are moved there first
-            except special.StaleOutputShardings:
-                self.specializations.pop(program.key, None)
-            except Exception as error:
-                if compile_first and "deleted" in str(error):  # another call donates what was read
-                    raise ConcurrentWriteError from error
-                explain_error(error, program, graph)
-                raise
-            finally:
-                local.call = None
-        engine.check_no_leak(graph, outputs)
-        if key is not None and local.frame is None:
-            entry.learn(outputs.effects)
-            self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
-        return engine.apply_effects(graph, outputs)
-
-    def _recover(
-        self, error: Exception, entry: CachedCall, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Calls again after new captures, or explains the error."""
-        if isinstance(error, engine.NewCaptures):
-            self.capture(error.objects)
-        elif isinstance(error, special.StaleOutputShardings):
-            self.specializations.pop(entry.specialization.key, None)
-        elif several and "deleted" in str(error):  # another call has donated what was read
-            return self._again(args, kwargs)
-        elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
-            explain_error(error, entry.specialization, entry.graph())
-            raise error
-        self.calls.clear()
-        return self._call_uncached(args, kwargs)
+    def provide(self, need: engine.Retrace, program: special.Specialization) -> None:
+        """Prepares for the trace after one that stopped."""
+        if need.objects:
+            self.capture(need.objects)
+        if need.drops_program:
+            self.specializations.pop(program.key, None)
 
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used hidden inputs of later calls."""

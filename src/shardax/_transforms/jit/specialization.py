@@ -133,10 +133,6 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) ->
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
 
-class StaleOutputShardings(Exception):
-    """Stops a trace whose result has another layout than the declared shardings."""
-
-
 def _not_noted(_: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -335,7 +331,7 @@ class Specialization:
             )
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
-                raise engine.NewCaptures(lost)
+                raise engine.Retrace(lost)
             if settles and not self._settled and frame.parent is None:
                 self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
             self._declare_shardings(outputs, copies, result, plain, roots[1:])
@@ -358,7 +354,7 @@ class Specialization:
         }
         self._settled = True
         if any(self._is_off(position, leaves[position]) for position in self.wanted):
-            raise engine.NewPlacements
+            raise engine.Retrace  # they are moved there first
 
     def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
         """The inverse of ``partition``."""
@@ -450,7 +446,7 @@ class Specialization:
         if self._in_shardings is None and self.options.out_shardings is None:
             return
         if self._expected is not None and self._expected != effects.tree_key:
-            raise StaleOutputShardings
+            raise engine.Retrace(drops_program=True)
         declared = self.options.out_shardings
         given = {id(copies[index]): None for index in self.graphdef.leaves}
         by_id: dict[int, Any] = {  # new Variables have the entry of the place that they took

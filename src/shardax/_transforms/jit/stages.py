@@ -22,11 +22,7 @@ from shardax._transforms.errors import StructureMismatchError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
 from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
-from shardax._transforms.jit.specialization import (
-    Specialization,
-    StaleOutputShardings,
-    check_compiler_options,
-)
+from shardax._transforms.jit.specialization import Specialization, check_compiler_options
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 
@@ -46,10 +42,8 @@ def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
             return Traced(
                 _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
             )
-        except engine.NewCaptures as found:
-            jit.capture(found.objects)
-        except StaleOutputShardings:
-            jit.specializations.pop(program.key, None)
+        except engine.Retrace as need:
+            jit.provide(need, program)
         except Exception as error:
             explain_places(error, program)
             raise

@@ -431,16 +431,13 @@ def check_result(result: Any, name: str) -> None:
         )
 
 
-class NewCaptures(Exception):
-    """Stops a trace that used objects which nobody passed in."""
+class Retrace(Exception):
+    """Stops a trace, to be made again with more inputs or other layouts."""
 
-    def __init__(self, objects: Sequence[Any]) -> None:
+    def __init__(self, objects: Sequence[Any] = (), drops_program: bool = False) -> None:
         super().__init__(objects)
-        self.objects = list(objects)
-
-
-class NewPlacements(Exception):
-    """Stops a trace whose Variables are to be moved first."""
+        self.objects = list(objects)  # used by the function, and passed in by nobody
+        self.drops_program = drops_program  # whether it was made for other layouts of results
 
 
 class CompiledFrame(frames.Frame):
@@ -642,10 +639,10 @@ class RunContext(NamedTuple):
         ]
 
     def require_inputs(self) -> None:
-        """Raises ``NewCaptures`` if captured Variables were changed."""
+        """Raises ``Retrace`` if captured Variables were changed."""
         changed = self.captured()
         if changed:
-            raise NewCaptures([item.outer for item in changed])
+            raise Retrace([item.outer for item in changed])
 
 
 def ending_well(
@@ -656,15 +653,15 @@ def ending_well(
     # memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
     try:
         return run(*inputs, **options)
-    except NewCaptures as found:
+    except Retrace as found:
         call.new_captures = found.objects
         return otherwise
 
 
 def raise_new_captures(call: LiftedCall) -> None:
-    """Raises ``NewCaptures`` if a run that was traced captured what it wrote."""
+    """Raises ``Retrace`` if a run that was traced captured what it wrote."""
     if call.new_captures:
-        raise NewCaptures(call.new_captures)
+        raise Retrace(call.new_captures)
 
 
 def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
@@ -673,7 +670,7 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
     while True:
         try:
             return attempt(captured)
-        except NewCaptures as found:
+        except Retrace as found:
             known = {id(item) for item in captured}
             new = [item for item in found.objects if id(item) not in known]
             if not new:
