@@ -13,6 +13,7 @@ compilation a ``Jitted`` calls its body directly.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardax._core._jax import trace_state
 from shardax._core.frames import is_eager, local
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
-from shardax._transforms.errors import LayerConfigError, StaticArgumentError
+from shardax._transforms.errors import ArgumentError, LayerConfigError, StaticArgumentError
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
@@ -173,6 +174,7 @@ class Jitted(ModuleWrapper):
 
     Raises:
         LayerConfigError: If it is no Module, or cannot be called.
+        ArgumentError: If ``jit`` has no such option.
         StaticArgumentError: If it has no such argument as an option names, or an option is not
             hashable.
         DonationError: Likewise.
@@ -215,6 +217,11 @@ class CallCompiler:
 
     def check(self, body: Any) -> None:
         """Raises if an option does not fit the body's arguments; see ``Jitted``."""
+        names = {field.name for field in dataclasses.fields(JitOptions)}
+        if unknown := [name for name in self.options if name not in names]:
+            raise ArgumentError(
+                f"sx.jit takes no option {unknown[0]!r}. It takes {', '.join(sorted(names))}."
+            )
         with_resolved_donation(JitOptions(**self.options), body)
 
     def compiled(self, kind: type, count: int) -> Jit:

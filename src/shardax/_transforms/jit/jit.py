@@ -698,8 +698,6 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
-    device: Any = None,
-    backend: Any = None,
 ) -> Any:
     """Compiles a function over Modules and carries back its writes.
 
@@ -729,8 +727,6 @@ def jit(
         keep_unused: As in ``jax.jit``.
         inline: As in ``jax.jit``.
         compiler_options: As in ``jax.jit``.
-        device: Refused: use ``in_shardings`` or ``jax.default_device``.
-        backend: Likewise.
 
     Returns:
         A ``Jit`` with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``.
@@ -763,8 +759,6 @@ def jit(
         keep_unused,
         inline,
         compiler_options,
-        device,
-        backend,
     )
     if function is None:
         return functools.partial(_jit, options=options)

@@ -49,20 +49,9 @@ class JitOptions:
     inline: bool = False
     compiler_options: Any = None
 
-    device: Any = None
-    backend: Any = None
-
     def __post_init__(self) -> None:
         inputs.check_static_option(self.static)
         check_compiler_options(self.compiler_options)
-        for name, found in (("device", "device"), ("backend", "jax.devices(backend)[0]")):
-            if (given := getattr(self, name)) is not None:
-                raise ArgumentError(
-                    f"{name}={given!r} is no option of sx.jit: where a program runs follows from "
-                    "where its arguments are. Declare it, sx.jit(f, in_shardings=jax.sharding."
-                    "SingleDeviceSharding(device)), or choose for all that is not placed yet: "
-                    f"with jax.default_device({found}): ..."
-                )
         for name in ("in_shardings", "out_shardings"):
             if (given := getattr(self, name)) is not None:
                 prefixes.check_shardings_only(given, name)
