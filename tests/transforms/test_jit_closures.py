@@ -325,7 +325,8 @@ def test_captured_number_is_read_when_traced(make: Any, static: str | None) -> N
         for _ in range(2):
             assert float(run(model, x)) == 2.0
             _restructure_something_else()
-    assert retraces == []
+    others = "_restructure_something_else"  # whose program may be an earlier test's
+    assert [retrace for retrace in retraces if others not in retrace.function] == []
     assert run(model, jnp.ones(2)).tolist() == [3.0, 3.0]  # traced for another shape
 
 
