@@ -319,7 +319,7 @@ def test_cut_backward_pass_repeats_no_products() -> None:
         return {"y": y}, {"dx": dx}, {"dw": dw}
 
     x = dy = np.ones((2, 4), np.float32)
-    programs, arguments, results = cut(whole, (weights, x, dy), kept=2)
+    programs, arguments, results = cut(whole, (weights, x, dy), constant_count=2)
     values = dict(zip(arguments, jax.tree.leaves((weights, x, dy)), strict=True))
     counts = []
     for program in programs:

@@ -32,7 +32,7 @@ _INSTALL = {"flax": "flax>=0.12.8", "equinox": "equinox>=0.13.8"}
 
 
 class BridgeError(ShardaxError, ValueError):
-    """Something that no bridge between libraries can carry.
+    """Something no bridge between libraries can carry.
 
     Example:
         >>> import equinox as eqx, jax, shardax as sx
@@ -45,7 +45,7 @@ class BridgeError(ShardaxError, ValueError):
 
 
 def library(name: str, caller: str) -> Any:
-    """Imports a peer, or tells how to install it."""
+    """Imports a peer, or raises with the command to install it."""
     package = name.split(".")[0]
     try:
         return importlib.import_module(name)
@@ -84,13 +84,13 @@ def _content_key(value: Any) -> Hashable:
 
     for key in (exact_key, by_hash):
         try:
-            found = key(value)
-            hash(found)
+            content = key(value)
+            hash(content)
         except TypeError:
             continue
-        return found
+        return content
     if isinstance(value, tuple):
-        return tuple(_content_key(item) for item in value)
+        return tuple(_content_key(part) for part in value)
     return id(value)
 
 
@@ -121,11 +121,11 @@ class Bridged(Module):
             self._switch(**{name: value})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the peer, and keeps what it writes."""
+        """Calls the peer, and keeps its new state."""
         return self.call("__call__", *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the peer, and keeps what it writes.
+        """Calls a method of the peer, and keeps its new state.
 
         Args:
             method: Name of the method.
@@ -162,8 +162,8 @@ def put(holder: Dict[Any, Any], path: Path, variable: Any) -> None:
 def leaves_of(holder: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields the Variables in nested Dicts and streams, by path."""
     if isinstance(holder, (Dict, Mapping)):
-        for key, item in holder.items():
-            yield from leaves_of(item, (*path, key))
+        for key, child in holder.items():
+            yield from leaves_of(child, (*path, key))
     elif isinstance(holder, RngStream):
         yield from (((*path, name), getattr(holder, name)) for name in ("count", "key"))
     else:
@@ -189,10 +189,10 @@ def same(old: Any, new: Any) -> bool:
     return olds[1] == news[1] and all(a is b for a, b in zip(olds[0], news[0], strict=True))
 
 
-def sown_on(kept: Any, sown: Any) -> Any:
-    """What was sown before and what is new, together."""
-    both = isinstance(kept, tuple) and isinstance(sown, tuple)
-    return (*kept, *sown) if both else sown
+def sown_on(old: Any, sown: Any) -> Any:
+    """Earlier and newly sown values, together."""
+    are_tuples = isinstance(old, tuple) and isinstance(sown, tuple)
+    return (*old, *sown) if are_tuples else sown
 
 
 def write_back(
@@ -201,7 +201,7 @@ def write_back(
     new: Mapping[Path, Any],
     make: Callable[[Path], Variable[Any]],
 ) -> None:
-    """Writes values that differ, adds new ones and removes others."""
+    """Writes changed values, adds new ones and removes others."""
     variables = dict(leaves_of(holder))
     for path, value in new.items():
         present = variables.get(path)
@@ -225,6 +225,6 @@ def axis_names(names: Any, value: Any) -> tuple[Any, ...] | None:
 
 
 def described(value: Any) -> str:
-    """Says what was given, for errors."""
+    """Text of a given value, for errors."""
     name = f"{value.__module__}.{value.__name__}" if isinstance(value, type) else None
     return f"the class {name}: make an instance" if name else f"a {type(value).__name__}"

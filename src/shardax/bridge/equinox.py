@@ -28,7 +28,7 @@ from shardax.bridge.base import (
 
 
 class _Structure(PeerStructure):
-    """A structure that is pickled as trees."""
+    """A structure pickled as trees."""
 
     __slots__ = ()
 
@@ -36,15 +36,15 @@ class _Structure(PeerStructure):
         # Equinox reads its own pickled definitions wrongly.
         treedef, paths, leaves, state = self.value
         trees = [
-            None if each is None else jax.tree.unflatten(each, range(each.num_leaves))
-            for each in (treedef, state)
+            None if d is None else jax.tree.unflatten(d, range(d.num_leaves))
+            for d in (treedef, state)
         ]
         return _read, (trees[0], paths, leaves, trees[1])
 
 
 def _read(module: Any, paths: Any, leaves: Any, state: Any) -> _Structure:
-    kept = None if state is None else jax.tree.structure(state)
-    return _Structure((jax.tree.structure(module), paths, leaves, kept))
+    state_definition = None if state is None else jax.tree.structure(state)
+    return _Structure((jax.tree.structure(module), paths, leaves, state_definition))
 
 
 class _FromEquinox(Bridged):
@@ -63,9 +63,9 @@ class _FromEquinox(Bridged):
 
     def _merged(self) -> Any:
         treedef, paths, leaves, _ = self.peer.value
-        held = dict(leaves_of(self.variables))
+        variables = dict(leaves_of(self.variables))
         values = [
-            leaf if path is None else held[path].value
+            leaf if path is None else variables[path].value
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, values)
@@ -78,7 +78,7 @@ class _FromEquinox(Bridged):
         if not len(self.state) or "state" not in takes:
             return function(*args, **kwargs)
         eqx = library("equinox", "from_equinox")
-        old = {path: item.value for path, item in leaves_of(self.state)}
+        old = {path: variable.value for path, variable in leaves_of(self.state)}
         state = jax.tree.unflatten(self.peer.value[3], old.values())
         returned = function(*args, state=state, **kwargs)
         if not (
@@ -105,7 +105,7 @@ def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
     """Returns a tree's structure, and its arrays by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
     paths: list[Path | None] = []
-    others: list[Any] = []
+    static_leaves: list[Any] = []
     arrays: dict[Path, Any] = {}
     for key_path, leaf in leaves:
         path = plain_path(key_path)
@@ -113,8 +113,8 @@ def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
         if is_array:
             arrays[path] = leaf
         paths.append(path if is_array else None)
-        others.append(None if is_array else leaf)
-    return (treedef, tuple(paths), tuple(others)), arrays
+        static_leaves.append(None if is_array else leaf)
+    return (treedef, tuple(paths), tuple(static_leaves)), arrays
 
 
 def from_equinox(module: Any, state: Any = None, *, rngs: Any = None) -> Bridged:
@@ -160,14 +160,14 @@ def from_equinox(module: Any, state: Any = None, *, rngs: Any = None) -> Bridged
                 f"Pass on what it returned: sx.bridge.from_equinox(module, state)."
             ) from error
     structure, arrays = _taken_apart(module)
-    made: dict[Path, Variable[Any]] = {
+    leaves: dict[Path, Variable[Any]] = {
         path: (Param if eqx.is_inexact_array(leaf) else Variable)(leaf)
         for path, leaf in arrays.items()
     }
     values, names = state.tree_flatten()
-    kept: dict[Path, Variable[Any]] = {
+    stats: dict[Path, Variable[Any]] = {
         (name, *plain_path(key_path)): BatchStat(leaf)
         for name, value in zip(names, values, strict=True)
         for key_path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
     }
-    return _FromEquinox((*structure, jax.tree.structure(state)), made, kept, check_rngs(rngs))
+    return _FromEquinox((*structure, jax.tree.structure(state)), leaves, stats, check_rngs(rngs))

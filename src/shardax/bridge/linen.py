@@ -40,8 +40,8 @@ class _FromLinen(Bridged):
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         linen = library("flax.linen", "from_linen")
-        held = leaves_of(self.variables)
-        old = {path: item.value for path, item in held if not isinstance(item, Intermediate)}
+        leaves = leaves_of(self.variables)
+        old = {path: leaf.value for path, leaf in leaves if not isinstance(leaf, Intermediate)}
         fixed = linen.DenyList(["params", "intermediates"])
         keys = _keys(self.rngs, lambda name: name not in ("default", "params"))
         run = functools.partial(
@@ -51,12 +51,12 @@ class _FromLinen(Bridged):
             result, written = run(rngs=keys)
         except library("flax.errors", "from_linen").InvalidRngError:
             # Only where the call draws: what needs no keys leaves the default stream alone.
-            if not (others := _keys(self.rngs, lambda name: name == "default")):
+            if not (default := _keys(self.rngs, lambda name: name == "default")):
                 raise
-            result, written = run(rngs={**keys, "params": others["default"]})
+            result, written = run(rngs={**keys, "params": default["default"]})
         boxed = dict(leaves_of(written))
-        found = {path: linen.unbox(leaf) for path, leaf in boxed.items()}
-        write_back(self.variables, old, {**old, **found}, lambda path: _of_linen(path, boxed[path]))
+        new = {path: linen.unbox(leaf) for path, leaf in boxed.items()}
+        write_back(self.variables, old, {**old, **new}, lambda path: _of_linen(path, boxed[path]))
         return result
 
 
@@ -123,5 +123,5 @@ def from_linen(module: Any, *example: Any, rngs: Any = None, **named: Any) -> Br
         variables = module.init(keys, *example, **named)
     else:
         module, variables = module.unbind()
-    made = {path: _of_linen(path, leaf) for path, leaf in leaves_of(variables)}
-    return _FromLinen(module, made, rngs)
+    converted = {path: _of_linen(path, leaf) for path, leaf in leaves_of(variables)}
+    return _FromLinen(module, converted, rngs)

@@ -51,8 +51,8 @@ class _FromNNX(Bridged):
         self.use_running_average = None
 
     def _merged(self) -> tuple[Any, dict[Path, Any]]:
-        held = leaves_of(self.variables)
-        old = {path: item.value for path, item in held if not isinstance(item, Intermediate)}
+        leaves = leaves_of(self.variables)
+        old = {path: leaf.value for path, leaf in leaves if not isinstance(leaf, Intermediate)}
         return library("flax.nnx", "from_nnx").merge(self.peer.value, nested(old)), old
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -61,15 +61,15 @@ class _FromNNX(Bridged):
         result = getattr(module, method)(*args, **kwargs)
         sown = dict(nnx.to_flat_state(nnx.pop(module, nnx.Intermediate)))
         peer, state = nnx.split(module)
-        found = {**dict(nnx.to_flat_state(state)), **sown}
-        new = {path: _nnx_value(item) for path, item in found.items()}
-        write_back(self.variables, old, new, lambda path: _of_nnx(found[path]))
+        peers = {**dict(nnx.to_flat_state(state)), **sown}
+        new = {path: _nnx_value(peer_variable) for path, peer_variable in peers.items()}
+        write_back(self.variables, old, new, lambda path: _of_nnx(peers[path]))
         self._keep(peer)
         return result
 
     def _keep(self, peer: Any) -> None:
-        if (kept := PeerStructure(peer)) != self.peer:
-            self.peer = kept
+        if (structure := PeerStructure(peer)) != self.peer:
+            self.peer = structure
 
     def _switch(self, **modes: bool) -> None:
         module, _ = self._merged()
@@ -77,27 +77,27 @@ class _FromNNX(Bridged):
         self._keep(library("flax.nnx", "from_nnx").graphdef(module))
 
 
-def _nnx_value(item: Any) -> Any:
-    return item.get_raw_value() if hasattr(item, "get_raw_value") else item
+def _nnx_value(leaf: Any) -> Any:
+    return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
 
 
-def _of_nnx(item: Any) -> Variable[Any]:
+def _of_nnx(peer: Any) -> Variable[Any]:
     """Returns a Variable like one of NNX."""
     nnx = library("flax.nnx", "from_nnx")
-    value = _nnx_value(item)
-    if not isinstance(item, nnx.Variable):
+    value = _nnx_value(peer)
+    if not isinstance(peer, nnx.Variable):
         return Variable(value)
-    metadata = item.get_metadata()
-    kind, known = _matching(
-        type(item), {getattr(nnx, each.__name__, None): each for each in _KINDS}
+    metadata = peer.get_metadata()
+    kind, is_exact = _matching(
+        type(peer), {getattr(nnx, base.__name__, None): base for base in _KINDS}
     )
-    tag = metadata.get("tag") or (None if known else type(item).__name__)
+    tag = metadata.get("tag") or (None if is_exact else type(peer).__name__)
     axes = axis_names(metadata.get("out_sharding"), value)
     return kind(value, axes=axes, **({} if tag is None else {"tag": tag}))
 
 
 def _matching(kind: type, table: Mapping[Any, type]) -> tuple[Any, bool]:
-    """Returns the nearest base's counterpart, and whether that says all."""
+    """Returns the nearest base's counterpart, and whether it says all."""
     for base in kind.__mro__:
         if base in table:
             return table[base], base is kind or issubclass(table[base], RngState)
@@ -139,17 +139,17 @@ def from_nnx(module: Any) -> Bridged:
     if not isinstance(module, nnx.Module):
         raise BridgeError(f"from_nnx takes an nnx.Module, but was given {described(module)}.")
     peer, state = nnx.split(module)
-    made: dict[Path, Any] = {path: _of_nnx(item) for path, item in nnx.to_flat_state(state)}
-    bridged = _FromNNX(peer, made)
-    for path, item in made.items():
-        key = made.get((*path[:-1], "key"))
-        if path[-1] == "count" and isinstance(item, RngState) and isinstance(key, RngState):
-            put(bridged.variables, path[:-1], _stream(key, item))
+    leaves: dict[Path, Any] = {path: _of_nnx(leaf) for path, leaf in nnx.to_flat_state(state)}
+    bridged = _FromNNX(peer, leaves)
+    for path, leaf in leaves.items():
+        key = leaves.get((*path[:-1], "key"))
+        if path[-1] == "count" and isinstance(leaf, RngState) and isinstance(key, RngState):
+            put(bridged.variables, path[:-1], _stream(key, leaf))
     return bridged
 
 
 def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
-    """Returns a stream, which transforms split, of an NNX stream's state."""
+    """Returns a stream of an NNX stream's state, split by transforms."""
     stream = RngStream(key.value, str(key.metadata.get("tag", "default")))
     stream.key, stream.count = key, count
     return stream
@@ -157,7 +157,7 @@ def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
 
 @functools.cache
 def _part_class() -> Any:
-    """Returns the class of what holds Variables under names."""
+    """Returns the class of holders of Variables under names."""
     nnx = library("flax.nnx", "to_nnx")
     return type("Part", (nnx.Module,), {"__module__": __name__})
 
@@ -184,9 +184,9 @@ def _nnx_class() -> Any:
                     _at(self.variables, path).set_value(variable.value)
             for path, value in sown.flat().items():
                 present = _at(self.variables, path)
-                kept = () if present is None else present.get_value()
-                made = Intermediate(sown_on(kept, value))
-                _nest(self.variables, path, _to_nnx(nnx, made))
+                old_sown = () if present is None else present.get_value()
+                intermediate = Intermediate(sown_on(old_sown, value))
+                _nest(self.variables, path, _to_nnx(nnx, intermediate))
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             graphdef = self.structure.value
@@ -201,7 +201,7 @@ def _nnx_class() -> Any:
 
 
 def _to_nnx(nnx: Any, variable: Variable[Any]) -> Any:
-    table = {each: getattr(nnx, each.__name__, nnx.Variable) for each in _KINDS}
+    table = {base: getattr(nnx, base.__name__, nnx.Variable) for base in _KINDS}
     bases = type(variable).__mro__
     kind = next((table[base] for base in bases if base in table), nnx.Variable)
     metadata: dict[str, Any] = {"eager_sharding": False}
@@ -231,10 +231,10 @@ def _check_names(model: Module) -> None:
     """Raises if two Variables would have one name in NNX."""
     names: dict[tuple[str, ...], Path] = {}
     for path, _ in split_merge.iter_variables(model):
-        known = names.setdefault(tuple(map(str, path)), path)
-        if known != path or [*map(type, known)] != [*map(type, path)]:
+        first_path = names.setdefault(tuple(map(str, path)), path)
+        if first_path != path or [*map(type, first_path)] != [*map(type, path)]:
             raise BridgeError(
-                f"to_nnx names Variables by strings, but {format_path(known)} and "
+                f"to_nnx names Variables by strings, but {format_path(first_path)} and "
                 f"{format_path(path)} then have one name. Rename a key of the model."
             )
 
@@ -265,8 +265,8 @@ def to_nnx(model: Module) -> Any:
         >>> gradients["variables"]["kernel"].get_value().shape
         (2, 3)
     """
-    made = _nnx_class()
+    nnx_class = _nnx_class()
     if not isinstance(model, Module):
         raise BridgeError(f"to_nnx takes a shardax Module, but was given {described(model)}.")
     _check_names(model)
-    return made(model)
+    return nnx_class(model)

@@ -86,12 +86,12 @@ def _is_one_of_several() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def _show_warning(message: Warning | str, *rest: Any, **named: Any) -> None:
+def _show_warning(message: Warning | str, *args: Any, **named: Any) -> None:
     print(f"shardax: {message}", file=sys.stderr)
 
 
 def _import_train() -> None:
-    """Imports what all commands need, with few garbage collections."""
+    """Imports modules common to all commands, with few garbage collections."""
     # Tracing a step makes a hundred thousand objects, of which most stay, and what is imported
     # stays too: to look at them again and again takes a tenth of the time to the first step.
     gc.set_threshold(50_000, 20, 20)
@@ -122,15 +122,15 @@ def _run(words: list[str]) -> int:
     from shardax.cli.plan import Diff, Explain, PlanCommand
     from shardax.cli.runs import Sample, Show, Verify
 
-    after: tuple[str, ...] = ()
+    child: tuple[str, ...] = ()
     if words[:1] == ["launch"] and "--" in words:
         place = words.index("--")
-        words, after = words[:place], tuple(words[place + 1 :])
+        words, child = words[:place], tuple(words[place + 1 :])
     # Beside these, the word after "plan" is a step, so tyro cannot tell them apart.
-    below: dict[str, Any] = {"explain": Explain, "diff": Diff}
+    plan_commands: dict[str, Any] = {"explain": Explain, "diff": Diff}
     kind, name = None, "shardax"
-    if words[:1] == ["plan"] and words[1:2] and words[1] in below:
-        kind, name, words = below[words[1]], f"shardax plan {words[1]}", words[2:]
+    if words[:1] == ["plan"] and words[1:2] and words[1] in plan_commands:
+        kind, name, words = plan_commands[words[1]], f"shardax plan {words[1]}", words[2:]
     else:
         commands: dict[str, Any] = {
             "train": Train,
@@ -149,8 +149,8 @@ def _run(words: list[str]) -> int:
     command = _parsed(kind, words, name)
     if isinstance(command, Launch):
         # Here, so that the mistakes of the command that is launched are told once.
-        launched = _parsed(Train, after[1:], "shardax train") if after[:1] == ("train",) else None
-        command = dataclasses.replace(command, words=after, launched=launched)
+        launched = _parsed(Train, child[1:], "shardax train") if child[:1] == ("train",) else None
+        command = dataclasses.replace(command, words=child, launched=launched)
     return _finished(command)
 
 
@@ -166,23 +166,23 @@ def _parsed(kind: Any, words: Sequence[str], name: str) -> Any:
 
     from shardax.cli.inputs import CommandError
 
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             return tyro.cli(kind, args=words, prog=name)
     except SystemExit as error:
         if not error.code:  # such as after --help
             raise
-        raise CommandError(_in_one_line(said.getvalue())) from None
+        raise CommandError(_in_one_line(stderr.getvalue())) from None
 
 
 def _in_one_line(box: str) -> str:
-    """Returns what tyro says in a box, without the help it repeats."""
+    """Returns tyro's text in a box, without the repeated help."""
     text = re.sub("[\u256d\u256e\u256f\u2570\u2502|]", " ", box)
     parts = [" ".join(part.split()).strip("-\u2500 ") for part in re.split("[-\u2500]{3,}", text)]
-    title, said = [part for part in parts if part][:2]
-    start = "" if said.startswith(title) else f"{title}: "
-    return f"{start}{said[:400].rstrip('.')}. See shardax --help."
+    title, message = [part for part in parts if part][:2]
+    start = "" if message.startswith(title) else f"{title}: "
+    return f"{start}{message[:400].rstrip('.')}. See shardax --help."
 
 
 def _help(command: Any) -> str:

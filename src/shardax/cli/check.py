@@ -80,17 +80,17 @@ class Check:
                 f"Name the rules for {self.model}: --rules FILE.toml, --rules FILE.json, or "
                 "--rules module:name."
             )
-        given = None if self.rules is None else load_rules(self.rules)
-        mesh_given = self.mesh or (mesh_text(given.mesh or (), ",") if given is not None else "")
+        layout = None if self.rules is None else load_rules(self.rules)
+        mesh_given = self.mesh or (mesh_text(layout.mesh or (), ",") if layout is not None else "")
         model, text, run = self._find(mesh_given)
-        own = given is not None or (run is not None and run.rules is not None)
+        has_own_rules = layout is not None or (run is not None and run.rules is not None)
         standard = DECODER_RULES if run is None else run.layout_rules
-        rules = standard if given is None else given.rules
+        rules = standard if layout is None else layout.rules
         own_overrides = None if run is None else run.overrides
-        if given is not None:
-            own_overrides = given.overrides
+        if layout is not None:
+            own_overrides = layout.overrides
         # One's own rules are checked too: an axis that they misspell must not be one of the mesh's.
-        sizes = mesh_sizes(text, None if own else rules.mesh_axes)
+        sizes = mesh_sizes(text, None if has_own_rules else rules.mesh_axes)
         mesh = auto_mesh(sizes)
         findings = partition.check(
             _with_optimizer(model),
@@ -100,13 +100,13 @@ class Check:
             large_bytes=int(self.large * _MIB),
         )
         # Mesh axes that are not there have been found already, where there are arrays.
-        findings += [each for each in rules.check(mesh) if each.code != "unknown-mesh-axis"]
-        counts = Counter(each.severity for each in findings)
+        findings += [f for f in rules.check(mesh) if f.code != "unknown-mesh-axis"]
+        counts = Counter(finding.severity for finding in findings)
         totals: list[str] = []
         for severity, word in _SHOWN.items():
             totals.append(f"{counts[severity]} {word}{'' if counts[severity] == 1 else 's'}")
             if not (self.quiet and severity == "info"):
-                _print(word, [each for each in findings if each.severity == severity])
+                _print(word, [finding for finding in findings if finding.severity == severity])
         print(f"{self.model} over {mesh_text(sizes)}: {', '.join(totals)}")
         return 1 if counts["error"] or (self.strict and counts["warning"]) else 0
 
@@ -154,6 +154,6 @@ def _print(word: str, findings: Sequence[Diagnostic]) -> None:
         text = str(finding).removeprefix(f"{path}: ")
         paths.setdefault(text, []).extend([path] if finding.path else [])
     for text, about in paths.items():
-        more = f" and {len(about) - _LISTED} more" if len(about) > _LISTED else ""
-        places = f"\n{'':8} at {', '.join(about[:_LISTED])}{more}" if about else ""
+        omitted = f" and {len(about) - _LISTED} more" if len(about) > _LISTED else ""
+        places = f"\n{'':8} at {', '.join(about[:_LISTED])}{omitted}" if about else ""
         print(f"{word:8} {text}{places}")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class CommandError(ShardaxError, ValueError):
-    """A command line cannot be run; the message says what would work."""
+    """A command line cannot be run; the message names a remedy."""
 
     exit_status = 2
 
@@ -70,14 +70,14 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def check_values(values: Mapping[str, Any], *, of: str = "") -> None:
-    """Refuses numbers of options or files that are out of range."""
+    """Refuses numbers of options or files out of range."""
     for name, value in values.items():
-        low, high, wanted = _RANGES.get(name, (-math.inf, math.inf, ""))
+        low, high, range_text = _RANGES.get(name, (-math.inf, math.inf, ""))
         for number in value if isinstance(value, tuple) else (value,):
-            if wanted and number is not None and not low <= number <= high:
-                shown = f"{of}: {name}=" if of else f"--{name.replace('_', '-')} "
+            if range_text and number is not None and not low <= number <= high:
+                label = f"{of}: {name}=" if of else f"--{name.replace('_', '-')} "
                 text = str(number) if abs(number) < 10**30 or number != number else "it"
-                raise CommandError(f"{shown}{text}: give {wanted}.")
+                raise CommandError(f"{label}{text}: give {range_text}.")
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -101,11 +101,11 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Raises CommandError if a path cannot be that of a file."""
+    """Raises CommandError if a path cannot be a file's."""
     for option, path in outputs.items():
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            found = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise CommandError(f"--{option.replace('_', '-')} {path}: {found}.")
+            problem = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise CommandError(f"--{option.replace('_', '-')} {path}: {problem}.")
 
 
 def is_target(text: str) -> bool:
@@ -115,7 +115,7 @@ def is_target(text: str) -> bool:
 
 
 def load_target(text: str) -> Any:
-    """Imports what a target names."""
+    """Imports the object named by a target."""
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -130,21 +130,21 @@ def load_target(text: str) -> Any:
             f"{os.getcwd()}."
         ) from error
     if not hasattr(module, name):
-        near = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")])
-        raise CommandError(f"{text!r}: the module {module_name} has no {name!r}.{near}")
+        hint = did_you_mean(name, [attr for attr in vars(module) if not attr.startswith("_")])
+        raise CommandError(f"{text!r}: the module {module_name} has no {name!r}.{hint}")
     return getattr(module, name)
 
 
-def call(function: Callable[..., Any], text: str, **given: Any) -> Any:
-    """Calls what a target names."""
+def call(function: Callable[..., Any], text: str, **arguments: Any) -> Any:
+    """Calls the object named by a target."""
     try:
-        inspect.signature(function).bind(**given)
+        inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError) as error:  # other arguments, or none that are known
-        named = ", ".join(f"{name}={value}" for name, value in given.items())
-        how = f"as {text.partition(':')[2]}({named})" if given else "without arguments"
-        raise CommandError(f"{text!r} is called {how}: {error}.") from error
+        named = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        manner = f"as {text.partition(':')[2]}({named})" if arguments else "without arguments"
+        raise CommandError(f"{text!r} is called {manner}: {error}.") from error
     try:
-        return function(**given)
+        return function(**arguments)
     except Exception as error:
         raise user_error(text, error) from error
 
@@ -176,15 +176,15 @@ def frames_of(text: str, error: BaseException) -> TracebackType | None:
 
 
 def load_model(text: str) -> Any:
-    """Returns the model that a target names or makes without arguments."""
-    found = load_target(text)
-    made = found if isinstance(found, Object) or not callable(found) else call(found, text)
-    if not TreeInventory(made).leaves:
+    """Returns the model named by a target, or made by it."""
+    target = load_target(text)
+    model = target if isinstance(target, Object) or not callable(target) else call(target, text)
+    if not TreeInventory(model).leaves:
         raise CommandError(
-            f"{text!r} gave {made!r} of type {type(made).__name__}, in which there is no array. "
+            f"{text!r} gave {model!r} of type {type(model).__name__}, in which there is no array. "
             "Name a function without arguments that returns a model, or a model."
         )
-    return made
+    return model
 
 
 def load_rules(text: str) -> NamedRules:
@@ -193,9 +193,9 @@ def load_rules(text: str) -> NamedRules:
 
     file, toml, name = text.partition(".toml")
     if not toml or name[:1] not in ("", ":"):
-        found = load_target(text) if is_target(text) else _read(text, json.loads)
+        pairs = load_target(text) if is_target(text) else _read(text, json.loads)
         try:
-            return NamedRules(Path(text).stem, Rules(found))
+            return NamedRules(Path(text).stem, Rules(pairs))
         except RulesError as error:
             raise CommandError(f"--rules {text}: {error}") from error
     layouts = {layout.name: layout for layout in load_layouts(file + toml)}
@@ -298,7 +298,7 @@ def parse_mesh(text: str, axes: Sequence[str] | None) -> Mesh | None:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model and how to train it."""
+    """A model and its training settings."""
 
     model: DecoderConfig
     steps: int
@@ -329,7 +329,7 @@ def find_preset(name: str) -> Preset:
 
 
 def decoder_optimizer(steps: int, learning_rate: float) -> Any:
-    """Returns the optax transformation that ``shardax train`` trains with."""
+    """Returns the optax transformation of ``shardax train``."""
     import optax
 
     warmup = max(1, steps // 15)

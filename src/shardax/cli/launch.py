@@ -50,13 +50,13 @@ class Launch:
         check_values(vars(self))
         train = self.launched
         if train is None:
-            shown = f"{self.words[0]!r}" if self.words else "nothing"
+            first_word = f"{self.words[0]!r}" if self.words else "nothing"
             raise CommandError(
-                f"shardax launch runs train in several processes, but -- is followed by {shown}: "
-                "shardax launch -n 2 --devices 4 -- train --mesh data=8."
+                "shardax launch runs train in several processes, but -- is followed by "
+                f"{first_word}: shardax launch -n 2 --devices 4 -- train --mesh data=8."
             )
-        if given := [name for name in PLACES[:3] if getattr(train, name) is not None]:
-            raise CommandError(f"--{given[0]} is what shardax launch gives; leave it out.")
+        if place_options := [name for name in PLACES[:3] if getattr(train, name) is not None]:
+            raise CommandError(f"--{place_options[0]} is what shardax launch gives; leave it out.")
         words, left = list(self.words), self.restarts
         while True:
             cause = _run_once(words, self.processes, self.devices)
@@ -72,18 +72,18 @@ class Launch:
 
 
 class Cause(str):
-    """Which process ended badly, and why."""
+    """The failed process, and the reason, in one line."""
 
     is_final = False  # whether another try would end the same way
 
 
 def _run_once(words: Sequence[str], count: int, devices: int | None) -> Cause | None:
     """Runs the processes to the end; returns None if all end well."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     running: list[_Child] = []
-    with _forwarding(running) as asked:
+    with _forwarding(running) as requests:
         try:
             for index in range(count):
                 place = ["--coordinator", f"localhost:{port}", "--processes", str(count)]
@@ -91,49 +91,49 @@ def _run_once(words: Sequence[str], count: int, devices: int | None) -> Cause | 
                 running.append(_Child(index, command, _environment(index, devices)))
             first: _Child | None = None
             limit = float("inf")
-            while any(each.status is None for each in running) and time.monotonic() < limit:
+            while any(child.status is None for child in running) and time.monotonic() < limit:
                 if first is None:
-                    first = next((each for each in running if each.status), None)
+                    first = next((child for child in running if child.status), None)
                     limit = time.monotonic() + _GRACE_SECONDS if first else limit
-                if len(asked) > 1:  # asked twice: at once
+                if len(requests) > 1:  # asked twice: at once
                     limit = 0.0
                 time.sleep(_POLL_SECONDS)
-            first = first or next((each for each in running if each.status), None)
+            first = first or next((child for child in running if child.status), None)
         finally:
-            for each in running:
-                each.end()
-    if first is None and len(asked) < 2:
+            for child in running:
+                child.end()
+    if first is None and len(requests) < 2:
         return None
     cause = Cause("interrupted" if first is None else first.cause())
-    cause.is_final = bool(asked) or (first is not None and first.status == 2)
+    cause.is_final = bool(requests) or (first is not None and first.status == 2)
     return cause
 
 
 @contextmanager
 def _forwarding(running: Sequence[_Child]) -> Iterator[list[int]]:
-    """Passes requests to stop on to the processes; yields those that came."""
-    asked: list[int] = []
+    """Passes requests to stop on to the processes; yields those received."""
+    requests: list[int] = []
 
     def forward(number: int, frame: object) -> None:
-        asked.append(number)
+        requests.append(number)
         # One is enough: it tells the others. But it may be the one that has just ended.
-        for each in running:
-            each.popen.send_signal(signal.SIGTERM)
+        for child in running:
+            child.popen.send_signal(signal.SIGTERM)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     in_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in numbers} if in_main else {}
+    old_handlers = {number: signal.signal(number, forward) for number in numbers} if in_main else {}
     try:
-        yield asked
+        yield requests
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 def _environment(index: int, devices: int | None) -> dict[str, str]:
     if devices is not None:
         return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible and index >= len(visible):
         raise CommandError(
             f"CUDA_VISIBLE_DEVICES names {len(visible)} GPUs, but process {index} needs one too. "
@@ -143,11 +143,11 @@ def _environment(index: int, devices: int | None) -> dict[str, str]:
 
 
 class _Child:
-    """One of the processes, whose output is passed on."""
+    """One of the processes, with its output passed on."""
 
     def __init__(self, index: int, command: Sequence[str], environment: dict[str, str]) -> None:
         self.index = index
-        # Of a session of its own: Ctrl-C in a terminal reaches it once, through ``forward``.
+        # In a session of its own: Ctrl-C in a terminal reaches it once, through ``forward``.
         self.popen = subprocess.Popen(
             command,
             env=environment | {"PYTHONUNBUFFERED": "1"},
@@ -190,10 +190,10 @@ class _Child:
             thread.join(2)
 
     def cause(self) -> str:
-        """Returns in one line how it ended."""
+        """Returns the end of the process in one line."""
         status = self.popen.returncode
         if status is not None and status < 0:
             return f"process {self.index} was ended by {signal.Signals(-status).name}"
-        own = [line for line in self._said if line.startswith("shardax: ")]
-        said = own[-1].removeprefix("shardax: ") if own else (self._said or ["it said nothing"])[-1]
-        return f"process {self.index} ended with status {status}: {said}"
+        log = [line for line in self._said if line.startswith("shardax: ")]
+        text = log[-1].removeprefix("shardax: ") if log else (self._said or ["it said nothing"])[-1]
+        return f"process {self.index} ended with status {status}: {text}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardax plan``: layouts that fit on hardware, with their costs.
+"""``shardax plan``: layouts for hardware, with their costs.
 
 What is planned is a step of the user's own, or the training step of a preset.
 ``shardax plan explain`` and ``shardax plan diff`` describe layouts of a plan that was written with
@@ -71,26 +71,26 @@ def preset_step(name: str, batch: int | None = None, seq_len: int | None = None)
 
 
 def own_step(target: str, batch: int | None = None) -> PlannedStep:
-    """Returns the step that a function of the user's makes."""
-    found = inputs.load_target(target)
-    if not callable(found):
+    """Returns the step made by a function of the user's."""
+    make_step = inputs.load_target(target)
+    if not callable(make_step):
         raise inputs.CommandError(
-            f"{target!r} is {found!r}, which cannot be called. Name a function that returns "
+            f"{target!r} is {make_step!r}, which cannot be called. Name a function that returns "
             "(step, args)."
         )
-    given: dict[str, Any] = {} if batch is None else {"batch": batch}
-    return as_planned(inputs.call(found, target, **given), target)
+    arguments: dict[str, Any] = {} if batch is None else {"batch": batch}
+    return as_planned(inputs.call(make_step, target, **arguments), target)
 
 
-def as_planned(made: Any, target: str) -> PlannedStep:
-    """Checks what a user's function returned."""
-    parts: Any = made
-    if dataclasses.is_dataclass(made) and not isinstance(made, type):
-        parts = {each.name: getattr(made, each.name) for each in dataclasses.fields(made)}
-    elif isinstance(made, tuple) and len(made) == 2:
-        parts = dict(zip(("step", "args"), made, strict=True))
+def as_planned(returned: Any, target: str) -> PlannedStep:
+    """Checks the result of a user's function."""
+    parts: Any = returned
+    if dataclasses.is_dataclass(returned) and not isinstance(returned, type):
+        parts = {f.name: getattr(returned, f.name) for f in dataclasses.fields(returned)}
+    elif isinstance(returned, tuple) and len(returned) == 2:
+        parts = dict(zip(("step", "args"), returned, strict=True))
     if not isinstance(parts, Mapping) or not {"step", "args"} <= set(parts):
-        kind = type(made).__name__
+        kind = type(returned).__name__
         raise inputs.CommandError(
             f"{target!r} returned {kind}. It should return (step, args), or a "
             f"mapping or dataclass with step and args, and if wanted {', '.join(_OPTIONS)}."
@@ -172,9 +172,9 @@ class PlanCommand:
         _pretend_devices(target.kind, target.device_count)
         try:
             if self.rules is None:
-                found = self._search(target, meshes)
+                layout_plan = self._search(target, meshes)
             else:
-                found = self._compare(target, meshes, self.rules)
+                layout_plan = self._compare(target, meshes, self.rules)
         except PlanInterrupted as error:
             self._print(error.plan)  # what was done
             print(f"shardax: {error}", file=sys.stderr)
@@ -183,18 +183,18 @@ class PlanCommand:
             if self.step is None or inputs.frames_of(self.step, error) is None:
                 raise  # not of the user's step
             raise inputs.user_error(self.step, error) from error
-        self._print(found)
-        best = found.best()
+        self._print(layout_plan)
+        best = layout_plan.best()
         if self.write_rules is not None:
             plan.write_rules(self.write_rules, [plan.named_rules(best.layout, _comments(best))])
             print(f"rules: {self.write_rules}")
         return 0
 
     def _check(self) -> None:
-        """Refuses what cannot be, before anything is compiled."""
+        """Refuses impossible options, before anything is compiled."""
         inputs.check_values(vars(self))
         inputs.check_outputs(
-            {each: getattr(self, each) for each in ("json", "html", "write_rules")}
+            {option: getattr(self, option) for option in ("json", "html", "write_rules")}
         )
         if self.step is not None and not inputs.is_target(self.step):
             raise inputs.CommandError(
@@ -217,8 +217,8 @@ class PlanCommand:
         return own_step(self.step, batch)
 
     def _compile_options(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in ("effort", "compiler", "processes")}
-        return given | {"cache": "default" if self.cache else None}
+        options = {name: getattr(self, name) for name in ("effort", "compiler", "processes")}
+        return options | {"cache": "default" if self.cache else None}
 
     def _search(self, target: plan.Target, meshes: list[dict[str, int]]) -> plan.Plan:
         first = self._make(self.batch[0] if self.batch else None)
@@ -229,8 +229,8 @@ class PlanCommand:
             return plan.search(first.step, first.args, target, **options)
 
         def step(batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            made = self._make(batch)
-            return made.step, made.args
+            planned = self._make(batch)
+            return planned.step, planned.args
 
         return plan.search(step, (), target, batch=self.batch, **options)
 
@@ -238,36 +238,36 @@ class PlanCommand:
         """Compares the layouts of a file."""
         layouts: list[Layout] = []
         is_file = rules.endswith(".toml")
-        for entry in inputs.load_layouts(rules) if is_file else (inputs.load_rules(rules),):
-            over = meshes or ([dict(entry.mesh)] if entry.mesh else [])
+        for named in inputs.load_layouts(rules) if is_file else (inputs.load_rules(rules),):
+            over = meshes or ([dict(named.mesh)] if named.mesh else [])
             if not over:
                 raise inputs.CommandError(
-                    f"--rules {rules}: the layout {entry.name!r} names no mesh; name it, such as "
+                    f"--rules {rules}: the layout {named.name!r} names no mesh; name it, such as "
                     "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
                 )
-            own = {
-                "parallel": entry.parallel,
-                "optimizer_rules": entry.optimizer_rules,
-                "optimizer_memory": entry.optimizer_memory,
+            parallelism = {
+                "parallel": named.parallel,
+                "optimizer_rules": named.optimizer_rules,
+                "optimizer_memory": named.optimizer_memory,
             }
-            over_meshes = layouts_over(entry.name, entry.rules, over)
-            layouts += [dataclasses.replace(layout, **own) for layout in over_meshes]
+            over_meshes = layouts_over(named.name, named.rules, over)
+            layouts += [dataclasses.replace(layout, **parallelism) for layout in over_meshes]
         for layout in layouts:
             target.check_mesh(layout.sizes)
-        made = self._make(self.batch[0] if self.batch else None)
+        step = self._make(self.batch[0] if self.batch else None)
         reports = reports_of(
-            Inputs(made.step, made.args), layouts, target, progress=True, **self._compile_options()
+            Inputs(step.step, step.args), layouts, target, progress=True, **self._compile_options()
         )
         return plan.Plan(target.text, tuple(reports))
 
-    def _print(self, found: Any) -> None:
-        """Prints a plan, and writes what was asked for."""
-        show(found, top=self.top if self.rules is None else len(found))
+    def _print(self, layout_plan: Any) -> None:
+        """Prints a plan, and writes the files asked for."""
+        show(layout_plan, top=self.top if self.rules is None else len(layout_plan))
         if self.json is not None:
-            found.to_json(self.json)
+            layout_plan.to_json(self.json)
             print(f"plan: {self.json}")
         if self.html is not None:
-            found.to_html(self.html)
+            layout_plan.to_html(self.html)
             print(f"page: {self.html}")
 
 
@@ -283,13 +283,13 @@ def _pretend_devices(kind: str, count: int) -> None:
 
 def _comments(report: LayoutReport) -> list[str]:
     """The comment above the best layout in a rules file."""
-    where = report.provenance
-    if where is None:
+    origin = report.provenance
+    if origin is None:
         return [headline(report)]
     return [
-        f"Found by shardax plan for {where.target}.",
+        f"Found by shardax plan for {origin.target}.",
         headline(report),
-        f"By {where.compiler}, {where.effort} effort, {where.tier}.",
+        f"By {origin.compiler}, {origin.effort} effort, {origin.tier}.",
     ]
 
 
@@ -308,8 +308,8 @@ class Explain:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        found = _read_plan(self.plan)
-        report = found.best() if self.layout is None else found[self.layout]
+        layout_plan = _read_plan(self.plan)
+        report = layout_plan.best() if self.layout is None else layout_plan[self.layout]
         print(plan.explain(report, self.axis, self.by))
         return 0
 
@@ -328,10 +328,10 @@ class Diff:
         """Runs the command; returns the exit status."""
         file, name = _file_and_name(self.a)
         first = _read_plan(file or self.a)
-        other, second = _file_and_name(self.b)
-        of = first if other is None else _read_plan(other)
-        pairs = ((first, name), (of, second))
-        print(plan.diff(*(found[name] if name else found.best() for found, name in pairs)))
+        second_file, second = _file_and_name(self.b)
+        second_plan = first if second_file is None else _read_plan(second_file)
+        pairs = ((first, name), (second_plan, second))
+        print(plan.diff(*(p[name] if name else p.best() for p, name in pairs)))
         return 0
 
 
@@ -348,7 +348,7 @@ def _file_and_name(text: str) -> tuple[str | None, str]:
     """Splits ``FILE.json:NAME``; a name alone has no file."""
     if Path(text).is_file():
         return text, ""
-    start, json, rest = text.partition(".json")
-    if json and rest[:1] in ("", ":"):
-        return start + json, rest[1:]
+    start, json, name = text.partition(".json")
+    if json and name[:1] in ("", ":"):
+        return start + json, name[1:]
     return None, text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of training runs, and the commands that read them.
+"""Folders of training runs, and the commands to read them.
 
 ``run.json`` holds the settings of a run; beside it are ``log.jsonl``, ``report.html`` and
 ``checkpoints/``. ``shardax show`` prints the parameters of a run without loading them, ``shardax
@@ -56,7 +56,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything that determines a run's numbers, and how it was laid out."""
+    """Everything behind a run's numbers, and its layout."""
 
     model: DecoderConfig
     text: str | None  # path, or None for Python's standard library
@@ -85,7 +85,7 @@ class RunSettings:
 
     @property
     def layout_rules(self) -> Rules:
-        """The rules that lay the model out."""
+        """Rules for the model's layout."""
         return DECODER_RULES if self.layout is None else self.layout.rules
 
     @property
@@ -124,16 +124,16 @@ class RunSettings:
         return surgery.lora(chosen, self.lora, rngs=Rngs(self.seed))
 
 
-def load_causal(source: str, **how: Any) -> Any:
-    """Loads a published model that predicts the next token."""
-    model = models.from_pretrained(source, **how)
+def load_causal(source: str, **options: Any) -> Any:
+    """Loads a published model for predicting the next token."""
+    model = models.from_pretrained(source, **options)
     if not model.config.causal or model.config.head != "tokens":
         raise CommandError(f"--from {source}: it does not predict the next token.")
     return model
 
 
 def published_context(model: Any) -> int | None:
-    """Longest text, in tokens, that a published model says it reads."""
+    """Longest text of a published model, in tokens, by its own files."""
     content = json.loads(getattr(model.config, "source", None) or "{}")
     longest = content.get("text_config", content).get("max_position_embeddings")
     return longest if isinstance(longest, int) else None
@@ -143,7 +143,7 @@ def _check_settings(kind: type, settings: Mapping[str, Any], of: str) -> None:
     hints = get_type_hints(kind)
     for name, value in settings.items():
         hint = hints.get(name, Any)
-        allowed = {get_origin(each) or each for each in get_args(hint) or (hint,)}
+        allowed = {get_origin(member) or member for member in get_args(hint) or (hint,)}
         if float in allowed:
             allowed.add(int)
         if hint is not Any and type(value) not in allowed:
@@ -223,19 +223,19 @@ class TextCodec:
                 )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Returns tokens, with those that start a text unless told otherwise."""
+        """Returns tokens, with start tokens unless told otherwise."""
         if self.tokenizer is None:
             return list(text.encode())
-        found = self.tokenizer.encode(text, add_special_tokens=special).ids
-        if found and max(found) >= self.vocab_size:
+        tokens = self.tokenizer.encode(text, add_special_tokens=special).ids
+        if tokens and max(tokens) >= self.vocab_size:
             raise CommandError(
-                f"The tokenizer has the token {max(found)}, but the model only {self.vocab_size} "
+                f"The tokenizer has the token {max(tokens)}, but the model only {self.vocab_size} "
                 "of them; it is another model's."
             )
-        return found
+        return tokens
 
     def decode(self, tokens: Any) -> str:
-        """Returns the text of tokens, without those that have none."""
+        """Returns the text of tokens, skipping tokens without text."""
         if self.tokenizer is None:
             return bytes(token for token in tokens.tolist() if token < 256).decode(errors="replace")
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
@@ -251,14 +251,14 @@ class TextCodec:
 
 
 def _stop_tokens(source: str | None) -> Sequence[int]:
-    """Returns the tokens that end a text, by the model's own files."""
+    """Returns the end tokens of texts, by the model's own files."""
     if source is None:
         return ()
     folder = find_directory(source, TOKENIZER_FILES)
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if (ends := found.get("eos_token_id")) is not None:
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if (ends := settings.get("eos_token_id")) is not None:
             return ends if isinstance(ends, list) else [ends]
     return ()
 
@@ -344,7 +344,7 @@ class Sample:
         return 0
 
     def _restored(self) -> tuple[Any, TextCodec, int | None]:
-        """Returns a run's model, how it reads text, its context."""
+        """Returns a run's model, its text codec, its context."""
         assert self.checkpoint is not None
         folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
@@ -360,7 +360,7 @@ class Sample:
         return model, TextCodec(settings.source, model.config.vocab_size, self.tokenizer), context
 
     def _published(self) -> tuple[Any, TextCodec, int | None]:
-        """Returns a published model, how it reads text, its context."""
+        """Returns a published model, its text codec, its context."""
         model = load_causal(str(self.source))
         size = model.config.vocab_size
         if self.tokenizer is None and size != 256:  # else bytes, of which there are so many
@@ -407,7 +407,7 @@ class Verify:
 
 
 def _report(path: Path, settings: RunSettings | None) -> str:
-    """Prints that a checkpoint is good, or returns why it is not."""
+    """Prints a good checkpoint, or returns the fault of a bad one."""
     try:
         description = verify(path)
     except CheckpointDamagedError as error:
@@ -416,11 +416,11 @@ def _report(path: Path, settings: RunSettings | None) -> str:
     if settings is not None and saved is not None:
         model = settings.make_model()
         tx = decoder_optimizer(settings.steps, settings.learning_rate)
-        own = settings_of(model, train.Optimizer(model, tx))
+        present = settings_of(model, train.Optimizer(model, tx))
         names = ("seed", "batch_size", "seq_len")
         saved |= {name: str(data[name]) for name in names}
-        own |= {name: str(getattr(settings, name)) for name in names}
-        if changed := differences(saved, own):
+        present |= {name: str(getattr(settings, name)) for name in names}
+        if changed := differences(saved, present):
             return f"was trained with other settings than {RUN_FILE} has: {'; '.join(changed[:4])}"
     files = description.get("files")
     size = "without checksums" if files is None else f"{len(files) + 1} files"

@@ -142,9 +142,9 @@ class Train:
 
     def _join(self) -> None:
         """Becomes one of several processes, if asked to."""
-        given = [name for name in PLACES[1:3] if getattr(self, name) is not None]
-        if self.coordinator is None and given:
-            raise inputs.CommandError(f"--{given[0]} needs --coordinator HOST:PORT.")
+        place_options = [name for name in PLACES[1:3] if getattr(self, name) is not None]
+        if self.coordinator is None and place_options:
+            raise inputs.CommandError(f"--{place_options[0]} needs --coordinator HOST:PORT.")
         if self.coordinator == "auto":
             distributed.initialize(timeout=self.start_timeout)
         elif self.coordinator is not None:
@@ -154,8 +154,8 @@ class Train:
 
     def _fresh(self) -> RunSettings:
         preset = inputs.find_preset(self.preset)
-        given = None if self.rules is None else inputs.load_rules(self.rules)
-        own_mesh = "" if given is None else mesh_text(given.mesh or (), ",")
+        named_rules = None if self.rules is None else inputs.load_rules(self.rules)
+        own_mesh = "" if named_rules is None else mesh_text(named_rules.mesh or (), ",")
         sizes: dict[str, Any] = {
             name: getattr(preset if getattr(self, name) is None else self, name) for name in _SIZES
         }
@@ -171,7 +171,7 @@ class Train:
             zero=self.zero,
             source=_absolute(self.source),
             lora=self.lora,
-            rules=None if given is None else _as_data(given),
+            rules=None if named_rules is None else _as_data(named_rules),
             **sizes,
         )
 
@@ -189,8 +189,8 @@ class Train:
         ]
         if differing and not self.override:
             options = ", ".join(
-                f"--{'from' if name == 'source' else name.replace('_', '-')} {given}"
-                for name, given in differing
+                f"--{'from' if name == 'source' else name.replace('_', '-')} {value}"
+                for name, value in differing
             )
             raise inputs.CommandError(
                 f"The run in {self.out} was started with other settings than {options}. Leave them "
@@ -298,7 +298,7 @@ class _TrainingRun:
                 "steps": f"{result.step} of {settings.batch_size} x {settings.seq_len} bytes",
                 "held-out loss": f"{result.eval_loss:.4f} nats per byte",
                 **{
-                    f"{name} entropy": f"{each:.4f} nats per byte" for name, each in entropy.items()
+                    f"{name} entropy": f"{nats:.4f} nats per byte" for name, nats in entropy.items()
                 },
                 "seconds": f"{seconds:.0f}",
             },
@@ -342,7 +342,7 @@ class _TrainingRun:
 
 
 class _Timings:
-    """Where the time goes until the end of the first step."""
+    """Time of each stage until the end of the first step."""
 
     # JAX tells how long it traced, lowered and compiled ``train_step``; before that, model and
     # optimizer are initialised, and after it the step runs.
@@ -360,11 +360,11 @@ class _Timings:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def prepared(self) -> None:
-        """Notes that the run is about to begin."""
+        """Notes the time just before the run."""
         self._marks.append(("text, model, checks", time.time()))
 
     def display(self, first: int, total: int) -> TrainingProgress:
-        """Makes the progress display, which tells of the first step."""
+        """Makes the progress display, with a note on the first step."""
         timings = self
 
         class Display(TrainingProgress):
@@ -393,11 +393,11 @@ class _Timings:
         jax.monitoring.unregister_event_duration_listener(self._listen)
         self._marks.append(("run the step", time.time()))
         spent: dict[str, float] = {}
-        before = self._start
+        previous = self._start
         for name, now in self._marks:
-            spent[name] = spent.get(name, 0.0) + now - before
-            before = now
-        spent["the first step is done after"] = before - self._start
+            spent[name] = spent.get(name, 0.0) + now - previous
+            previous = now
+        spent["the first step is done after"] = previous - self._start
         return ["", *(f"{name:32}{seconds:8.2f} s" for name, seconds in spent.items()), ""]
 
 
@@ -413,18 +413,18 @@ def _process_start() -> float:
 
 
 def _copy_text_files(source: Path, folder: Path) -> None:
-    """Copies what a published model reads text with."""
+    """Copies the tokenizer files of a published model."""
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.is_file() and not (folder / file.name).exists():  # config.json is its own
                 shutil.copyfile(file, folder / file.name)
 
 
-def _as_data(given: Any) -> dict[str, Any]:
+def _as_data(named_rules: Any) -> dict[str, Any]:
     """Returns rules as they are kept in the run's folder."""
     from shardax.plan.rules_file import entry_to_data
 
-    return entry_to_data(replace(given, mesh=None))
+    return entry_to_data(replace(named_rules, mesh=None))
 
 
 def _absolute(source: str | None) -> str | None:
@@ -463,26 +463,26 @@ class _Tokens:
         rows = self._rows(part)[: size * self.settings.eval_batches]
         filled = np.pad(rows, ((0, -len(rows) % size), (0, 0)))
         real = np.broadcast_to((np.arange(len(filled)) < len(rows))[:, None], filled[:, 1:].shape)
-        whole = {"inputs": filled[:, :-1], "targets": filled[:, 1:], "mask": real}
+        batch = {"inputs": filled[:, :-1], "targets": filled[:, 1:], "mask": real}
         return [
-            {name: each[at : at + size] for name, each in whole.items()}
+            {name: array[at : at + size] for name, array in batch.items()}
             for at in range(0, len(filled), size)
         ]
 
     def _rows(self, part: Any) -> np.ndarray:
         """Returns windows of tokens, each one longer than the inputs."""
-        found: list[int] = []
+        tokens: list[int] = []
         for segment in part.segments():
             text = bytes(segment).decode(errors="replace")
-            found += self.codec.encode(text, special=False)
+            tokens += self.codec.encode(text, special=False)
         length = self.settings.seq_len
-        count = (len(found) - 1) // length
+        count = (len(tokens) - 1) // length
         if count < 1:
             raise inputs.CommandError(
-                f"--text: {part!r} has {len(found)} tokens, too few for --seq-len {length}."
+                f"--text: {part!r} has {len(tokens)} tokens, too few for --seq-len {length}."
             )
         starts = length * np.arange(count)[:, None] + np.arange(length + 1)[None]
-        return np.asarray(found, np.int32)[starts]
+        return np.asarray(tokens, np.int32)[starts]
 
 
 def _byte_entropy(part: Any) -> dict[str, float]:
@@ -493,9 +493,9 @@ def _byte_entropy(part: Any) -> dict[str, float]:
     pairs = pairs.reshape(256, 256)
 
     def entropy(counts: np.ndarray, totals: Any) -> float:
-        some = counts > 0
-        information = np.log(np.broadcast_to(totals, counts.shape)[some] / counts[some])
-        return float((counts[some] * information).sum() / pairs.sum())
+        occurs = counts > 0
+        information = np.log(np.broadcast_to(totals, counts.shape)[occurs] / counts[occurs])
+        return float((counts[occurs] * information).sum() / pairs.sum())
 
     unigram = entropy(pairs.sum(axis=0), pairs.sum())
     # Rounding may break what holds exactly: context never raises the entropy.

@@ -162,33 +162,33 @@ def configure(
           platform ...
         * seed ...
     """
-    given = {name: value for name, value in locals().items() if value is not None}
+    settings = {name: value for name, value in locals().items() if value is not None}
     if not is_eager():
         raise ConfigureError(
             "shardax.configure was called while a JAX transform is tracing, where settings would "
             "hold for a part of a program. Nothing was changed. Call it at the top of the script."
         )
     runs = backend_runs()
-    changes = check_settings(given, runs)
+    changes = check_settings(settings, runs)
     if runs:
-        _check_not_late(given)
+        _check_not_late(settings)
     _apply(changes)
-    return Configuration(_settings_now(seed, runs), tuple(given), tuple(changes.notes), runs)
+    return Configuration(_settings_now(seed, runs), tuple(settings), tuple(changes.notes), runs)
 
 
-def _check_not_late(given: Mapping[str, Any]) -> None:
-    late = {name: given[name] for name in ("platform", "devices") if name in given}
+def _check_not_late(settings: Mapping[str, Any]) -> None:
+    late = {name: settings[name] for name in ("platform", "devices") if name in settings}
     running, count = jax.default_backend(), jax.local_device_count()
-    platform, devices, options = _platform_of(given), given.get("devices"), jax.config.values
+    platform, devices, options = _platform_of(settings), settings.get("devices"), jax.config.values
     if platform == running or (platform in GPUS and running == "gpu"):
         late.pop("platform", None)
         numbers = ",".join(map(str, devices)) if isinstance(devices, Sequence) else None
         if devices == count or numbers in [options[VISIBLE.format(gpu)] for gpu in GPUS]:
             late.pop("devices", None)
     if late:
-        asked = ", ".join(f"{name}={value!r}" for name, value in late.items())
+        texts = ", ".join(f"{name}={value!r}" for name, value in late.items())
         raise ConfiguredTooLateError(
-            f"shardax.configure changed nothing: {asked} came too late. JAX's backend already runs "
+            f"shardax.configure changed nothing: {texts} came too late. JAX's backend already runs "
             f"in this process, on {count} device{'' if count == 1 else 's'} of the platform "
             f"{running!r}, and cannot change. Call shardax.configure at the top of the script, "
             f"before anything makes an array or asks for devices (jax.devices(), jnp.zeros, ...), "
@@ -199,16 +199,16 @@ def _check_not_late(given: Mapping[str, Any]) -> None:
 def _apply(changes: Changes) -> None:
     if changes.folder is not None:
         changes.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    before = {name: jax.config.values[name] for name in changes.options}
+    old_options = {name: jax.config.values[name] for name in changes.options}
     try:
         for name, value in changes.options.items():
             jax.config.update(name, value)
     except Exception:
-        for name, value in before.items():
+        for name, value in old_options.items():
             if jax.config.values[name] != value:
                 jax.config.update(name, value)
         raise
-    if changes.options.get(CACHE_DIR) != before.get(CACHE_DIR):
+    if changes.options.get(CACHE_DIR) != old_options.get(CACHE_DIR):
         from jax.experimental.compilation_cache import compilation_cache
 
         compilation_cache.reset_cache()  # otherwise JAX stays with the folder it first used
@@ -250,19 +250,19 @@ class Changes:
 Problems = Iterator[object]
 
 
-def check_settings(given: Mapping[str, Any], runs: bool) -> Changes:
+def check_settings(settings: Mapping[str, Any], runs: bool) -> Changes:
     """The changes by settings; one ConfigureError lists all problems."""
     changes, problems = Changes(), []
     for check in (_backend, _switches, _choices, _cache, _seed, _dtype, _create_on):
-        problems += map(str, check(given, runs, changes))
+        problems += map(str, check(settings, runs, changes))
     if problems:
         listed = problems[0] if len(problems) == 1 else "\n  ".join(["", *problems])
         raise ConfigureError(f"shardax.configure changed nothing: {listed}")
     return changes
 
 
-def _backend(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    platform, devices = given.get("platform"), given.get("devices")
+def _backend(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    platform, devices = settings.get("platform"), settings.get("devices")
     if platform is None and devices is None:
         return
     if devices is not None and not _is_count(devices) and not _are_numbers(devices):
@@ -271,15 +271,15 @@ def _backend(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems
     if runs:  # too late to change: what is asked for is compared with what runs
         return
     try:
-        name = usable_platform(_platform_of(given))
+        name = usable_platform(_platform_of(settings))
     except ConfigureError as problem:
         yield problem
         return
     # With one platform alone JAX would not know the processor: jax.devices("cpu") fails.
     changes.options[PLATFORMS_OPTION] = "cpu" if name == "cpu" else f"{name},cpu"
-    wanted = os.environ.get("JAX_PLATFORMS")
-    if wanted and wanted.split(",")[0] != name:
-        changes.notes.append(f"platform: overrides JAX_PLATFORMS={wanted} of the environment.")
+    environment = os.environ.get("JAX_PLATFORMS")
+    if environment and environment.split(",")[0] != name:
+        changes.notes.append(f"platform: overrides JAX_PLATFORMS={environment} of the environment.")
     if devices is None:
         return
     flag = "xla_force_host_platform_device_count"
@@ -296,9 +296,9 @@ def _backend(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems
         yield f"devices={devices!r}: JAX does not choose among the devices of {name!r}."
 
 
-def _platform_of(given: Mapping[str, Any]) -> Any:
+def _platform_of(settings: Mapping[str, Any]) -> Any:
     """The platform asked for; a number of devices alone means the processor."""
-    return given.get("platform", "cpu" if _is_count(given.get("devices")) else "gpu")
+    return settings.get("platform", "cpu" if _is_count(settings.get("devices")) else "gpu")
 
 
 def _is_count(devices: Any) -> bool:
@@ -313,27 +313,27 @@ def _are_numbers(devices: Any) -> bool:
     )
 
 
-def _switches(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+def _switches(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
     for name, option in SWITCHES.items():
-        value = given.get(name)
+        value = settings.get(name)
         if type(value) is bool:
             changes.options[option] = value
         elif value is not None:  # JAX takes "off" for true
             yield f"{name}={value!r} is neither True nor False."
-    if type(given.get("debug_key_reuse")) is bool:
-        changes.actions.append(partial(check_whole_process, given["debug_key_reuse"]))
-    compares = given.get("debug_processes")
+    if type(settings.get("debug_key_reuse")) is bool:
+        changes.actions.append(partial(check_whole_process, settings["debug_key_reuse"]))
+    compares = settings.get("debug_processes")
     if type(compares) is bool:
         changes.actions.append(partial(comparing.__setitem__, slice(None), [True] * compares))
     elif compares is not None:
         yield f"debug_processes={compares!r} is neither True nor False."
-    if runs and given.get("x64") not in (None, jax.config.values[SWITCHES["x64"]]):
+    if runs and settings.get("x64") not in (None, jax.config.values[SWITCHES["x64"]]):
         changes.notes.append("x64: arrays that exist keep their dtypes.")
 
 
-def _choices(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+def _choices(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
     for name, (option, block) in CHOICES.items():
-        value = given.get(name)
+        value = settings.get(name)
         if value is None:
             continue
         try:
@@ -343,8 +343,8 @@ def _choices(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems
             yield f"{name}={value!r}: {error}"
 
 
-def _cache(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    seconds, folder = given.get("cache_min_seconds"), given.get("cache_dir")
+def _cache(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    seconds, folder = settings.get("cache_min_seconds"), settings.get("cache_dir")
     if seconds is not None:
         if type(seconds) not in (int, float) or not 0 <= seconds < float("inf"):
             yield f"cache_min_seconds={seconds!r} is not a number of seconds, from 0."
@@ -362,16 +362,16 @@ def _cache(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
         place = os.fspath(folder)
     else:
         path = Path(folder).expanduser().absolute()
-        there = next(part for part in (path, *path.parents) if part.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            kind = "not a folder" if not there.is_dir() else "not writable by this process"
-            yield f"cache_dir={str(folder)!r}: {there} is {kind}. Choose another folder."
+        parent = next(part for part in (path, *path.parents) if part.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            kind = "not a folder" if not parent.is_dir() else "not writable by this process"
+            yield f"cache_dir={str(folder)!r}: {parent} is {kind}. Choose another folder."
             return
         changes.folder, place = path, str(path)
         # Compiled programs are run as they are found, so who writes there runs code here.
         status = path.stat() if path.exists() else None
-        mine = status is None or not hasattr(os, "getuid") or status.st_uid == os.getuid()
-        if status is not None and (status.st_mode & 0o022 or not mine):
+        is_own = status is None or not hasattr(os, "getuid") or status.st_uid == os.getuid()
+        if status is not None and (status.st_mode & 0o022 or not is_own):
             changes.notes.append(
                 f"cache_dir: others can write into {path}, from which JAX runs programs. Use a "
                 f"folder of your own: chmod 700."
@@ -379,8 +379,8 @@ def _cache(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
     changes.options |= {CACHE_DIR: place, "jax_enable_compilation_cache": True}
 
 
-def _seed(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    if (seed := given.get("seed")) is None:
+def _seed(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    if (seed := settings.get("seed")) is None:
         return
     from shardax.random import stream  # here, so that `import shardax` stays quick
 
@@ -392,8 +392,8 @@ def _seed(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
         changes.actions.append(partial(stream.seed, seed))
 
 
-def _dtype(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    dtype, x64 = given.get("dtype", defaults.process_defaults()[0]), given.get("x64")
+def _dtype(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    dtype, x64 = settings.get("dtype", defaults.process_defaults()[0]), settings.get("x64")
     if _is_default(dtype):
         changes.actions.append(partial(defaults.set_process_dtype, None))
     elif dtype is not None:
@@ -401,13 +401,13 @@ def _dtype(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
             with jax.enable_x64(x64 if type(x64) is bool else jax.config.values[SWITCHES["x64"]]):
                 exact = defaults.default_float(dtype)
         except ShardaxError as problem:
-            yield f"dtype={dtype!r}{'' if 'dtype' in given else ', set before'}: {problem}"
+            yield f"dtype={dtype!r}{'' if 'dtype' in settings else ', set before'}: {problem}"
         else:
             changes.actions.append(partial(defaults.set_process_dtype, exact))
 
 
-def _create_on(given: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
-    device = given.get("create_on")
+def _create_on(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+    device = settings.get("create_on")
     if _is_default(device):
         changes.actions.append(partial(defaults.set_process_device, None))
     elif device is not None:
@@ -434,12 +434,12 @@ def _is_default(value: Any) -> bool:
 
 def backend_runs() -> bool:
     """Whether JAX's backend has started, without starting it."""
-    before: Any = jax.config.values[CPU_DEVICES]
+    old_count: Any = jax.config.values[CPU_DEVICES]
     try:  # JAX refuses to change this once its backend runs, and only then
-        jax.config.update(CPU_DEVICES, 1 if before < 0 else before + 1)
+        jax.config.update(CPU_DEVICES, 1 if old_count < 0 else old_count + 1)
     except RuntimeError:
         return True
-    jax.config.update(CPU_DEVICES, before)
+    jax.config.update(CPU_DEVICES, old_count)
     return False
 
 
@@ -461,8 +461,8 @@ def usable_platform(name: Any) -> str:
         if importlib.util.find_spec("libtpu") is None:
             raise ConfigureError(_not_installed(name))
         return name
-    wanted = GPUS if name == "gpu" else (name,)
-    installed = [gpu for gpu in wanted if any(gpu in plugin for plugin in plugins)]
+    gpus = GPUS if name == "gpu" else (name,)
+    installed = [gpu for gpu in gpus if any(gpu in plugin for plugin in plugins)]
     if not installed:
         raise ConfigureError(_not_installed(name))
     if installed[0] == "cuda" and not nvidia_gpu_is_visible():
@@ -477,8 +477,8 @@ def installed_plugins() -> set[str]:
     """Names of modules of JAX's platform plugins."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = {module.name for module in pkgutil.iter_modules(folders)}
-    return found | {entry.value for entry in entry_points(group="jax_plugins")}
+    modules = {module.name for module in pkgutil.iter_modules(folders)}
+    return modules | {entry.value for entry in entry_points(group="jax_plugins")}
 
 
 def nvidia_gpu_is_visible() -> bool:

@@ -11,4 +11,4 @@ class DistributedError(ShardaxError, RuntimeError):
 
 
 class DisagreementError(ShardaxError, ValueError):
-    """Processes of one program differ; the message says which, in what."""
+    """Processes of one program differ; the message names the differences."""

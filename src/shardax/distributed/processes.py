@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting processes together, and what they tell each other.
+"""Starting processes together, and exchange of facts between them.
 
 Processes compare texts. Two collectives over all devices carry them: the first a digest and a
 length, so that what is equal costs 40 bytes; the second, only if these differ, the texts, padded to
@@ -93,10 +93,10 @@ def initialize(
     if isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and 0 < timeout < 10**6):
         raise DistributedError(f"timeout={timeout!r} is no number of seconds, such as timeout=60.")
     if jax.distributed.is_initialized():
-        found = jax.process_count(), jax.process_index()
-        if any(a not in (None, b) for a, b in zip((processes, process), found, strict=True)):
+        running = jax.process_count(), jax.process_index()
+        if any(a not in (None, b) for a, b in zip((processes, process), running, strict=True)):
             raise DistributedError(
-                f"This already is process {found[1]} of {found[0]}; it cannot be process "
+                f"This already is process {running[1]} of {running[0]}; it cannot be process "
                 f"{process} of {processes}. Call initialize once."
             )
         return
@@ -142,7 +142,7 @@ _LATE = TimeoutError()
 def _join(
     coordinator: str | None, processes: int | None, process: int | None, deadline: float
 ) -> BaseException | None:
-    """Starts ``jax.distributed``; returns what it raised, ``_LATE`` past the deadline."""
+    """Starts ``jax.distributed``; returns its exception, ``_LATE`` past the deadline."""
     ended: list[BaseException | None] = []
     remaining = max(deadline - time.monotonic(), 0.1)
 
@@ -209,9 +209,9 @@ def _is_listening(address: str, deadline: float) -> bool:
 
 
 def _end_on_error(
-    before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    old_hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    before(kind, error, trace)
+    old_hook(kind, error, trace)
     if jax.distributed.is_initialized():
         end_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
@@ -240,7 +240,7 @@ def process_index() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that logs, prints and writes reports.
+    """Whether this process logs, prints and writes reports.
 
     Returns:
         Whether it is process 0.
@@ -299,44 +299,44 @@ def barrier(name: str) -> None:
 
 def compare(facts: Mapping[str, str], at: str) -> None:
     """Raises DisagreementError in every process if facts differ, by name."""
-    own = json.dumps([at, dict(facts)], sort_keys=True)
-    found = [json.loads(text) for text in exchange(own, at)]
-    where = [place for place, _ in found]
-    if len(set(where)) > 1:
+    message = json.dumps([at, dict(facts)], sort_keys=True)
+    messages = [json.loads(text) for text in exchange(message, at)]
+    places = [place for place, _ in messages]
+    if len(set(places)) > 1:
         raise DisagreementError(
-            f"The processes are at different places of the program: {_by_process(where)}. All must "
-            "call the same agreements and barriers in the same order."
+            f"The processes are at different places of the program: {_by_process(places)}. All "
+            "must call the same agreements and barriers in the same order."
         )
-    each = [facts for _, facts in found]
-    names = sorted({name for facts in each for name in facts})
-    differing = [name for name in names if len({facts.get(name) for facts in each}) > 1]
+    all_facts = [facts for _, facts in messages]
+    names = sorted({name for facts in all_facts for name in facts})
+    differing = [name for name in names if len({facts.get(name) for facts in all_facts}) > 1]
     if differing:
         lines = [
-            f"  {name}: {_by_process([facts.get(name, 'nothing') for facts in each])}"
+            f"  {name}: {_by_process([facts.get(name, 'nothing') for facts in all_facts])}"
             for name in differing[:_SHOWN]
         ]
         if len(differing) > _SHOWN:
             lines.append(f"  and {len(differing) - _SHOWN} more")
         raise DisagreementError(
-            f"The {len(each)} processes differ in\n"
+            f"The {len(all_facts)} processes differ in\n"
             + "\n".join(lines)
             + "\nStart all of them with the same program, arguments, files and packages."
         )
 
 
-def compare_arguments(given: Mapping[str, Any], at: str) -> None:
+def compare_arguments(arguments: Mapping[str, Any], at: str) -> None:
     """Raises DisagreementError if NumPy arrays or numbers differ beside arrays over processes."""
     if jax.process_count() == 1:
         return
     facts: dict[str, str] = {}
     spans = False
     leaves, _ = jax.tree_util.tree_flatten_with_path(
-        dict(given), is_leaf=lambda leaf: isinstance(leaf, Object)
+        dict(arguments), is_leaf=lambda leaf: isinstance(leaf, Object)
     )
     for path, leaf in leaves:
         if isinstance(leaf, Object):
-            held = [variable._here()._value for _, variable in iter_variables(leaf)]
-            spans = spans or any(map(_spans_processes, jax.tree.leaves(held)))
+            values = [variable._here()._value for _, variable in iter_variables(leaf)]
+            spans = spans or any(map(_spans_processes, jax.tree.leaves(values)))
         elif isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
             facts[format_path(plain_path(path)).removeprefix(".")] = array_text(np.asarray(leaf))
         else:
@@ -351,7 +351,7 @@ def _spans_processes(leaf: Any) -> bool:
 
 
 def from_main(value: Any, name: str) -> Any:
-    """Returns what the main process gives, a JSON value, in every process."""
+    """Returns the main process's JSON value in every process."""
     if jax.process_count() == 1:
         return value
     return json.loads(exchange(json.dumps(value), name)[0])
@@ -376,7 +376,7 @@ _OF_COLLECTIVES = ("Gloo", "NCCL", "Coordination", "coordination service", "Conn
 
 @contextlib.contextmanager
 def explain_ended_process() -> Iterator[None]:
-    """Explains errors of collectives whose other process is gone."""
+    """Explains errors of collectives after the end of another process."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -392,8 +392,8 @@ def _rows_of_all(content: bytes, name: str) -> np.ndarray[Any, Any]:
     """Returns as many bytes of every process, or raises in time."""
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
-        shown = ", ".join(f"process {index}: {counts[index]}" for index in sorted(counts))
-        raise DisagreementError(f"The processes have different numbers of devices: {shown}.")
+        counts_text = ", ".join(f"process {index}: {counts[index]}" for index in sorted(counts))
+        raise DisagreementError(f"The processes have different numbers of devices: {counts_text}.")
     result: list[Any] = []
 
     def gather_rows() -> None:
@@ -424,12 +424,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _by_process(texts: Sequence[str]) -> str:
-    """Tells which processes have which text."""
+    """Tells the processes of each text."""
     groups: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
         groups.setdefault(text, []).append(index)
-    start = list(itertools.takewhile(lambda found: len(set(found)) == 1, zip(*groups)))  # noqa: B905
-    # Of long texts only what begins shortly before they differ.
+    start = list(itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*groups)))  # noqa: B905
+    # Long texts begin shortly before they differ.
     skipped = max(0, len(start) - 40) if max(map(len, groups)) > 120 else 0
     return "; ".join(
         f"{'...' if skipped else ''}{text[skipped : skipped + 120]}"
@@ -498,7 +498,7 @@ def _gathered(leaf: Any) -> Any:
 
 
 def array_text(array: Any) -> str:
-    """Returns dtype, shape and digest of an array that is here."""
+    """Returns dtype, shape and digest of a local array."""
     return f"{array.dtype}{list(array.shape)} {_digest(array).hex()}"
 
 
@@ -519,18 +519,18 @@ def compare_replicas(tree: Any, at: str) -> None:
         for leaf in jax.tree.leaves(variable.value):
             if not isinstance(leaf, jax.Array):
                 continue
-            own = {_key(shard.index): [] for shard in leaf.addressable_shards}
+            local_digests = {_key(shard.index): [] for shard in leaf.addressable_shards}
             holders: dict[Any, set[int]] = {}
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
                 holders.setdefault(_key(index), set()).add(device.process_index)
-            shared = sorted(key for key, found in holders.items() if len(found) > 1)
+            shared = sorted(key for key, processes in holders.items() if len(processes) > 1)
             if not shared:
                 continue
             for shard in leaf.addressable_shards:
                 if (key := _key(shard.index)) in shared:
-                    own[key].append(_digest(shard.data))
+                    local_digests[key].append(_digest(shard.data))
             for key in shared:
-                digests = own.get(key, [])
+                digests = local_digests.get(key, [])
                 # Copies of one process that differ give what no other process can have.
                 same = len(set(digests)) <= 1
                 tables.append((digests[0] if digests else bytes(8)) if same else os.urandom(8))
@@ -541,14 +541,14 @@ def compare_replicas(tree: Any, at: str) -> None:
     rows = _rows_of_all(b"".join(tables), at).reshape(jax.process_count(), -1, 8)
     facts = []
     for column, name in enumerate(names):
-        found = [rows[index, column].tobytes() for index in range(len(rows))]
-        if len({digest for digest in found if any(digest)}) > 1:
-            facts.append(f"  {name}: {_by_process([digest.hex() for digest in found])}")
+        column_digests = [rows[index, column].tobytes() for index in range(len(rows))]
+        if len({digest for digest in column_digests if any(digest)}) > 1:
+            facts.append(f"  {name}: {_by_process([digest.hex() for digest in column_digests])}")
     if facts:
-        more = [f"  and {len(facts) - _SHOWN} more"] if len(facts) > _SHOWN else []
+        omitted = [f"  and {len(facts) - _SHOWN} more"] if len(facts) > _SHOWN else []
         raise DisagreementError(
             "Copies of one array differ between processes, by checksum:\n"
-            + "\n".join(facts[:_SHOWN] + more)
+            + "\n".join(facts[:_SHOWN] + omitted)
             + f"\nThis was found {at}. The values given to each process, or what it read, differ."
         )
 

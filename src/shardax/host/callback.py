@@ -57,9 +57,9 @@ _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 def promise(
     name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
-    """Leaves and structure of what a host function promises."""
-    found = out(*args, **kwargs) if is_rule(out) else out
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(found, is_leaf=_has_form)
+    """Leaves and structure of a host function's promise."""
+    forms = out(*args, **kwargs) if is_rule(out) else out
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(forms, is_leaf=_has_form)
     return tuple(_form(name, plain_path(keys), leaf) for keys, leaf in pairs), treedef
 
 
@@ -115,70 +115,70 @@ class Promised:
     def check(self, returned: Any, batch: tuple[int, ...]) -> list[np.ndarray]:
         """Convert the leaves of a result to the promised dtypes."""
         return [
-            self._leaf(path, form, given, (*batch, *form.shape))
-            for path, form, given in self._matched((), self.tree, returned)
+            self._leaf(path, form, leaf, (*batch, *form.shape))
+            for path, form, leaf in self._matched((), self.tree, returned)
         ]
 
     def _matched(
-        self, path: Path, promised: Any, given: Any
+        self, path: Path, promised: Any, returned: Any
     ) -> Iterator[tuple[Path, jax.ShapeDtypeStruct, Any]]:
         if isinstance(promised, jax.ShapeDtypeStruct):
-            yield path, promised, given
+            yield path, promised, returned
             return
         below = _children(promised)
-        if given is None and self.fills:
+        if returned is None and self.fills:
             items: Sequence[Any] = [None] * len(below)
-        elif isinstance(promised, dict) and isinstance(given, Mapping):
-            missing = not self.fills and promised.keys() - given.keys()
-            if missing or given.keys() - promised.keys():
-                keys = f"a dict with the keys {list(given)}"
+        elif isinstance(promised, dict) and isinstance(returned, Mapping):
+            missing = not self.fills and promised.keys() - returned.keys()
+            if missing or returned.keys() - promised.keys():
+                keys = f"a dict with the keys {list(returned)}"
                 raise self._mismatch(path, _shown(promised), keys)
-            items = [given.get(key[0]) for key, _ in below]
-        elif isinstance(promised, (tuple, list)) and isinstance(given, (tuple, list)):
-            items = given
-        elif type(given) is type(promised):
-            items = [item for _, item in _children(given)]
+            items = [returned.get(key[0]) for key, _ in below]
+        elif isinstance(promised, (tuple, list)) and isinstance(returned, (tuple, list)):
+            items = returned
+        elif type(returned) is type(promised):
+            items = [child for _, child in _children(returned)]
         else:
-            raise self._mismatch(path, _shown(promised), f"a {type(given).__name__}")
+            raise self._mismatch(path, _shown(promised), f"a {type(returned).__name__}")
         if len(items) != len(below):
             raise self._mismatch(path, _shown(promised), f"{len(items)} values")
-        for (step, item), value in zip(below, items, strict=True):
-            yield from self._matched((*path, *step), item, value)
+        for (step, child), value in zip(below, items, strict=True):
+            yield from self._matched((*path, *step), child, value)
 
-    def _leaf(self, path: Path, form: Any, given: Any, shape: tuple[int, ...]) -> np.ndarray:
-        wanted = f"{form.dtype}{list(shape)}"
-        if given is None and self.fills:
+    def _leaf(self, path: Path, form: Any, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
+        expected = f"{form.dtype}{list(shape)}"
+        if leaf is None and self.fills:
             return np.zeros(shape, form.dtype)
-        if isinstance(given, jax.Array):
+        if isinstance(leaf, jax.Array):
             raise HostResultError(
                 f"The host function {self.name} returned a JAX array{_at(path)}, so it computes "
                 f"with JAX. It runs while a program does, and JAX may then wait for itself without "
                 f"end. Compute with NumPy, or call the function in the program as it is."
             )
         try:
-            array = np.asarray(given)
+            array = np.asarray(leaf)
             kind = _kind(array.dtype)
         except Exception as error:  # any library may refuse in its own way
-            raise self._mismatch(path, wanted, f"a {type(given).__name__} ({error})") from error
+            raise self._mismatch(path, expected, f"a {type(leaf).__name__} ({error})") from error
         if array.shape != shape or kind > _kind(form.dtype):
-            raise self._mismatch(path, wanted, f"{array.dtype}{list(array.shape)}")
+            raise self._mismatch(path, expected, f"{array.dtype}{list(array.shape)}")
         with np.errstate(over="ignore"):
             fitted = array.astype(form.dtype, copy=False)
         if kind == _kind(np.integer) == _kind(form.dtype) and not np.array_equal(fitted, array):
             span = f"{array.dtype} numbers from {array.min()} to {array.max()}"
-            raise self._mismatch(path, wanted, span)
+            raise self._mismatch(path, expected, span)
         return fitted
 
-    def _mismatch(self, path: Path, promised: str, given: str) -> HostResultError:
+    def _mismatch(self, path: Path, promised: str, returned: str) -> HostResultError:
         return HostResultError(
-            f"The host function {self.name} promises {promised}{_at(path)}, but returned {given}. "
-            f"Change what it returns, or what out=... promises."
+            f"The host function {self.name} promises {promised}{_at(path)}, but returned "
+            f"{returned}. Change what it returns, or what out=... promises."
         )
 
 
 def _children(node: Any) -> list[tuple[Path, Any]]:
     """Return (path, child) of each child of one container."""
-    pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda item: item is not node)
+    pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda leaf: leaf is not node)
     return [(plain_path(keys), child) for keys, child in pairs]
 
 
@@ -200,22 +200,22 @@ _lock = threading.Lock()
 
 
 def wrapped(name: str, error: Exception) -> HostFunctionError:
-    """Remember an exception, and make the error that refers to it."""
+    """Remember an exception, and make an error with its number."""
     with _lock:
         number = next(_numbers)
         _latest[number] = error
         while len(_latest) > _KEPT:
             _latest.popitem(last=False)
-    told = "".join(traceback.format_exception(error)).rstrip()
+    trace_text = "".join(traceback.format_exception(error)).rstrip()
     return HostFunctionError(
-        f"The host function {name} raised {type(error).__name__}: {error}\n\n{told}\n\n"
+        f"The host function {name} raised {type(error).__name__}: {error}\n\n{trace_text}\n\n"
         f"The exception itself is sx.host.host_exception(error); "
         f"`with sx.host.host_exceptions():` around the call raises it. [host exception {number}]"
     )
 
 
 def host_exception(error: BaseException) -> Exception | None:
-    """Returns the exception of a host function that made a program fail.
+    """Returns the host function's exception behind a program's error.
 
     Args:
         error: What the program raised, usually a ``jax.errors.JaxRuntimeError``.
@@ -233,13 +233,13 @@ def host_exception(error: BaseException) -> Exception | None:
         ...     print(repr(sx.host.host_exception(error)))
         LinAlgError('Singular matrix')
     """
-    found = _NUMBER.findall(str(error))
-    return _latest.get(int(found[-1])) if found else None
+    numbers = _NUMBER.findall(str(error))
+    return _latest.get(int(numbers[-1])) if numbers else None
 
 
 @contextlib.contextmanager
 def host_exceptions() -> Iterator[None]:
-    """Raises what a host function raised, instead of the program's error.
+    """Raises the exceptions of host functions, instead of the program's error.
 
     Programs run on after they have been called; wait for the result inside,
     ``jax.block_until_ready(result)``, if it is not used there.
@@ -277,7 +277,7 @@ LOCK = (
 
 
 class HostVariable(Variable[Any]):
-    """A Variable of a host copy, which is read as NumPy arrays."""
+    """A Variable of a host copy, read as NumPy arrays."""
 
     @property
     def value(self) -> Any:
@@ -294,18 +294,18 @@ class HostAttribute(HostVariable, ArrayAttribute[Any]):
 
 def on_host(graphdef: GraphDef) -> GraphDef:
     """Return the structure of the host copies of some objects."""
-    return GraphDef(tuple(_definition(item) for item in graphdef.objects), graphdef.roots)
+    return GraphDef(tuple(_definition(node) for node in graphdef.objects), graphdef.roots)
 
 
-def _definition(item: Any) -> Any:
-    if type(item) is not VariableDef:
-        return item
-    kind = HostAttribute if issubclass(item.type, ArrayAttribute) else HostVariable
-    return VariableDef(kind, item.metadata)
+def _definition(definition: Any) -> Any:
+    if type(definition) is not VariableDef:
+        return definition
+    kind = HostAttribute if issubclass(definition.type, ArrayAttribute) else HostVariable
+    return VariableDef(kind, definition.metadata)
 
 
 class HostFrame(Frame):
-    """A frame on the host, where Variables cannot be captured."""
+    """A frame on the host, without capture of Variables."""
 
     __slots__ = ()
 
@@ -354,21 +354,21 @@ class HostProgram:
         """Run the function on the host."""
         pairs = list(zip(leaves, self.forms, strict=True))
         batch = np.broadcast_shapes(*(leaf.shape[: leaf.ndim - len(f.shape)] for leaf, f in pairs))
-        given = [_arrived(leaf, (*batch, *form.shape), form.dtype) for leaf, form in pairs]
+        arrays = [_arrived(leaf, (*batch, *form.shape), form.dtype) for leaf, form in pairs]
         with HostFrame(self.name) as frame:
-            function, args, kwargs = self.restore(given, frame, host=True)
+            function, args, kwargs = self.restore(arrays, frame, host=True)
             returned = function(*args, **kwargs)
         return Promised(self.name, self.out_forms, self.out_tree, self.fills).check(returned, batch)
 
     def run_in_program(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Run the function, remembering an exception, of which JAX has the text."""
+        """Run the function, remembering an exception besides JAX's text of it."""
         try:
             return self.run(leaves)
         except Exception as error:
             raise wrapped(self.name, error) from error
 
     def stage(self, *leaves: Any) -> list[Any]:
-        """Add the call to the program that is being traced."""
+        """Add the call to the program under trace."""
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 
     def _by_buffers(self, *leaves: Any) -> list[Any]:
@@ -425,7 +425,7 @@ def _form_on_host(name: str, leaf: Any, path: Path) -> jax.ShapeDtypeStruct:
 
 
 def staged(program: HostProgram) -> Callable[..., list[Any]]:
-    """Make a function of ``program.stage`` that JAX traces once."""
+    """Make a function of ``program.stage``, traced once by JAX."""
     # The program is no argument of it, because JAX keeps static arguments alive for good.
     return jax.jit(lambda *leaves: program.stage(*leaves))
 
@@ -433,7 +433,7 @@ def staged(program: HostProgram) -> Callable[..., list[Any]]:
 def call_on_host(
     program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[Any]
 ) -> list[Any]:
-    """Run a function at once, or in the program that is traced."""
+    """Run a function at once, or in the traced program."""
     if not program.out_forms:
         return []
     shipped = [_shipped(leaf, form) for leaf, form in zip(leaves, program.forms, strict=True)]
@@ -447,7 +447,7 @@ def call_on_host(
 
 
 def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
-    given = [
+    arrays = [
         np.array(
             fetchable(leaf, f"the host function {program.name}"),
             None if form.dtype == jax.dtypes.float0 else form.dtype,
@@ -455,15 +455,15 @@ def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
         for leaf, form in zip(leaves, program.forms, strict=True)
     ]
     try:
-        return program.run(given)
+        return program.run(arrays)
     except Exception as error:
-        shown = ", ".join(f"{form.dtype}{list(form.shape)}" for form in program.forms)
-        error.add_note(f"In the host function {program.name}, called with {shown or 'no arrays'}.")
+        forms = ", ".join(f"{form.dtype}{list(form.shape)}" for form in program.forms)
+        error.add_note(f"In the host function {program.name}, called with {forms or 'no arrays'}.")
         raise
 
 
 def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
-    """Return a leaf as what can travel: random keys as their words."""
+    """Return a leaf in sendable form: random keys as their words."""
     if form.dtype == jax.dtypes.float0:
         return np.zeros(form.shape, bool)
     if jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key):

@@ -61,7 +61,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
         raise
     except Exception as error:
         text = repr(value)
-        shown = text if len(text) <= 80 else f"An object of the type {type(value).__qualname__}"
+        title = text if len(text) <= 80 else f"An object of the type {type(value).__qualname__}"
         advice = ""
         if _pickler_class().__base__ is pickle.Pickler:
             advice = (
@@ -69,7 +69,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
                 "travel: pip install 'shardax[code]'."
             )
         raise WorkerPickleError(
-            f"{shown} cannot be sent to another process: {type(error).__name__}: {error}.{advice}"
+            f"{title} cannot be sent to another process: {type(error).__name__}: {error}.{advice}"
         ) from error
     # Bytes and arrays, not memoryviews: before Python 3.12.5 the garbage collector crashes on a
     # reference cycle with one of those, as exceptions and their tracebacks make.
@@ -94,7 +94,7 @@ def encode_arguments(
 
 
 def decode(parts: Sequence[Any], resolve: Reference | None = None) -> Any:
-    """Decode what ``encode`` returned; runs code of whoever encoded it."""
+    """Decode the parts of ``encode``; runs code of their writer."""
     unpickler = _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:])
     unpickler.resolve = resolve
     return unpickler.load()
@@ -201,16 +201,16 @@ class FunctionForm(NamedTuple):
 
 def describe(function: Callable[..., Any]) -> FunctionForm:
     """Encode a function, with its key."""
-    found: set[str] = set()
+    module_names: set[str] = set()
 
     def note_module(obj: Any) -> None:
         if isinstance(obj, types.ModuleType):
-            found.add(obj.__name__)
+            module_names.add(obj.__name__)
         elif isinstance(name := getattr(obj, "__module__", None), str):
-            found.add(name)
+            module_names.add(name)
 
     parts = encode(function, watch=note_module)
-    files = {name: _own_file(sys.modules.get(name)) for name in sorted(found)}
+    files = {name: _own_file(sys.modules.get(name)) for name in sorted(module_names)}
     modules = {name: _digest_of_file(file) for name, file in files.items() if file is not None}
     digest = hashlib.sha256(repr(modules).encode())
     for part in parts:
@@ -254,7 +254,7 @@ def _digest_at(file: str, changed: int) -> str:
 
 @dataclass
 class KeptFunction:
-    """A function in a table, with what JAX compiled for it."""
+    """A function in a table, with its compilations by JAX."""
 
     name: str
     call: Callable[..., Any]
@@ -262,7 +262,7 @@ class KeptFunction:
 
 
 class FunctionTable:
-    """The functions that a process keeps, least recently used first."""
+    """Functions of a process, least recently used first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -280,10 +280,10 @@ class FunctionTable:
                 self._own[name] = (file, _digest_of_file(file))
             self._seen.add(name)
 
-    def _check_modules(self, wanted: Mapping[str, str]) -> None:
+    def _check_modules(self, call_digests: Mapping[str, str]) -> None:
         """Check imported modules against their files, and against those of a call."""
-        now = {name: _digest_of_file(file) for name, (file, _) in self._own.items()}
-        for name, digest in (*now.items(), *wanted.items()):
+        file_digests = {name: _digest_of_file(file) for name, (file, _) in self._own.items()}
+        for name, digest in (*file_digests.items(), *call_digests.items()):
             file, imported = self._own.get(name, (None, digest))
             if imported != digest:
                 raise StaleModuleError(
@@ -295,17 +295,17 @@ class FunctionTable:
     def find(self, form: FunctionForm) -> KeptFunction:
         """Look up a function, decoding it unless it is kept already."""
         with self._lock:
-            kept = self._kept.get(form.key)
-            if kept is None:
-                kept = KeptFunction(form.name, decode(form.parts))
+            function = self._kept.get(form.key)
+            if function is None:
+                function = KeptFunction(form.name, decode(form.parts))
                 self.record_modules()
             self._check_modules(form.modules)
-            self._kept[form.key] = kept
+            self._kept[form.key] = function
             self._kept.move_to_end(form.key)
             while len(self._kept) > self._size:
                 self._kept.popitem(last=False)
-            kept.calls += 1
-            return kept
+            function.calls += 1
+            return function
 
     def run(self, head: bytes, parts: Sequence[Any], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
@@ -320,7 +320,7 @@ class FunctionTable:
     def summary(self) -> list[dict[str, Any]]:
         """Name and calls of each function, the latest last."""
         with self._lock:
-            return [{"name": kept.name, "calls": kept.calls} for kept in self._kept.values()]
+            return [{"name": f.name, "calls": f.calls} for f in self._kept.values()]
 
 
 # --- packed calls ---

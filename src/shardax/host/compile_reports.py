@@ -26,7 +26,7 @@ _SHOWN = 12  # programs in the text of a report
 
 @dataclasses.dataclass
 class CompiledProgram:
-    """One program that was compiled, or read from the persistent cache.
+    """One program, compiled or read from the persistent cache.
 
     Attributes:
         name: The function's name.
@@ -49,7 +49,7 @@ class CompiledProgram:
 
 
 class CompileReport:
-    """What was compiled while it ran; made by ``compile_report``.
+    """Programs compiled during its run; made by ``compile_report``.
 
     Attributes:
         programs: Every program, in the order in which they were done.
@@ -82,7 +82,7 @@ class CompileReport:
         return self
 
     def stop(self) -> None:
-        """Stops listening; what was counted stays."""
+        """Stops listening; the counts stay."""
         if self._running:
             self._running = False
             jax.monitoring.unregister_event_listener(self._on_event)
@@ -96,17 +96,17 @@ class CompileReport:
 
     @property
     def hits(self) -> int:
-        """How many programs came from the persistent cache."""
+        """Number of programs from the persistent cache."""
         return sum(program.cache == "hit" for program in self.programs)
 
     @property
     def misses(self) -> int:
-        """How many programs the persistent cache did not have."""
+        """Number of programs absent from the persistent cache."""
         return sum(program.cache in ("stored", "not stored") for program in self.programs)
 
     @property
     def stored(self) -> int:
-        """How many of the misses were put into the cache."""
+        """Number of misses put into the cache."""
         return sum(program.cache == "stored" for program in self.programs)
 
     @property
@@ -116,7 +116,7 @@ class CompileReport:
 
     @property
     def saved_seconds(self) -> float:
-        """Time that the hits saved, by the compile times stored with them."""
+        """Time saved by the hits, from the compile times stored with them."""
         return sum(program.saved for program in self.programs)
 
     @property
@@ -140,8 +140,8 @@ class CompileReport:
         else:
             cache = "persistent cache: not used (sx.configure(cache_dir=...) turns it on)"
         slowest = sorted(self.programs, key=lambda program: -program.seconds)[:_SHOWN]
-        rest = [f"  ... {count - _SHOWN} more"] if count > _SHOWN else []
-        return "\n".join([head, cache, *(f"  {program}" for program in slowest), *rest])
+        omitted = [f"  ... {count - _SHOWN} more"] if count > _SHOWN else []
+        return "\n".join([head, cache, *(f"  {program}" for program in slowest), *omitted])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.programs)} programs>"
@@ -170,12 +170,12 @@ class CompileReport:
             said.clear()
 
 
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+def _counted(count: int, singular: str, plural: str) -> str:
+    return f"{count} {singular if count == 1 else plural}"
 
 
 def compile_report() -> CompileReport:
-    """Reports what is compiled from now on: programs, times, cache hits.
+    """Reports compilations from now on: programs, times, cache hits.
 
     Returns:
         A report that has been started. As a context manager it stops with the block; else it goes

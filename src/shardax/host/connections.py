@@ -106,9 +106,9 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         if self._begin():
             self.set_exception(error)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         """End the call with the loss of its worker."""
-        again = (
+        advice = (
             "It has been run again as often as it may."
             if self._is_idempotent
             else "It was not run again, since it is not marked idempotent. A function that may be "
@@ -117,7 +117,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         when = "while it ran or waited there" if self.running() else "before it began"
         name = self._request["name"]
         self._fail(
-            errors.WorkerCrashedError(f"The worker of {name} was lost {when}: {why}. {again}")
+            errors.WorkerCrashedError(f"The worker of {name} was lost {when}: {reason}. {advice}")
         )
 
     def _settle(self, reply: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
 
 
 class Connection:
-    """A connection to a worker, which runs its calls in order."""
+    """A connection to a worker, with calls in order."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class Connection:
         heartbeat: float,
         on_lost: Callable[[], Callable[[Connection, list[WorkerFuture], str], None] | None],
     ) -> None:
-        # What `on_lost`, a weak reference, refers to is called once, in a thread of its own, when
-        # the connection has ended, with the calls that have no result, and what happened.
+        # `on_lost` is a weak reference. Its function is called once, in a thread of its own, when
+        # the connection has ended, with the calls that have no result, and the reason.
         self.address = address
         self.lost = False
         self._client = uuid.uuid4().hex
@@ -228,7 +228,7 @@ class Connection:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Start a coroutine from any thread, in the order of that thread."""
+        """Start a coroutine from any thread, in the order of its thread."""
 
         def start() -> None:
             task = self._loop.create_task(coroutine)
@@ -304,7 +304,7 @@ class Connection:
             ) from error
 
     def pending(self) -> list[WorkerFuture]:
-        """Calls that have no result."""
+        """Calls without a result."""
         with self._lock:
             return list(self._calls.values())
 
@@ -355,14 +355,14 @@ class Connection:
 
 
 class WorkerProcess:
-    """A worker's process that this process started."""
+    """Process of a worker, started by this process."""
 
     def __init__(self, options: Mapping[str, Any], log: str | None = None) -> None:
         # `options` are those of `Worker`; with a log of its own it outlives this process.
-        here = {key: value for key, value in configure().settings.items() if value is not None}
-        told = {
+        settings = {key: value for key, value in configure().settings.items() if value is not None}
+        message = {
             **options,
-            "configure": {**here, **options["configure"]},
+            "configure": {**settings, **options["configure"]},
             "detached": log is not None,
             "path": sys.path,
         }
@@ -383,8 +383,8 @@ class WorkerProcess:
         assert self._popen.stdin is not None
         try:
             with os.fdopen(reading) as ready:
-                told["ready"] = writing
-                self._popen.stdin.write(json.dumps(told).encode() + b"\n")
+                message["ready"] = writing
+                self._popen.stdin.write(json.dumps(message).encode() + b"\n")
                 self._popen.stdin.flush()
                 answer = _first_answer(ready, options["start_timeout"], log)
         except BaseException as error:
@@ -397,7 +397,7 @@ class WorkerProcess:
         self.pid: int = answer["pid"]
 
     def ending(self, seconds: float) -> str:
-        """Wait for the process to end, and describe how it did."""
+        """Wait for the end of the process, and describe it."""
         from shardax.host.worker_process import STUCK
 
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -454,14 +454,14 @@ Connect = Callable[[str, bytes], Connection]
 
 
 class GivenAddress:
-    """A worker that another process started."""
+    """A worker started by another process."""
 
     def __init__(self, address: str, credentials: bytes) -> None:
         self._where = repr(address)
         self._address, self._credentials = address, credentials
 
     def open(self, connect: Connect) -> Connection:
-        """Connect to the worker, starting its process if that is this program's."""
+        """Connect to the worker, starting its process if need be."""
         return connect(self._address, self._credentials)
 
     def ending(self) -> str:
@@ -561,9 +561,9 @@ def _private_folder() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"shardax-workers-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    if not private or found.st_uid != os.getuid():
+    status = folder.lstat()
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not private or status.st_uid != os.getuid():
         raise errors.WorkerConfigError(
             f"{folder}, with the keys of named workers, must be a folder that belongs to you and "
             f"that only you can read. Remove it, or make it so: chmod 700 {folder}"

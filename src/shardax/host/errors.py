@@ -37,7 +37,7 @@ class ArtifactDamagedError(ShardaxError, ValueError):
 
 
 class ArtifactVersionError(ShardaxError, ValueError):
-    """An artifact of a format or a JAX that is not supported."""
+    """An artifact of an unsupported format or JAX."""
 
 
 class ArtifactEnvironmentError(ShardaxError, RuntimeError):
@@ -61,7 +61,7 @@ class WorkerAuthenticationError(ShardaxError, PermissionError):
 
 
 class WorkerMessageError(ShardaxError, ValueError):
-    """A call or its result is larger than what a worker takes."""
+    """A call or its result is too large for a worker."""
 
 
 class WorkerPickleError(ShardaxError, TypeError):
@@ -73,7 +73,7 @@ class StaleModuleError(ShardaxError, ImportError):
 
 
 class WorkerCallError(ShardaxError, RuntimeError):
-    """A call raised in a worker what cannot be sent."""
+    """An exception of a call in a worker cannot be sent."""
 
 
 class WorkerTimeoutError(ShardaxError, TimeoutError):
@@ -81,7 +81,7 @@ class WorkerTimeoutError(ShardaxError, TimeoutError):
 
 
 class CallCancelledError(ShardaxError, concurrent.futures.CancelledError):
-    """A call that ran in a worker was interrupted."""
+    """A running call of a worker was interrupted."""
 
 
 class WorkerCrashedError(ShardaxError, concurrent.futures.BrokenExecutor):

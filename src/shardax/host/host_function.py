@@ -109,12 +109,12 @@ def host_function(
         >>> jax.grad(lambda x: square(x).sum())(x).tolist()
         [2.0, 6.0]
     """
-    given = {"vjp": vjp, "jvp": jvp, "nondiff": nondiff}
-    options = {**given, "out": out, "vmap": vmap}
+    derivatives = {"vjp": vjp, "jvp": jvp, "nondiff": nondiff}
+    options = {**derivatives, "out": out, "vmap": vmap}
     options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
     if vmap not in callback.VMAP_METHODS:
         raise HostSpecError(f"vmap={vmap!r} of host_function; use 'sequential' or 'vectorized'.")
-    chosen = [name for name, value in given.items() if value]
+    chosen = [name for name, value in derivatives.items() if value]
     if len(chosen) > 1:
         raise HostSpecError(
             f"host_function got {' and '.join(chosen)}, but there is one derivative. Give a jvp "
@@ -133,7 +133,7 @@ def host_function(
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """How a host function is differentiated, by at most one of these."""
+    """Derivative of a host function, by at most one of these."""
 
     vjp: Callable[..., Any] | None
     jvp: Callable[..., Any] | None
@@ -208,13 +208,13 @@ class HostFunction(PickledByName):
         return call(*args, **kwargs)
 
     def with_out(self, out: Any) -> Self:
-        """Returns a host function that promises something else, with None for zeros."""
+        """Returns a host function with another promise, and None for zeros."""
         return type(self)(self.function, out, self.vmap, self.derivative, self.static, fills=True)
 
     def _by_position(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bind arguments by position where possible, as rules have them."""
+        """Bind arguments by position if possible, as for rules."""
         try:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError):
@@ -265,9 +265,9 @@ class HostFunction(PickledByName):
         result = self(*args, **kwargs)
         return result, (args, kwargs, result)
 
-    def _backward(self, static: int, /, *given: Any) -> tuple[Any, ...]:
+    def _backward(self, static: int, /, *values: Any) -> tuple[Any, ...]:
         assert self.derivative.vjp is not None
-        (args, kwargs, result), cotangent = given[static:]
+        (args, kwargs, result), cotangent = values[static:]
         gradients = self.derivative.vjp(args, result, jax.tree.map(_some, cotangent), **kwargs)
         if isinstance(gradients, (tuple, list)):
             return tuple(gradients)
@@ -278,7 +278,7 @@ class HostFunction(PickledByName):
 
 
 def _rule(rule: Any, out: Callable[..., Any]) -> Any:
-    """Let a rule that is a host function promise what rules return."""
+    """Let a rule, if a host function, promise the results of rules."""
     return rule.with_out(out) if isinstance(rule, HostFunction) and rule.out is None else rule
 
 
@@ -303,7 +303,7 @@ def stopped(leaf: Any) -> Any:
 
 
 def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
-    """Return leaves that it is an error to differentiate."""
+    """Return leaves with an error on differentiation."""
 
     @jax.custom_jvp
     def same(*leaves: Any) -> Any:
@@ -312,9 +312,9 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
     def refuse(primals: Any, tangents: Any) -> Any:
         zero = jax.custom_derivatives.SymbolicZero
         moving = [p for p, t in zip(paths, tangents, strict=True) if not isinstance(t, zero)]
-        shown = ", ".join(format_path(path) for path in dict.fromkeys(moving))
+        names = ", ".join(format_path(path) for path in dict.fromkeys(moving))
         raise DifferentiationError(
-            f"The host function {name} is differentiated by {shown}, but JAX cannot look into it, "
+            f"The host function {name} is differentiated by {names}, but JAX cannot look into it, "
             f"and no derivative was given. Give one, host_function(..., vjp=rule) or jvp=rule; or "
             f"say that it has none, nondiff=True; or stop gradients before the call, "
             f"jax.lax.stop_gradient(x)."
@@ -324,8 +324,8 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         return list(leaves)
     return [
-        new if is_differentiable(leaf) else stopped(leaf)
-        for leaf, new in zip(leaves, same(*leaves), strict=True)
+        guarded if is_differentiable(leaf) else stopped(leaf)
+        for leaf, guarded in zip(leaves, same(*leaves), strict=True)
     ]
 
 
@@ -336,7 +336,7 @@ def forward(
     run: Callable[[Sequence[Any]], list[Any]],
     leaves: Sequence[Any],
 ) -> list[Any]:
-    """Run a function that is differentiated by a jvp rule."""
+    """Run a function with a jvp rule as its derivative."""
     targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
 
     @jax.custom_jvp
@@ -350,9 +350,9 @@ def forward(
             _, args, kwargs = program.restore(primals, frame)
             values, plain, _ = program.treedef.unflatten([_some(tangent) for tangent in tangents])
             by_index = dict(enumerate(values))
-            directions = tuple(each.gradient(by_index, plain[each.position]) for each in targets)
-            given = rule(tuple(args), program.out_tree.unflatten(results), directions, **kwargs)
-        return results, _fitted(program, given, results)
+            directions = tuple(t.gradient(by_index, plain[t.position]) for t in targets)
+            returned = rule(tuple(args), program.out_tree.unflatten(results), directions, **kwargs)
+        return results, _fitted(program, returned, results)
 
     return apply(*(leaf if is_differentiable(leaf) else stopped(leaf) for leaf in leaves))
 
@@ -361,10 +361,10 @@ def _some(tangent: Any) -> Any:
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
 
 
-def _fitted(program: callback.HostProgram, given: Any, results: Sequence[Any]) -> list[Any]:
-    """Flatten what a jvp rule returned like the result."""
+def _fitted(program: callback.HostProgram, returned: Any, results: Sequence[Any]) -> list[Any]:
+    """Flatten the tangents of a jvp rule like the result."""
     try:
-        parts = program.out_tree.flatten_up_to(given)
+        parts = program.out_tree.flatten_up_to(returned)
     except (ValueError, TypeError) as error:
         raise TangentError(
             f"jvp of the host function {program.name} returned a tangent that is not arranged like "

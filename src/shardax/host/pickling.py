@@ -76,7 +76,7 @@ def dumps(tree: Any, *, by_value: bool | None = None) -> bytes:
 
 
 def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> Any:
-    """Reads what ``dumps`` wrote; reading runs code, so trust its source.
+    """Reads bytes of ``dumps``; reading runs code, so trust their source.
 
     Arrays are laid out as they were, if the mesh that they were laid out over is here: one in scope
     with the same axes, or one of as many devices. Otherwise they are whole, on the default device,
@@ -104,9 +104,9 @@ def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> Any
     """
     view = memoryview(data)
     written = _checked_trailer(view)
-    here = list(sys.version_info[:2])
-    if written["code"] and written["python"] != here:
-        wrote, reads = (".".join(map(str, version)) for version in (written["python"], here))
+    running = list(sys.version_info[:2])
+    if written["code"] and written["python"] != running:
+        wrote, reads = (".".join(map(str, version)) for version in (written["python"], running))
         raise PickleReadError(
             f"This pickle holds code, as Python {wrote} runs it, and this is Python {reads}. Read "
             f"it there; or write it with by_value=False, which tells what goes as code."
@@ -141,7 +141,7 @@ def _trailer(pickled: memoryview, code: bool) -> bytes:
 
 
 def _checked_trailer(view: memoryview) -> dict[str, Any]:
-    """Read the trailer, and check that the bytes are what was written."""
+    """Read the trailer, and check the bytes against it."""
     length, checksum, mark = 0, 0, b""
     if len(view) >= _TAIL.size:
         length, checksum, mark = _TAIL.unpack(view[-_TAIL.size :])
@@ -165,7 +165,7 @@ def _checked_trailer(view: memoryview) -> dict[str, Any]:
 
 
 def _pickler(by_value: bool | None) -> type[Any]:
-    """Return the class of pickler: one that writes names, or also code."""
+    """Return the class of pickler: of names only, or also of code."""
     if by_value is not False:
         try:
             import cloudpickle
@@ -191,48 +191,48 @@ def _with_arrays(base: type[Any]) -> type[Any]:
                 return reduced(obj)
             if isinstance(obj, jax.Device):
                 return _device, (obj.platform, obj.id)
-            known = getattr(super(), "reducer_override", None)
-            made = NotImplemented if known is None else known(obj)
-            if made is not NotImplemented and isinstance(obj, (type, types.FunctionType)):
+            parent_reducer = getattr(super(), "reducer_override", None)
+            reduction = NotImplemented if parent_reducer is None else parent_reducer(obj)
+            if reduction is not NotImplemented and isinstance(obj, (type, types.FunctionType)):
                 self.wrote_code = True
-            return made
+            return reduction
 
     return TreePickler
 
 
 def _device(platform: str, number: int) -> Any:
-    """Return the device that stands here for one that was pickled."""
-    found = [each for each in jax.devices() if (each.platform, each.id) == (platform, number)]
-    return found[0] if found else jax.devices()[0]
+    """Return the device here in place of a pickled one."""
+    matching = [d for d in jax.devices() if (d.platform, d.id) == (platform, number)]
+    return matching[0] if matching else jax.devices()[0]
 
 
 # --- errors ---
 
 
 def _explained(tree: Any, by_value: bool | None, error: Exception) -> PickleWriteError:
-    """Return the error that names the first thing that cannot be written."""
+    """Return the error naming the first value impossible to write."""
     for path, value in _places(tree):
         try:
             _pickler(by_value)(io.BytesIO(), protocol=5).dump(value)
-        except Exception as found:  # noqa: BLE001 (whatever a class raises when it is pickled)
-            what = getattr(value, "__qualname__", None) or type(value).__name__
-            text = str(found)
-            advice = "" if isinstance(found, PickleWriteError) else f" {_ADVICE}"
+        except Exception as refusal:  # noqa: BLE001 (whatever a class raises when it is pickled)
+            name = getattr(value, "__qualname__", None) or type(value).__name__
+            text = str(refusal)
+            advice = "" if isinstance(refusal, PickleWriteError) else f" {_ADVICE}"
             return PickleWriteError(
-                f"Cannot pickle {what!r} at {format_path(path)}: {text.rstrip('.')}.{advice}"
+                f"Cannot pickle {name!r} at {format_path(path)}: {text.rstrip('.')}.{advice}"
             )
     return PickleWriteError(f"Cannot pickle this {type(tree).__name__}: {error}. {_ADVICE}")
 
 
 def _places(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield what a tree pickles by itself, with paths."""
+    """Yield the separately pickled parts of a tree, with paths."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
     for key_path, leaf in pairs:
-        where = plain_path(key_path)
+        place = plain_path(key_path)
         if isinstance(leaf, Object):
-            yield from (((*where, *path), value) for path, value in _places_below(leaf))
+            yield from (((*place, *path), value) for path, value in _places_below(leaf))
         else:
-            yield where, leaf
+            yield place, leaf
 
 
 def _places_below(root: Object) -> Iterator[tuple[Path, Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch functions inside JAX programs, with the derivatives that PyTorch gives.
+"""PyTorch functions inside JAX programs, with PyTorch's derivatives.
 
 A gradient by ``torch.autograd`` is a torch function again, so derivatives of every order come the
 same way; it runs the function once more. Integers become ``int64``, which PyTorch wants for labels
@@ -108,7 +108,7 @@ def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def gradient(args: tuple[Any, ...], cotangent: Any, **kwargs: Any) -> tuple[Any, ...]:
         torch = _torch()
-        again = torch.is_grad_enabled()  # whether this is differentiated in turn
+        create_graph = torch.is_grad_enabled()  # whether this is differentiated in turn
         leaves, treedef = jax.tree.flatten(args)
         leaves = [
             leaf.detach().requires_grad_()
@@ -119,7 +119,7 @@ def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.enable_grad():
             result = function(*treedef.unflatten(leaves), **kwargs)
             results = [leaf for leaf in jax.tree.leaves(result) if _has_gradient(leaf)]
-            found = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 [leaf for leaf in results if leaf.requires_grad],
                 [leaf for leaf in leaves if _has_gradient(leaf)],
                 [
@@ -127,11 +127,11 @@ def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
                     for leaf, ct in zip(results, jax.tree.leaves(cotangent), strict=True)
                     if leaf.requires_grad
                 ],
-                create_graph=again,
+                create_graph=create_graph,
                 allow_unused=True,
                 materialize_grads=True,
             )
-        gradients = iter(found)
+        gradients = iter(grads)
         return treedef.unflatten(
             [next(gradients).conj() if _has_gradient(leaf) else None for leaf in leaves]
         )

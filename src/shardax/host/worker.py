@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors in a process that keeps compiled functions and values on devices."""
+"""Executors in a process with compiled functions and values on devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _identity(value: Any) -> Any:
 
 
 class Worker(concurrent.futures.Executor):
-    """A process that stays, and runs calls for any number of clients.
+    """A lasting process for calls of any number of clients.
 
     It takes over the settings of this process (platform, virtual devices, 64 bits, the compilation
     cache, ...) as ``configure`` shows them, and its ``sys.path``. It listens at a port of the
@@ -117,7 +117,7 @@ class Worker(concurrent.futures.Executor):
     def connect(
         cls, address: str, authkey: bytes, *, timeout: float | None = None, heartbeat: float = 5.0
     ) -> Worker:
-        """Connects to a worker that another process of this machine started.
+        """Connects to a worker started by another process of this machine.
 
         Args:
             address: Its ``address``.
@@ -292,7 +292,7 @@ class Worker(concurrent.futures.Executor):
         return self.request(_identity, (value,), keep=True if name is None else name).result()
 
     def value(self, name: str) -> Remote:
-        """Returns what stands for a value that was kept under a name."""
+        """Returns a reference to a value kept under a name."""
         return Remote(self, name, "kept by name")
 
     def info(self) -> dict[str, Any]:
@@ -312,26 +312,26 @@ class Worker(concurrent.futures.Executor):
     # --- life cycle ---
 
     def _lost(
-        self, connection: connections.Connection, calls: list[connections.WorkerFuture], why: str
+        self, connection: connections.Connection, calls: list[connections.WorkerFuture], reason: str
     ) -> None:
         """Fail or repeat the calls of a lost connection, and reconnect."""
         with self._changed:
             closing = self._closing or not self._finalizer.alive  # or the program ends
             expected, self._expected = self._expected, False
-        why = f"{why}; {'it was shut down' if closing else self._origin.ending()}"
-        again = [call for call in calls if call._retries and not (closing or expected)]
+        reason = f"{reason}; {'it was shut down' if closing else self._origin.ending()}"
+        retried = [call for call in calls if call._retries and not (closing or expected)]
         for call in calls:
-            if call not in again:
-                call._lose(why)
+            if call not in retried:
+                call._lose(reason)
         with self._changed:
             if not closing:
-                self._reopen(why, expected)
+                self._reopen(reason, expected)
             broken = self._broken or self._closing
-        for call in again:
+        for call in retried:
             call._retries -= 1
             try:
                 if broken:
-                    call._lose(why)
+                    call._lose(reason)
                 else:
                     self._send(call)
             except Exception as error:  # noqa: BLE001 (it is the call's)
@@ -374,7 +374,7 @@ class Worker(concurrent.futures.Executor):
         connection.wait_for_end()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends this client, and its process unless that has a name.
+        """Ends this client, and its process if unnamed.
 
         Args:
             wait: Whether to return only when all calls have a result and the process has ended.
@@ -415,7 +415,7 @@ def _check_positive(**options: float | None) -> None:
 
 
 class Remote:
-    """A reference to a value that is kept in a worker.
+    """A reference to a value kept in a worker.
 
     ``put`` and calls with ``keep`` return it. In arguments of calls to that worker it becomes the
     value itself, not a copy: a function that writes a Module writes the one that is kept. Without a
@@ -475,7 +475,7 @@ _default: list[Worker] = []
 
 
 def default_worker() -> Worker:
-    """The worker of functions that name no executor, started when first needed."""
+    """Worker of functions without an executor, started when first needed."""
     with _lock:
         if not _default or not _default[0].is_running:
             _default[:] = [Worker()]
@@ -483,7 +483,7 @@ def default_worker() -> Worker:
 
 
 class RemoteFunction:
-    """A function whose calls run elsewhere; made by ``remote``.
+    """A function with its calls run elsewhere; made by ``remote``.
 
     Attributes:
         __wrapped__: The function itself.
@@ -528,8 +528,8 @@ class RemoteFunction:
         return _unpacked(executor.submit(run_packed, head, *map(bytes, parts)))
 
     def __repr__(self) -> str:
-        where = "a worker of this process" if self.executor is None else repr(self.executor)
-        return f"RemoteFunction({name_of(self.__wrapped__)}, {where})"
+        executor = "a worker of this process" if self.executor is None else repr(self.executor)
+        return f"RemoteFunction({name_of(self.__wrapped__)}, {executor})"
 
 
 def remote(
@@ -574,13 +574,13 @@ def remote(
     options = {"timeout": timeout, "idempotent": idempotent, "keep": keep}
     if f is None:
         return functools.partial(remote, executor=executor, **options)
-    given = [name for name, value in options.items() if value not in (None, False)]
+    worker_options = [name for name, value in options.items() if value not in (None, False)]
     if not (executor is None or isinstance(executor, Worker)):
-        if given:
+        if worker_options:
             raise errors.WorkerConfigError(
-                f"{', '.join(given)} of the remote {name_of(f)} is for sx.host.Worker only, and "
-                f"the executor is a {type(executor).__name__}. Give that its own option, such "
-                f"as client.get_executor(retries=2) of dask.distributed."
+                f"{', '.join(worker_options)} of the remote {name_of(f)} is for sx.host.Worker "
+                f"only, and the executor is a {type(executor).__name__}. Give that its own option, "
+                f"such as client.get_executor(retries=2) of dask.distributed."
             )
         if not callable(getattr(executor, "submit", None)):
             raise errors.WorkerConfigError(
@@ -604,8 +604,8 @@ def _unpacked(packed: concurrent.futures.Future[Any]) -> concurrent.futures.Futu
         except BaseException as error:  # noqa: BLE001 (it is the caller's)
             future.set_exception(error)
 
-    def cancel(ours: concurrent.futures.Future[Any]) -> None:
-        if ours.cancelled():
+    def cancel(unpacked: concurrent.futures.Future[Any]) -> None:
+        if unpacked.cancelled():
             packed.cancel()
 
     future.add_done_callback(cancel)

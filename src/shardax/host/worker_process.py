@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a worker: a ``distributed`` server that runs calls.
+"""Process of a worker: a ``distributed`` server running calls.
 
 The server runs in a thread. Calls run in the main thread, one after the other, because only there
 Python lets a signal interrupt what runs: it raises ``CallInterrupted`` at the next step of Python.
@@ -56,11 +56,11 @@ def credentials_of(security: Security) -> bytes:
 
 
 def security_of(credentials: bytes) -> Security:
-    """TLS in which both sides prove to have the private key."""
-    found = re.findall(r"-----BEGIN [^-]+-----[^-]+-----END [^-]+-----\n", credentials.decode())
-    if len(found) != 2:
+    """TLS with proof of the private key by both sides."""
+    blocks = re.findall(r"-----BEGIN [^-]+-----[^-]+-----END [^-]+-----\n", credentials.decode())
+    if len(blocks) != 2:
         raise ValueError("no certificate and private key in PEM")
-    certificate, key = found
+    certificate, key = blocks
     return Security(
         require_encryption=True,
         tls_ca_file=certificate,  # so the peer's certificate can be no other
@@ -72,7 +72,7 @@ def security_of(credentials: bytes) -> Security:
 
 
 def python_version() -> str:
-    """The version of Python that pickles of code are tied to."""
+    """Version of Python for pickles of code."""
     return ".".join(platform.python_version_tuple()[:2])
 
 
@@ -89,7 +89,7 @@ class _Call:
 
 
 class CallServer(Server):
-    """The remote procedures of a worker, and what it keeps."""
+    """Remote procedures of a worker, and its values."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         procedures = ("attach", "run", "interrupt", "drop", "info", "stop_process")
@@ -286,7 +286,7 @@ class CallServer(Server):
 def main(options: Mapping[str, Any]) -> None:
     """Run a worker in this process."""
     for name in ("distributed.core", "distributed.comm"):
-        # What the server would say of peers that break off is no output of the calls.
+        # Messages of the server about peers that break off are no output of the calls.
         logging.getLogger(name).setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="worker-server", daemon=True).start()

@@ -48,7 +48,7 @@ def accumulated_value_and_grad(
     not grow with ``steps``.
 
     Args:
-        function: Called as ``function(model, batch, *rest)``; returns a real scalar, or (scalar,
+        function: Called as ``function(model, batch, *args)``; returns a real scalar, or (scalar,
             aux) with ``has_aux``. The scalar is a mean over rows or targets (or, for
             ``reduce="sum"``, a sum).
         steps: Number of microbatches. With 1 this is ``sx.value_and_grad``.
@@ -61,7 +61,7 @@ def accumulated_value_and_grad(
             and the ignore index -100 leave of its ``targets``; of others, rows.
 
     Returns:
-        A function of ``(model, batch, *rest)``, where ``batch`` is a pytree of arrays with rows in
+        A function of ``(model, batch, *args)``, where ``batch`` is a pytree of arrays with rows in
         their first dimension. It returns (value, gradient), or ((value, aux), gradient) with aux
         stacked: each array has a new first dimension of size ``steps``.
 
@@ -80,18 +80,18 @@ def accumulated_value_and_grad(
         >>> float(value), float(gradient)
         (3.0, 1.5)
     """
-    whole = value_and_grad(function, has_aux=has_aux, wrt=wrt)
-    return accumulate(whole, steps, has_aux, reduce, count)
+    differentiated = value_and_grad(function, has_aux=has_aux, wrt=wrt)
+    return accumulate(differentiated, steps, has_aux, reduce, count)
 
 
 def accumulate(
-    whole: Callable[..., Any],
+    function: Callable[..., Any],
     steps: int,
     has_aux: bool = False,
     reduce: str = "mean",
     count: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
-    """Makes a function that returns (value, gradient) run in microbatches."""
+    """Makes a function of (value, gradient) run in microbatches."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise AccumulationError(
             f"steps={steps!r} is not a number of microbatches; use an integer of at least 1."
@@ -104,22 +104,22 @@ def accumulate(
             'microbatch, count=lambda microbatch: microbatch["mask"].sum(); sums are not.'
         )
     if steps == 1:
-        return _with_leading_dimension(whole) if has_aux else whole
+        return _with_leading_dimension(function) if has_aux else function
 
     scale = 1.0 if reduce == "sum" else 1.0 / steps
 
-    @functools.wraps(whole)
-    def accumulated(model: Any, batch: Any, *rest: Any) -> Any:
+    @functools.wraps(function)
+    def accumulated(model: Any, batch: Any, *args: Any) -> Any:
         parts = split_batch(batch, steps)
         weights = _weights_of(parts, count) if reduce == "mean" else None
-        # What holds no Variables is closed over: it may be static, such as a text.
-        lifted = [index for index, item in enumerate(rest) if has_objects(item)]
+        # Arguments without Variables are closed over: they may be static, such as texts.
+        lifted = [index for index, arg in enumerate(args) if has_objects(arg)]
 
         @functools.partial(jit, inline=INLINE)  # traced once, for its shapes and for the loop
         def once(model: Any, microbatch: Any, *objects: Any) -> Any:
-            given = dict(zip(lifted, objects, strict=True))
-            items = (given.get(index, item) for index, item in enumerate(rest))
-            value, gradient = whole(model, microbatch, *items)
+            by_index = dict(zip(lifted, objects, strict=True))
+            items = (by_index.get(index, arg) for index, arg in enumerate(args))
+            value, gradient = function(model, microbatch, *items)
             value, aux = value if has_aux else (value, None)
             return (value, gradient), aux
 
@@ -129,7 +129,7 @@ def accumulate(
             head = head if weight is None else weighted(head, weight)
             return jax.tree.map(lambda t, h: t + h.astype(t.dtype), total, head), aux
 
-        objects = (model, *(rest[index] for index in lifted))
+        objects = (model, *(args[index] for index in lifted))
         first = jax.tree.map(lambda part: part[0], parts)
         shapes, _ = eval_shape(once, model, first, *objects[1:])
         in_axes = (Carry, 0, *(None for _ in objects))
@@ -189,6 +189,6 @@ def _with_leading_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_stacked_aux(*args: Any) -> Any:
         (value, aux), gradient = function(*args)
-        return (value, jax.tree.map(lambda item: jnp.asarray(item)[None], aux)), gradient
+        return (value, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux)), gradient
 
     return with_stacked_aux

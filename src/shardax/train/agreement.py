@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run agree on before its first step.
+"""Agreement of the processes of a run before its first step.
 
 A difference that no error would tell of: other packages, settings, random seeds, loaded values,
 shardings, batches, another checkpoint, another program. The first comparison comes before any
@@ -43,10 +43,10 @@ def check_mesh(mesh: Any) -> None:
         return
     have = set() if mesh is None else {device.process_index for device in mesh.devices.flat}
     if without := sorted(set(range(jax.process_count())) - have):
-        what = "no mesh" if mesh is None else f"a mesh without devices of processes {without}"
+        mesh_text = "no mesh" if mesh is None else f"a mesh without devices of processes {without}"
         raise TrainerError(
-            f"There are {jax.process_count()} processes, but the Trainer has {what}. Give a mesh "
-            f"over all devices, such as jax.make_mesh(({jax.device_count()},), ('data',))."
+            f"There are {jax.process_count()} processes, but the Trainer has {mesh_text}. Give a "
+            f"mesh over all devices, such as jax.make_mesh(({jax.device_count()},), ('data',))."
         )
 
 
@@ -79,7 +79,7 @@ def _content(file: Path) -> str:
 
 
 def facts_of(trainer: Any, start: Any) -> dict[str, str]:
-    """Returns by name what all processes must have in common, before placing."""
+    """Returns facts by name, equal in all processes, before placing."""
     trained, mesh = trainer.trained, trainer.mesh
     facts = {"python": platform.python_version()}
     facts |= {name: metadata.version(name) for name in _PACKAGES}
@@ -87,7 +87,7 @@ def facts_of(trainer: Any, start: Any) -> dict[str, str]:
     facts |= {f"setting {path}": text for path, text in trainer.run_settings.items()}
     facts |= {k: repr(v) for k, v in dataclasses.asdict(trainer.settings).items()}
     facts["profile"] = str(trainer.profile and (trainer.profile.first, trainer.profile.last))
-    facts["callbacks"] = ", ".join(type(each).__name__ for each in trainer.callbacks.given)
+    facts["callbacks"] = ", ".join(type(f).__name__ for f in trainer.callbacks.functions)
     devices = [device.id for device in mesh.devices.flat]
     facts["mesh"] = f"{dict(mesh.shape)} of devices {devices}"
     # Into abstract values, which hold the layout that ``shard`` would choose.
@@ -97,7 +97,7 @@ def facts_of(trainer: Any, start: Any) -> dict[str, str]:
         facts |= _initial_values(trained)
     facts["checkpoint"] = f"step {start.step}, {_digest(start.description)}"
     source = trainer.batches
-    # Of local batches each process has a position of its own.
+    # Each process has its own position in local batches.
     position = source.batch_size if hasattr(source, "local_rows") else source.state()
     facts["batches"] = f"{type(source).__name__} {json.dumps(position, default=repr)}"
     facts["batch"] = _batch_text(source)
@@ -150,17 +150,17 @@ def compare_programs(trainer: Any, sharding: Any) -> None:
     position = source.state()
     batch = prefetch.first_batch(source)
     source.restore(position)
-    given = jax.tree.map(
+    shapes = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         batch,
         jax.tree.broadcast(sharding, batch),
     )
-    text = trainer.train_step.lower(*trainer.trained, given).as_text()
+    text = trainer.train_step.lower(*trainer.trained, shapes).as_text()
     processes.compare({"program of a step": _digest(text)}, "before the first step")
 
 
 def compare_copies(trainer: Any, when: str) -> None:
-    """Raises DisagreementError if copies of what is trained differ."""
+    """Raises DisagreementError if copies of trained arrays differ."""
     names = ("model", "optimizer", "ema")
     processes.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that a run calls, and that may stop it.
+"""Functions called by a run, and able to stop it.
 
 Every process of a run calls them, with the same numbers. A stop that any process asks for stops all
 at one step: that of the next log record, evaluation or checkpoint. A callback with ``state()`` and
@@ -20,7 +20,7 @@ from shardax.train.errors import TrainerError
 
 
 class Event:
-    """What happened in a run; callbacks are given it.
+    """Event of a run; the argument of callbacks.
 
     Attributes:
         kind: ``"step"`` after a step, ``"eval"`` after a held-out evaluation, ``"checkpoint"``
@@ -49,7 +49,7 @@ class Event:
     def metrics(self) -> dict[str, float]:
         """Numbers by name; reading them waits for the step."""
         numbers: dict[str, Any] = jax.device_get(dict(self._metrics))
-        return {name: float(each) for name, each in numbers.items()}
+        return {name: float(number) for name, number in numbers.items()}
 
     def stop(self) -> None:
         """Ends the run after this step, with a checkpoint."""
@@ -128,11 +128,11 @@ class EarlyStopping(_Watch):
                 event.stop()
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         return {"metric": self.metric, "best": self.best, "waited": self._waited}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Puts a saved state back; that of another metric is left."""
+        """Puts a saved state back; the state of another metric is ignored."""
         if state["metric"] == self.metric:
             self.best, self._waited = state["best"], state["waited"]
 
@@ -177,25 +177,25 @@ class BestCheckpoint(_Watch):
             event.asks_checkpoint = True
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         return {"metric": self.metric, "best": self.best, "step": self.step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Puts a saved state back; that of another metric is left."""
+        """Puts a saved state back; the state of another metric is ignored."""
         if state["metric"] == self.metric:
             self.best, self.step = state["best"], state["step"]
 
 
 class Callbacks:
-    """The callbacks of a run, and what they asked for."""
+    """Callbacks of a run, and their requests."""
 
-    def __init__(self, given: Any) -> None:
-        if callable(given) or not all(callable(each) for each in given):
+    def __init__(self, callbacks: Any) -> None:
+        if callable(callbacks) or not all(callable(callback) for callback in callbacks):
             raise TrainerError(
                 "callbacks must be functions of an event, in a tuple or list: "
                 "callbacks=(EarlyStopping('eval_loss', patience=3),)."
             )
-        self.given: tuple[Any, ...] = tuple(given)
+        self.functions: tuple[Any, ...] = tuple(callbacks)
         self.stopping = False
         self.saving = False
         self._asks = [False, False]
@@ -203,18 +203,18 @@ class Callbacks:
 
     def begin(self, saved: Any) -> None:
         """Takes the states of a checkpoint, or none."""
-        for own, (name, state) in zip(self.given, list(saved or []), strict=False):
-            if state is not None and name == type(own).__name__:
-                own.restore(state)
-        self.stopping = any(getattr(each, "stopped", False) is True for each in self.given)
+        for callback, (name, state) in zip(self.functions, list(saved or []), strict=False):
+            if state is not None and name == type(callback).__name__:
+                callback.restore(state)
+        self.stopping = any(getattr(f, "stopped", False) is True for f in self.functions)
         self.saving, self._asks, self._kept_before = False, [False, False], self._kept()
 
     def fire(self, kind: Any, step: int, metrics: Mapping[str, Any], agreed: bool = True) -> None:
-        """Calls all; if ``agreed``, processes share what they asked for."""
-        if not self.given:
+        """Calls all; if ``agreed``, processes share their requests."""
+        if not self.functions:
             return
         event = Event(kind, step, metrics)
-        for callback in self.given:
+        for callback in self.functions:
             callback(event)
         asks = (event.asks_stop, event.asks_checkpoint)
         self._asks = [old or new for old, new in zip(self._asks, asks, strict=True)]
@@ -223,24 +223,24 @@ class Callbacks:
             texts = [json.dumps(self._asks)]
             if several:
                 texts = processes.exchange(texts[0], f"callbacks at step {step}")
-            stop, save = (any(each) for each in zip(*map(json.loads, texts), strict=True))
+            stop, save = (any(flags) for flags in zip(*map(json.loads, texts), strict=True))
             self.stopping, self.saving = self.stopping or stop, self.saving or save
             self._asks = [False, False]
 
     def states(self) -> list[Any]:
-        """Returns what a checkpoint keeps of each."""
+        """Returns the state of each, for a checkpoint."""
         return [
-            [type(each).__name__, each.state() if hasattr(each, "restore") else None]
-            for each in self.given
+            [type(callback).__name__, callback.state() if hasattr(callback, "restore") else None]
+            for callback in self.functions
         ]
 
     def pinned(self, *, ended: bool = False) -> set[int]:
-        """Returns the steps whose checkpoints stay."""
+        """Returns the steps of the checkpoints to keep."""
         # The one before goes only once its successor is complete.
-        before, self._kept_before = self._kept_before, self._kept()
+        old_steps, self._kept_before = self._kept_before, self._kept()
         self.saving = False
-        return self._kept_before if ended else before | self._kept_before
+        return self._kept_before if ended else old_steps | self._kept_before
 
     def _kept(self) -> set[int]:
-        steps = (each.step for each in self.given if isinstance(each, BestCheckpoint))
+        steps = (f.step for f in self.functions if isinstance(f, BestCheckpoint))
         return {step for step in steps if step is not None}

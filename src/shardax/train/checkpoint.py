@@ -138,7 +138,7 @@ def restore_verified(
     partial: bool = False,
     cast: bool = False,
 ) -> Any:
-    """Reads a checkpoint whose files have been checked; returns its ``extra``."""
+    """Reads a checkpoint with checked files; returns its ``extra``."""
     contents, positions = contents_of(tree, restoring=True), description["positions"]
     stored = stored_arrays(description)
     check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
@@ -157,9 +157,9 @@ def restore_verified(
     )
     _restore_positions(contents, positions)
     leaves: dict[int, list[Any]] = {}
-    for own, array in zip(contents.arrays, arrays, strict=True):
-        leaves.setdefault(id(own.variable), []).append(array)
-    for variable in {id(own.variable): own.variable for own in contents.arrays}.values():
+    for target, array in zip(contents.arrays, arrays, strict=True):
+        leaves.setdefault(id(target.variable), []).append(array)
+    for variable in {id(target.variable): target.variable for target in contents.arrays}.values():
         treedef = jax.tree.structure(variable._here()._value)
         variable.value = treedef.unflatten(leaves[id(variable)])
     for slot in contents.slots:
@@ -168,21 +168,21 @@ def restore_verified(
 
 
 def unchecked(place: Any) -> str:
-    """Says that a checkpoint has no checksums."""
+    """Message about a checkpoint without checksums."""
     return f"The checkpoint {place} was saved before checkpoints had checksums."
 
 
-def _write_error(what: str, error: Exception) -> Exception:
+def _write_error(action: str, error: Exception) -> Exception:
     """Returns the error of a failed write, in one line."""
     if isinstance(error, errors.CheckpointWriteError):
-        return errors.CheckpointWriteError(f"{what} failed: {error}")
+        return errors.CheckpointWriteError(f"{action} failed: {error}")
     if isinstance(error, ShardaxError):
         return error
-    return errors.CheckpointWriteError(f"{what} failed: {storage.one_line(error)}")
+    return errors.CheckpointWriteError(f"{action} failed: {storage.one_line(error)}")
 
 
 def _warn_of_positions(contents: Contents) -> None:
-    """Warns of positions in Modules, once for each place that saves."""
+    """Warns of positions in Modules, once for each line of code."""
     if paths := positions_in_modules(contents.objects):
         warn(
             f"Not saved, as a Module holds what has a state() and a restore(): {', '.join(paths)}. "
@@ -223,14 +223,14 @@ def _to_store(
 
 
 def _present_layout(contents: Contents) -> list[Any] | None:
-    """Returns where arrays are, or None if rules are to say."""
+    """Returns the shardings of arrays, or None to follow the rules."""
     present = [named_sharding(array.value) for array in contents.arrays]
-    known = next((item for item in present if item is not None), None)
-    if known is None:
+    first = next((sharding for sharding in present if sharding is not None), None)
+    if first is None:
         return present if resolve_mesh() is None else None
     # One tree is on one mesh: what has no place yet goes where the rest is.
-    replicated = NamedSharding(known.mesh, PartitionSpec())
-    return [replicated if item is None else item for item in present]
+    replicated = NamedSharding(first.mesh, PartitionSpec())
+    return [replicated if sharding is None else sharding for sharding in present]
 
 
 def _in_order_of(tree: Any, copy: Any) -> Any:
@@ -244,7 +244,7 @@ def _in_order_of(tree: Any, copy: Any) -> Any:
 
 
 def _restore_positions(contents: Contents, saved: Any) -> None:
-    """Puts positions back, first those that may refuse: then nothing has changed."""
+    """Restores positions; refusals come before any change of a dict."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
     for holder, state in holders:
         if not isinstance(holder, dict):
@@ -305,9 +305,9 @@ class Checkpoints:
         if not self.directory.is_dir():
             return []
         return sorted(
-            int(item.name)
-            for item in self.directory.iterdir()
-            if item.name.isdecimal() and item.name.isascii() and item.is_dir()
+            int(folder.name)
+            for folder in self.directory.iterdir()
+            if folder.name.isdecimal() and folder.name.isascii() and folder.is_dir()
         )
 
     def latest(self) -> int | None:
@@ -319,8 +319,8 @@ class Checkpoints:
         path = self.directory / f"{step:08d}"
         if path.exists() or not self.directory.is_dir():
             return path
-        named = (item for item in self.directory.iterdir() if item.name.isdecimal())
-        return next((item for item in named if int(item.name) == step), path)
+        named = (folder for folder in self.directory.iterdir() if folder.name.isdecimal())
+        return next((folder for folder in named if int(folder.name) == step), path)
 
     def due(self, step: int) -> bool:
         """Whether ``every`` divides the step."""
@@ -370,21 +370,21 @@ class Checkpoints:
         return self._writer
 
     def remove_leftovers(self) -> None:
-        """Removes what killed processes left half written or half removed."""
+        """Removes half-written and half-removed files of killed processes."""
         if jax.process_index() == 0:
             storage.remove_leftovers(self.directory)
 
     def _failed(self, error: Exception) -> Exception:
         steps = self.steps()
-        kept = f"The last complete one is {steps[-1]}." if steps else "None is complete."
-        found = _write_error(f"Writing a checkpoint in {self.directory}", error)
-        if isinstance(found, errors.CheckpointWriteError):
+        last_complete = f"The last complete one is {steps[-1]}." if steps else "None is complete."
+        failure = _write_error(f"Writing a checkpoint in {self.directory}", error)
+        if isinstance(failure, errors.CheckpointWriteError):
             hint = "Save again once the cause is gone (a full disk, a lost folder)."
-            return errors.CheckpointWriteError(f"{found}. {kept} {hint}")
-        return found
+            return errors.CheckpointWriteError(f"{failure}. {last_complete} {hint}")
+        return failure
 
     def wait(self) -> None:
-        """Waits until what was saved is complete, and removes checkpoints past ``keep``.
+        """Waits for running saves, and removes checkpoints past ``keep``.
 
         Raises:
             CheckpointWriteError: If writing it failed.
@@ -442,7 +442,7 @@ class Checkpoints:
         return restore(tree, self.path(chosen), mesh, rules, **options)
 
     def close(self) -> None:
-        """Waits for what is being written and frees the background threads."""
+        """Waits for running saves and frees the background threads."""
         try:
             self.wait()
         finally:

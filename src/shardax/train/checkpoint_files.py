@@ -61,7 +61,7 @@ def as_path(path: Any) -> Any:
 
 
 def is_complete(path: Any) -> bool:
-    """Whether a directory is a checkpoint of shardax whose writing was finished."""
+    """Whether a directory is a finished checkpoint of shardax."""
     if TEMPORARY in path.name or path.name.endswith((DELETED, DAMAGED)):
         return False
     return (path / DESCRIPTION).exists() or path.joinpath(*_FIRST_DESCRIPTION).exists()
@@ -132,7 +132,7 @@ class Writer:
         _drafts.discard(str(draft))
 
     def _forget_orbax(self) -> None:
-        """Frees what orbax keeps of a failed write."""
+        """Frees orbax's remains of a failed write."""
         failed, self._orbax = self._orbax, None
         with contextlib.suppress(Exception):
             failed.close()
@@ -140,14 +140,14 @@ class Writer:
         gc.collect()
 
     def wait(self) -> None:
-        """Waits until what was started is complete, or raises CheckpointWriteError."""
+        """Waits for a running write, or raises CheckpointWriteError."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
             _meet("checkpoint ends")
 
     def abandon(self) -> None:
-        """Leaves what is being written, which takes other processes, as it is."""
+        """Leaves a running write, a matter of all processes, as it is."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Writer:
 
 
 def _join_threads_of_orbax() -> None:
-    """Waits for directories that threads make while a save is refused."""
+    """Waits for directories made by threads during a refused save."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax"):
             threading.Thread.join(thread, timeout=5)  # orbax's own raises what the thread did
@@ -175,24 +175,24 @@ _drafts: set[str] = set()  # being written, or failed
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Keeps out of logs and stderr what ``Writer.wait`` raises."""
+    """Keeps the errors of ``Writer.wait`` out of logs and stderr."""
     # orbax and asyncio log a failed write, too, with tracebacks; what was still being written finds
     # its event loop closed, in threads where no one can catch it.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
-    before = sys.unraisablehook
+    old_hook = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         code = getattr(unraisable.object, "cr_code", None)
         is_ours = "orbax" in getattr(code, "co_filename", "")
         if not (_drafts and (is_ours or str(unraisable.exc_value) == "Event loop is closed")):
-            before(unraisable)
+            old_hook(unraisable)
 
     sys.unraisablehook = hook
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log record is not about a write that failed."""
+    """Whether a log record is about anything but a failed write."""
     if record.levelno < logging.ERROR:
         return True
     text = record.getMessage() + (str(record.exc_info[1]) if record.exc_info else "")
@@ -209,7 +209,7 @@ def _meet(name: str) -> None:
 
 def _files_below(path: Any) -> dict[str, dict[str, Any]]:
     """Returns size and digest of all files below a directory."""
-    files = sorted(item for item in path.rglob("*") if item.is_file())
+    files = sorted(file for file in path.rglob("*") if file.is_file())
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(_digest_of, files))
     return {
@@ -241,27 +241,27 @@ def read_description(path: Any) -> dict[str, Any]:
     if not is_complete(path):
         if path.is_dir() and (path / "arrays").is_dir():
             raise _damaged(path, [f"{DESCRIPTION} is missing"])
-        what = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
-        raise errors.CheckpointNotFoundError(f"{what} at {path}.{_near_checkpoints(path)}")
+        absence = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
+        raise errors.CheckpointNotFoundError(f"{absence} at {path}.{_near_checkpoints(path)}")
     file = path / DESCRIPTION
     if not file.exists():
         file = path.joinpath(*_FIRST_DESCRIPTION)
-    found = _parsed(file.read_bytes(), is_sealed=file.name == DESCRIPTION)
-    if found is None:
+    description = _parsed(file.read_bytes(), is_sealed=file.name == DESCRIPTION)
+    if description is None:
         name = file.relative_to(path).as_posix()
         raise _damaged(path, [f"{name} has not the bytes that were written"])
-    version = found.get("version")
-    if found.get("format") != "shardax" or version not in (1, FORMAT_VERSION):
+    version = description.get("version")
+    if description.get("format") != "shardax" or version not in (1, FORMAT_VERSION):
         raise errors.CheckpointValueError(
-            f"The checkpoint {path} is {found.get('format')!r} version {version!r}, but this "
+            f"The checkpoint {path} is {description.get('format')!r} version {version!r}, but this "
             f"shardax reads 'shardax' versions 1 to {FORMAT_VERSION}. Read it with the version "
             "that wrote it."
         )
-    step = found.get("step")
+    step = description.get("step")
     if step is not None and path.name.isdecimal() and int(path.name) != step:
         text = f"{file.name} is of step {step}, so the folder was copied or renamed"
         raise _damaged(path, [text])
-    return found
+    return description
 
 
 def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
@@ -271,10 +271,10 @@ def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
         if content != text[:-1] + _DIGEST.format(hashlib.sha256(text).hexdigest()).encode():
             return None
     try:
-        found = json.loads(content)
+        description = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return description if isinstance(description, dict) else None
 
 
 def verify(path: Any, *, sizes_only: bool = False) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def verify(path: Any, *, sizes_only: bool = False) -> dict[str, Any]:
     recorded: Mapping[str, Any] = description.get("files", {})
     with ThreadPoolExecutor() as threads:
         check = threads.map(
-            lambda item: _problem_of(path, *item, sizes_only=sizes_only), recorded.items()
+            lambda record: _problem_of(path, *record, sizes_only=sizes_only), recorded.items()
         )
         if problems := [problem for problem in check if problem]:
             raise _damaged(path, problems)
@@ -305,12 +305,12 @@ def _problem_of(path: Any, name: str, recorded: Mapping[str, Any], sizes_only: b
 
 
 def _damaged(path: Any, problems: Sequence[str]) -> errors.CheckpointDamagedError:
-    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-    shown = "; ".join(problems[:4]) + more
+    omitted = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+    listed = "; ".join(problems[:4]) + omitted
     return errors.CheckpointDamagedError(
-        f"The checkpoint {path} is damaged: {shown}. Nothing was changed. Restore another "
+        f"The checkpoint {path} is damaged: {listed}. Nothing was changed. Restore another "
         f"one.{_near_checkpoints(path)}",
-        shown,
+        listed,
     )
 
 
@@ -319,38 +319,38 @@ def _near_checkpoints(path: Any) -> str:
     for folder in (path, path.parent):
         if folder.is_dir():
             items = sorted(folder.iterdir())
-            found = [str(item) for item in items if item != path and is_complete(item)]
-            if found:
-                return f" Checkpoints nearby: {', '.join(found[-5:])}."
+            names = [str(child) for child in items if child != path and is_complete(child)]
+            if names:
+                return f" Checkpoints nearby: {', '.join(names[-5:])}."
     return ""
 
 
 def read_arrays(
     path: Any, stored: Sequence[StoredArray], dtypes: Sequence[Any], shardings: Sequence[Any]
 ) -> list[jax.Array]:
-    """Reads arrays, each process only what its devices hold."""
+    """Reads arrays, in each process only the parts on its devices."""
     # A sharding of None is the default device, uncommitted. Dtypes of random keys are ignored.
     import orbax.checkpoint as ocp
 
-    wanted: dict[str, Any] = {}
+    targets: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for array, dtype, sharding in zip(stored, dtypes, shardings, strict=True):
         if math.prod(array.shape) == 0:
             continue  # an array of no elements is its description
-        wanted[array.path] = 0
+        targets[array.path] = 0
         numbers = np.dtype(np.uint32) if array.key is not None else dtype
         options[array.path] = (
             ocp.RestoreArgs(restore_type=np.ndarray, dtype=numbers)
             if sharding is None
             else ocp.ArrayRestoreArgs(sharding=_sharding_of_data(array, sharding), dtype=numbers)
         )
-    found: Mapping[str, Any] = {}
-    if wanted:
-        arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
+    restored: Mapping[str, Any] = {}
+    if targets:
+        arguments = ocp.args.PyTreeRestore(item=targets, restore_args=options, partial_restore=True)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            found = checkpointer.restore(path / "arrays", args=arguments)
+            restored = checkpointer.restore(path / "arrays", args=arguments)
     return [
-        _as_array(array, found.get(array.path), dtype, sharding)
+        _as_array(array, restored.get(array.path), dtype, sharding)
         for array, dtype, sharding in zip(stored, dtypes, shardings, strict=True)
     ]
 
@@ -366,7 +366,7 @@ def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
 
 
 def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> jax.Array:
-    """Returns the array of what was read; None has no elements."""
+    """Returns the array of read numbers; None has no elements."""
     if numbers is None and stored.key is None:
         return jax.device_put(jnp.zeros(stored.shape, dtype), sharding)
     if stored.key is None:
@@ -403,12 +403,12 @@ def _renamed(path: Any, ending: str) -> Any:
 
 
 def remove_leftovers(directory: Any) -> None:
-    """Removes what killed processes left half written or half removed."""
+    """Removes half-written and half-removed files of killed processes."""
     if not directory.is_dir():
         return
-    for item in directory.iterdir():
-        if TEMPORARY in item.name or item.name.endswith(DELETED):
-            remove_tree(item)
+    for child in directory.iterdir():
+        if TEMPORARY in child.name or child.name.endswith(DELETED):
+            remove_tree(child)
 
 
 def remove_tree(path: Any) -> None:

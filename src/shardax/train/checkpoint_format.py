@@ -51,7 +51,7 @@ class ModelArray(NamedTuple):
 
     @property
     def is_key(self) -> bool:
-        """Whether it holds random keys, which are stored as their integers."""
+        """Whether it holds random keys, stored as their integers."""
         return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
 
 
@@ -132,22 +132,22 @@ class _Walk:
             self.positions[format_path(path)] = tree
             return None
         if handler in PLAIN or (handler.stores_items and has_parts(tree)):
-            # What a tuple at the root holds can be restored into a list.
+            # The elements of a tuple at the root can be restored into a list.
             has_slots = handler in (LIST, DICT) or not (path or self.restoring)
             pairs = []
-            for key, item in handler.children(tree):
-                own = ArraySlot(tree, key, []) if has_slots else slot
-                pairs.append((key, self.without_positions(item, (*path, key), own)))
-                if has_slots and own is not None and own.variables:
-                    self.slots.append(own)
-            return tuple(item for _, item in pairs) if handler in PLAIN[:-1] else dict(pairs)
+            for key, child in handler.children(tree):
+                child_slot = ArraySlot(tree, key, []) if has_slots else slot
+                pairs.append((key, self.without_positions(child, (*path, key), child_slot)))
+                if has_slots and child_slot is not None and child_slot.variables:
+                    self.slots.append(child_slot)
+            return tuple(child for _, child in pairs) if handler in PLAIN[:-1] else dict(pairs)
         if next(_parts(tree), None) is not None:  # a node of JAX
             items = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
             return {
                 jax.tree_util.keystr(keys, simple=True, separator="."): self.without_positions(
-                    item, (*path, jax.tree_util.keystr(keys, simple=True, separator=".")), slot
+                    child, (*path, jax.tree_util.keystr(keys, simple=True, separator=".")), slot
                 )
-                for keys, item in items
+                for keys, child in items
             }
         raise errors.CheckpointValueError(
             f"Cannot save or restore {tree!r} at {format_path(path)}, of type "
@@ -159,7 +159,7 @@ class _Walk:
     def _variable_of(self, array: Any, path: Path, slot: ArraySlot | None) -> Variable[Any]:
         if slot is None:
             place = f"The array at {format_path(path)}" if path else "The tree"
-            how = (
+            remedy = (
                 "a list has the paths of a tuple: `holder = list(tree)`, then restore into holder"
                 if self.restoring and path
                 else 'save and restore a dict: `holder = {"tree": tree}`'
@@ -167,7 +167,7 @@ class _Walk:
             raise errors.CheckpointValueError(
                 f"{place} cannot be written into: restore replaces arrays in dicts and lists, and "
                 "the values of Variables. Of the arrays of other trees made of Modules, Variables "
-                f"or arrays, {how}."
+                f"or arrays, {remedy}."
             )
         variable: Variable[Any] = Variable(array)
         slot.variables.append(variable)
@@ -192,8 +192,8 @@ def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, Object) or _is_array(value) or _is_stateful(value):
         yield value
     elif handler_of(value) in PLAIN:
-        for _, item in handler_of(value).children(value):
-            yield from _parts(item)
+        for _, child in handler_of(value).children(value):
+            yield from _parts(child)
     elif not jax.tree_util.all_leaves([value]):
         leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Object))
         yield from (leaf for leaf in leaves if isinstance(leaf, Object) or _is_array(leaf))
@@ -229,18 +229,18 @@ def describe(
     }
 
 
-def _check_json(value: Any, what: str) -> None:
+def _check_json(value: Any, name: str) -> None:
     if type(value) in (bool, int, float, str, type(None)):
         return
     if type(value) is list:
-        for position, item in enumerate(value):
-            _check_json(item, f"{what}[{position}]")
+        for position, element in enumerate(value):
+            _check_json(element, f"{name}[{position}]")
     elif type(value) is dict and all(type(key) is str for key in value):
-        for key, item in value.items():
-            _check_json(item, f"{what}[{key!r}]")
+        for key, element in value.items():
+            _check_json(element, f"{name}[{key!r}]")
     else:
         raise errors.CheckpointValueError(
-            f"{what} is {value!r} of type {type(value).__name__}, not a value of JSON: None, bool, "
+            f"{name} is {value!r} of type {type(value).__name__}, not a value of JSON: None, bool, "
             "int, float, str, lists, dicts with str keys. Use int(x), list(x) or the like."
         )
 
@@ -264,18 +264,18 @@ def check_fit(
     partial: bool,  # the checkpoint may hold more than the tree
     cast: bool,  # floating dtypes may differ
 ) -> None:
-    """Raises CheckpointMismatchError, with all that does not fit."""
-    wanted = {array.path: array for array in contents.arrays}
-    missing = [path for path in wanted if path not in stored]
-    unexpected = [] if partial else [path for path in stored if path not in wanted]
+    """Raises CheckpointMismatchError, with all differences."""
+    targets = {array.path: array for array in contents.arrays}
+    missing = [path for path in targets if path not in stored]
+    unexpected = [] if partial else [path for path in stored if path not in targets]
     shapes, dtypes = [], []
-    for path in wanted.keys() & stored.keys():
-        array, found = wanted[path], stored[path]
-        if array.shape != found.shape:
-            shapes.append(f"{path}: {array.shape}, stored {found.shape}")
-        if array.dtype != found.dtype and not (cast and _both_floating(array, found)):
-            dtypes.append(f"{path}: {array.dtype}, stored {found.dtype}")
-    more = [] if partial else [path for path in positions if path not in contents.positions]
+    for path in targets.keys() & stored.keys():
+        array, saved = targets[path], stored[path]
+        if array.shape != saved.shape:
+            shapes.append(f"{path}: {array.shape}, stored {saved.shape}")
+        if array.dtype != saved.dtype and not (cast and _both_floating(array, saved)):
+            dtypes.append(f"{path}: {array.dtype}, stored {saved.dtype}")
+    unread = [] if partial else [path for path in positions if path not in contents.positions]
     sections = {
         "not in the checkpoint": [path + _near(path, unexpected or stored) for path in missing],
         "in the checkpoint only": [path + _near(path, missing) for path in unexpected],
@@ -285,13 +285,13 @@ def check_fit(
             array.path for array in contents.arrays if isinstance(array.variable, FrozenVariable)
         ],
         "positions not in the checkpoint": [p for p in contents.positions if p not in positions],
-        "positions in the checkpoint only": more,
+        "positions in the checkpoint only": unread,
     }
     if not any(sections.values()):
         return
     message = (
         f"The checkpoint {where} ({len(stored)} arrays) does not fit what it is to be restored "
-        f"into ({len(wanted)} arrays); nothing was changed."
+        f"into ({len(targets)} arrays); nothing was changed."
     )
     for title, entries in sections.items():
         if entries:
@@ -302,9 +302,9 @@ def check_fit(
     )
 
 
-def _near(path: str, others: Any) -> str:
-    found = difflib.get_close_matches(path, list(others), n=1, cutoff=0.8)
-    return f" (near: {found[0]})" if found else ""
+def _near(path: str, candidates: Any) -> str:
+    matches = difflib.get_close_matches(path, list(candidates), n=1, cutoff=0.8)
+    return f" (near: {matches[0]})" if matches else ""
 
 
 def _both_floating(array: ModelArray, stored: StoredArray) -> bool:
@@ -314,7 +314,7 @@ def _both_floating(array: ModelArray, stored: StoredArray) -> bool:
 
 
 def positions_in_modules(objects: Any) -> list[str]:
-    """Returns the paths of positions that Modules hold, which are not saved."""
+    """Returns the paths of positions in Modules, not saved in checkpoints."""
     return [
         format_path((*path, *place))
         for path, module in iter_modules(objects)
@@ -326,7 +326,7 @@ def _positions_held(value: Any, place: Path) -> Iterator[Path]:
     """Yields the places of positions in an attribute and its containers."""
     if isinstance(value, (Mapping, list, tuple, List)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _positions_held(item, (*place, key))
+        for key, child in items:
+            yield from _positions_held(child, (*place, key))
     elif not isinstance(value, Object) and _is_stateful(value):
         yield place

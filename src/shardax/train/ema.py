@@ -70,9 +70,9 @@ class EMA(Module):
                 "updates: EMA(model, decay=0.999)."
             )
         if not any(True for _ in iter_variables(model, wrt)):
-            shown = getattr(wrt, "__name__", repr(wrt))
+            filter_text = getattr(wrt, "__name__", repr(wrt))
             raise OptimizerStateError(
-                f"No Variable of the {type(model).__name__} matches wrt={shown}, so there is "
+                f"No Variable of the {type(model).__name__} matches wrt={filter_text}, so there is "
                 f"nothing to average.{describe_plain_arrays(model)} Choose others: "
                 "`EMA(model, decay, wrt=filter)`."
             )
@@ -90,12 +90,12 @@ class EMA(Module):
         Raises:
             OptimizerStateError: If Variables were added, removed or reshaped; nothing is changed.
         """
-        own, given = (dict(iter_variables(tree)) for tree in (self.model, model))
-        wrong = [format_path(path) for path in own.keys() ^ given.keys()]
+        means, values = (dict(iter_variables(tree)) for tree in (self.model, model))
+        wrong = [format_path(path) for path in means.keys() ^ values.keys()]
         wrong += [
             format_path(path)
-            for path in own.keys() & given.keys()
-            if _form(own[path].value) != _form(given[path].value)
+            for path in means.keys() & values.keys()
+            if _form(means[path].value) != _form(values[path].value)
         ]
         if wrong:
             raise OptimizerStateError(
@@ -104,18 +104,18 @@ class EMA(Module):
                 "a new one: EMA(model, decay)."
             )
         chosen = dict(iter_variables(self.model, self.average.wrt))
-        self.average.update(State.from_flat({path: given[path].value for path in chosen}))
-        for path in own.keys() - chosen.keys():
-            own[path].value = jax.tree.map(laid_out_as, own[path].value, given[path].value)
+        self.average.update(State.from_flat({path: values[path].value for path in chosen}))
+        for path in means.keys() - chosen.keys():
+            means[path].value = jax.tree.map(laid_out_as, means[path].value, values[path].value)
 
 
 class _MovingAverage(NamedTuple):
-    """Transformation whose gradients are the values to average."""
+    """Transformation of the values to average, in place of gradients."""
 
     decay: Any  # a number, or a function of the number of updates
 
     def init(self, params: Any) -> Any:
-        """Returns the number of updates, where the decay depends on it."""
+        """Returns the number of updates, if the decay depends on it."""
         return jnp.zeros((), jnp.int32) if callable(self.decay) else ()
 
     def update(self, values: Any, count: Any, params: Any) -> tuple[Any, Any]:
@@ -124,8 +124,8 @@ class _MovingAverage(NamedTuple):
         share = 1 - decay
 
         def step(value: Any, average: Any) -> Any:
-            way = jnp.asarray(value, average.dtype) - average
-            return way * share if jnp.issubdtype(way.dtype, jnp.inexact) else way
+            gap = jnp.asarray(value, average.dtype) - average
+            return gap * share if jnp.issubdtype(gap.dtype, jnp.inexact) else gap
 
         return jax.tree.map(step, values, params), count + 1 if callable(self.decay) else ()
 

@@ -67,7 +67,7 @@ class CheckpointNotFoundError(ShardaxError, FileNotFoundError):
 
 
 class CheckpointDamagedError(ShardaxError, ValueError):
-    """A checkpoint's files are not those that were written."""
+    """A checkpoint's files differ from the written ones."""
 
     def __init__(self, message: str, problems: str = "") -> None:
         super().__init__(message)

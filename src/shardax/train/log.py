@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where records of a run go: a log, TensorBoard, other trackers.
+"""Destinations of a run's records: a log, TensorBoard, other trackers.
 
 The log has one JSON object per line. A line counts once its newline is written; the torn line of a
 killed process is ignored by readers and cut off by the next writer. To resume at step k cuts off
@@ -97,13 +97,13 @@ class JsonlLog:
         self._last_step = self._last_step if step is None else step
 
     def _append(self, line: bytes) -> None:
-        before = os.fstat(self._file.fileno()).st_size
+        old_size = os.fstat(self._file.fileno()).st_size
         try:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
             # A full disk may have taken half a line, which would spoil the next one.
-            self._file.truncate(before)
+            self._file.truncate(old_size)
             error.filename = str(self.path)
             raise
 
@@ -130,7 +130,7 @@ class JsonlLog:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    r"""Reads a log, also one in writing or whose writer was killed.
+    r"""Reads a log, also one in writing or of a killed writer.
 
     Args:
         path: The file.
@@ -165,7 +165,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What records of a run are written to, such as ``TensorBoardLog``.
+    """Destination of a run's records, such as ``TensorBoardLog``.
 
     One may have ``resume(step)`` too: it is called before the first record, with the step after
     which the run goes on (-1: from the start), and what was recorded past it is outdated.
@@ -190,7 +190,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardLog:
-    """Tracker that writes event files of TensorBoard.
+    """Tracker writing event files of TensorBoard.
 
     Numbers are scalars by their names, with those of an evaluation under ``eval/``; what is no
     number is left out. Needs the package ``tensorboard``: ``shardax[tensorboard]``.
@@ -218,7 +218,7 @@ class TensorBoardLog:
         self._packages()
 
     def resume(self, step: int) -> None:
-        """Begins a new event file; TensorBoard drops what is past a step.
+        """Begins a new event file; TensorBoard drops records past a step.
 
         Args:
             step: The last step to keep; -1 drops all steps.
@@ -286,11 +286,11 @@ class TensorBoardLog:
 class Trackers(contextlib.ExitStack):
     """The log of a run and its other trackers, while it runs."""
 
-    def __init__(self, path: Path, others: Sequence[Tracker], step: int) -> None:
+    def __init__(self, path: Path, trackers: Sequence[Tracker], step: int) -> None:
         super().__init__()
         self.all: list[Any] = [JsonlLog(path, resume_step=step)]
         self.callback(self.all[0].close)
-        for tracker in others:
+        for tracker in trackers:
             getattr(tracker, "resume", lambda step: None)(step)
             self.callback(tracker.close)
             self.all.append(tracker)
@@ -301,13 +301,13 @@ class Trackers(contextlib.ExitStack):
             tracker.write(**record)
 
 
-def check_trackers(given: Any) -> tuple[Tracker, ...]:
+def check_trackers(sinks: Any) -> tuple[Tracker, ...]:
     """Returns trackers, or raises TrainerError."""
-    listed = () if isinstance(given, Tracker) or not isinstance(given, Iterable) else tuple(given)
-    wrong = [type(each).__name__ for each in listed if not isinstance(each, Tracker)]
-    if wrong or (not listed and given != ()):
+    listed = () if isinstance(sinks, Tracker) or not isinstance(sinks, Iterable) else tuple(sinks)
+    wrong = [type(sink).__name__ for sink in listed if not isinstance(sink, Tracker)]
+    if wrong or (not listed and sinks != ()):
         raise TrainerError(
-            f"trackers has a {wrong[0] if wrong else type(given).__name__}, but must be objects "
+            f"trackers has a {wrong[0] if wrong else type(sinks).__name__}, but must be objects "
             "with write(**record) and close(), in a tuple or list: "
             "trackers=(TensorBoardLog(folder),)."
         )
@@ -334,9 +334,9 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
-            shown = content[start : min(newline, start + 80)]
+            excerpt = content[start : min(newline, start + 80)]
             raise LogError(
-                f"Line {len(records) + 1} of {str(path)!r} is no JSON object: {shown!r}. If this "
+                f"Line {len(records) + 1} of {str(path)!r} is no JSON object: {excerpt!r}. If this "
                 "is a log, something else wrote to it: delete that line, or move the file away."
             )
         start = newline + 1

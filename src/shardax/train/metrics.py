@@ -40,7 +40,7 @@ class Metric(Module):
         raise NotImplementedError
 
     def merge(self, other: Any) -> None:
-        """Takes in everything that another metric of this kind has taken in."""
+        """Takes in all data of another metric of this kind."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -48,13 +48,13 @@ class Metric(Module):
         for _, variable in iter_variables(self, MetricState):
             variable.value = jnp.zeros_like(variable.value)
 
-    def _take(self, name: str, given: dict[str, Any]) -> jax.Array:
-        if name not in given:
+    def _take(self, name: str, kwargs: dict[str, Any]) -> jax.Array:
+        if name not in kwargs:
             raise MetricError(
                 f"{type(self).__name__}.update needs {name}=..., but was given "
-                f"{', '.join(given) or 'nothing'}. Pass it, or make the metric with another name."
+                f"{', '.join(kwargs) or 'nothing'}. Pass it, or make the metric with another name."
             )
-        return jnp.asarray(given[name])
+        return jnp.asarray(kwargs[name])
 
 
 class Welford(Metric):
@@ -105,7 +105,7 @@ class Welford(Metric):
         }
 
     def merge(self, other: Any) -> None:
-        """Takes in everything that another metric of this kind has taken in."""
+        """Takes in all data of another metric of this kind."""
         _check_kind(self, other)
         self._combine(other.weight.value, other.mean.value, other.spread.value)
 
@@ -159,7 +159,7 @@ class Perplexity(Average):
 
 
 class Accuracy(Average):
-    """Share of rows where the largest of ``logits`` is at the ``labels``.
+    """Share of rows with the largest of ``logits`` at the ``labels``.
 
     ``logits`` have shape (..., classes), ``labels`` are integers of shape (...).
 
@@ -202,28 +202,28 @@ class MultiMetric(Metric):
     """
 
     def __init__(self, **metrics: Metric) -> None:
-        taken = [name for name in metrics if hasattr(MultiMetric, name)]
-        if taken:
+        reserved = [name for name in metrics if hasattr(MultiMetric, name)]
+        if reserved:
             raise MetricError(
-                f"A metric cannot be named {taken[0]!r}, which is a method of MultiMetric; choose "
-                "another name."
+                f"A metric cannot be named {reserved[0]!r}, which is a method of MultiMetric; "
+                "choose another name."
             )
         self.names = tuple(metrics)
         for name, metric in metrics.items():
             setattr(self, name, metric)
 
     def update(self, **kwargs: Any) -> None:
-        """Updates every metric with those of the keywords that it takes."""
+        """Updates every metric with the keywords it takes."""
         _refuse_unknown(self, kwargs, _known_keywords(self))
         for metric in self._metrics():
-            known = _known_keywords(metric)
-            metric.update(**{n: v for n, v in kwargs.items() if known is None or n in known})
+            names = _known_keywords(metric)
+            metric.update(**{n: v for n, v in kwargs.items() if names is None or n in names})
 
     def _metrics(self) -> list[Metric]:
         return [getattr(self, name) for name in self.names]
 
     def compute(self) -> Any:
-        """Returns a dict of what each metric computes."""
+        """Returns a dict of the metrics' values."""
         return {name: getattr(self, name).compute() for name in self.names}
 
     def merge(self, other: Any) -> None:
@@ -241,20 +241,20 @@ def update_from_batch(
     metric: Metric, name: str, model: Any, batch: Any, loss: Any, count: Any
 ) -> None:
     """Updates a metric with logits and labels, or the mean loss."""
-    known = _known_keywords(metric) or {"logits", "labels", "weights"}
-    own = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
-    if known == {"logits", "labels", "weights"} and own:
+    keywords = _known_keywords(metric) or {"logits", "labels", "weights"}
+    has_targets = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
+    if keywords == {"logits", "labels", "weights"} and has_targets:
         # A metric of the user's gets weights where the batch has a mask.
         is_own = _known_keywords(metric) is not None
         weights = target_weights(batch) if is_own or batch.get("mask") is not None else None
         options = {} if weights is None else {"weights": weights}
         metric.update(logits=model(batch["inputs"]), labels=batch["targets"], **options)
-    elif known == {"loss", "weights"}:
+    elif keywords == {"loss", "weights"}:
         metric.update(loss=loss, weights=count)
     else:
         raise MetricError(
             f"eval_metrics[{name!r}], a {type(metric).__name__}, takes "
-            f"{', '.join(f'{each}=...' for each in sorted(known))}, which this batch does not "
+            f"{', '.join(f'{word}=...' for word in sorted(keywords))}, which this batch does not "
             f"tell. Say what to give it: eval_metrics={{{name!r}: (metric, lambda model, batch: "
             "{'values': ...})}."
         )
@@ -295,7 +295,7 @@ def counted_by(count: Callable[[Any], Any], batch: Any) -> jax.Array:
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     """Whether weights of a shape fit values, from the left."""
     return len(shape) <= len(to) and all(
-        size in (1, whole) for size, whole in zip(shape, to, strict=False)
+        size in (1, full) for size, full in zip(shape, to, strict=False)
     )
 
 
@@ -307,7 +307,7 @@ def relative_weights(counts: jax.Array) -> jax.Array:
 
 
 def weighted(tree: Any, weight: Any) -> Any:
-    """Arrays times a weight; zeros where it is 0, also of NaN."""
+    """Arrays times a weight; zeros for weight 0, also of NaN."""
 
     def times_weight(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -319,7 +319,7 @@ def weighted(tree: Any, weight: Any) -> Any:
 
 
 def _known_keywords(metric: Any) -> set[str] | None:
-    """Returns the keywords that a metric's ``update`` takes; None for any."""
+    """Returns the keywords of a metric's ``update``; None for any."""
     owner = next(kind for kind in type(metric).__mro__ if "update" in vars(kind))
     if owner is Welford:
         return {metric.argname, "weights"}
@@ -327,18 +327,19 @@ def _known_keywords(metric: Any) -> set[str] | None:
         return {"logits", "labels", "weights"}
     if owner is not MultiMetric:
         return None
-    known = [_known_keywords(each) for each in metric._metrics()]
-    return None if None in known else set[str]().union(*(each for each in known if each))
+    sets = [_known_keywords(child) for child in metric._metrics()]
+    return None if None in sets else set[str]().union(*(words for words in sets if words))
 
 
-def _refuse_unknown(metric: Metric, given: Mapping[str, Any], known: set[str] | None) -> None:
-    """Raises MetricError for a keyword that is not known."""
+def _refuse_unknown(metric: Metric, kwargs: Mapping[str, Any], keywords: set[str] | None) -> None:
+    """Raises MetricError for an unknown keyword."""
     # A misspelt ``weights`` would otherwise silently count everything.
-    for name in given:
-        if known is not None and name not in known:
+    for name in kwargs:
+        if keywords is not None and name not in keywords:
             raise MetricError(
                 f"{type(metric).__name__}.update takes no {name}=..., but "
-                f"{', '.join(f'{each}=...' for each in sorted(known))}.{did_you_mean(name, known)}"
+                f"{', '.join(f'{word}=...' for word in sorted(keywords))}."
+                f"{did_you_mean(name, keywords)}"
             )
 
 

@@ -50,7 +50,7 @@ _STEP = optimizer_state.StateLeaf(
 
 
 class Optimizer(Module):
-    """Gradient transformation with its state and the model that it updates.
+    """Gradient transformation with its state and the model it updates.
 
     Making one computes nothing on a lazy model and allocates nothing: the state is lazy until it is
     first used, and then goes where the parameters are (or where ``sx.shard((model, optimizer),
@@ -118,9 +118,9 @@ class Optimizer(Module):
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         variables = [variable for _, variable in self._chosen()]
         if not variables:
-            shown = getattr(wrt, "__name__", repr(wrt))
+            filter_text = getattr(wrt, "__name__", repr(wrt))
             raise OptimizerStateError(
-                f"No Variable of the {type(model).__name__} matches wrt={shown}, so there is "
+                f"No Variable of the {type(model).__name__} matches wrt={filter_text}, so there is "
                 f"nothing to train.{describe_plain_arrays(model)} Choose others: "
                 f"`Optimizer(model, tx, wrt=filter)`."
             )
@@ -130,11 +130,11 @@ class Optimizer(Module):
             self._transformation, variables, jax.tree.structure(shapes)
         )
         self.step = OptState(optimizer_state.StateValue(_STEP, parameters, -1))
-        made = self._make_state(layout, parameters, variables)
+        state = self._make_state(layout, parameters, variables)
         if self.master_dtype is not None:
-            self.masters = made.get("masters", {})
-            made = made.get("inner", {})
-        self.opt_state = made
+            self.masters = state.get("masters", {})
+            state = state.get("inner", {})
+        self.opt_state = state
 
     @property
     def tx(self) -> Any:
@@ -162,7 +162,7 @@ class Optimizer(Module):
                 transformation changes the form of its state.
         """
         if others or isinstance(grads, Module):
-            kinds = ", ".join(type(each).__name__ for each in (grads, *others))
+            kinds = ", ".join(type(argument).__name__ for argument in (grads, *others))
             raise ArgumentError(
                 f"Optimizer.update takes the gradients alone, but was given {kinds}. The optimizer "
                 "has its model: optimizer.update(grads), after Optimizer(model, tx)."
@@ -201,7 +201,7 @@ class Optimizer(Module):
             variable.value = laid_out_as(variable.value, jnp.asarray(value, leaf.dtype))
 
     def _chosen(self) -> list[tuple[Path, Variable[Any]]]:
-        """Returns (path, Variable) of what is trained."""
+        """Returns paths and Variables of everything to train."""
         # A bare Variable as the model always is.
         if isinstance(self.model, Variable):
             return [((), self.model)]
@@ -219,11 +219,11 @@ class Optimizer(Module):
         parameters: optimizer_state.TrainedParameters,
         variables: Sequence[Variable[Any]],
     ) -> dict[Any, Any]:
-        """Makes the nested mapping of ``OptState``, lazy where the values can wait."""
+        """Makes the nested mapping of ``OptState``, lazy if the values can wait."""
         owners = [(v, axes) for v in variables for axes in _axes_of_leaves(v)]
-        known = [parameters.peek(position) for position in range(len(parameters.places))]
+        values = [parameters.peek(position) for position in range(len(parameters.places))]
         traced: list[Any] | None = None
-        if any(isinstance(value, Tracer) for value in known):
+        if any(isinstance(value, Tracer) for value in values):
             params = self._state_of([variable.value for variable in variables])
             initial = self._transformation.value.init(params)
             traced = optimizer_state.separate_arrays(initial).arrays
@@ -233,7 +233,7 @@ class Optimizer(Module):
             if traced is not None:
                 value = traced[position]
             elif leaf.initial.needs and all(
-                isinstance(known[needed], jax.Array) for needed in leaf.initial.needs
+                isinstance(values[needed], jax.Array) for needed in leaf.initial.needs
             ):
                 value = value.compute()  # of the values that the parameters have now
             mapping = nested
@@ -286,12 +286,12 @@ class _Masters(NamedTuple):
         wide = jax.tree.map(_current, params, state.masters)
         grads = jax.tree.map(_as_wide, wide, grads)
         updates, inner = _updated(update, grads, state.inner, wide, **extra)
-        wide = jax.tree.map(_apply, updates, wide, is_leaf=lambda item: item is None)
-        new = jax.tree.map(lambda p, w: laid_out_as(p, w.astype(p.dtype)), params, wide)
+        wide = jax.tree.map(_apply, updates, wide, is_leaf=lambda leaf: leaf is None)
+        new_params = jax.tree.map(lambda p, w: laid_out_as(p, w.astype(p.dtype)), params, wide)
         masters = jax.tree.map(
             lambda p, w, old: None if old is None else w, params, wide, state.masters
         )
-        return new, _MasterState(inner, masters)
+        return new_params, _MasterState(inner, masters)
 
     def _master(self, param: Any) -> Any:
         is_float = jnp.issubdtype(param.dtype, jnp.floating)
@@ -300,7 +300,7 @@ class _Masters(NamedTuple):
 
 
 def _updated(update: Any, *args: Any, **extra: Any) -> Any:
-    """Runs a transformation of optax, which promotes counts to floats."""
+    """Runs a transformation of optax, with promotion of counts to floats."""
     # Also where a user forbids promotion in the own code.
     with jax.numpy_dtype_promotion("standard"):
         return update(*args, **extra)
@@ -313,32 +313,32 @@ def _step_of(transformation: Any, update: Any) -> Any:
 
     def step(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
         updates, new_state = _updated(update, grads, state, params, **extra)
-        new = jax.tree.map(_apply, updates, params, is_leaf=lambda item: item is None)
-        return new, new_state
+        new_params = jax.tree.map(_apply, updates, params, is_leaf=lambda leaf: leaf is None)
+        return new_params, new_state
 
     return step
 
 
 def trained_variables(optimizer: Optimizer) -> list[tuple[Path, Variable[Any]]]:
-    """Returns path and Variable of what an optimizer trains, in its order."""
+    """Returns path and Variable of an optimizer's parameters, in its order."""
     return optimizer._chosen()
 
 
 def gradient_layout(optimizer: Optimizer, places: State) -> State:
-    """Returns shardings for gradients, those of the state that follows each parameter."""
+    """Returns shardings for gradients, as of the state following each parameter."""
     chosen = optimizer._chosen()
     shapes = jax.tree.map(_shape_of, optimizer._state_of([v._value for _, v in chosen]))
     layout = optimizer_state.layout_of(optimizer._transformation, shapes)
     owners = [path for path, variable in chosen for _ in jax.tree.leaves(variable._value)]
     parts = {"inner": ("opt_state",), "masters": ("masters",)}
-    found: dict[Path, Any] = {}
+    of_gradients: dict[Path, Any] = {}
     for leaf in layout.leaves:
         if leaf.follows is not None and leaf.dims == tuple(range(len(leaf.shape))):
             path = ("opt_state", *leaf.path)
             if optimizer.master_dtype is not None:
                 path = (*parts[str(leaf.path[0])], *leaf.path[1:])
-            found.setdefault(owners[leaf.follows], places.flat()[path])
-    return State.from_flat(found)
+            of_gradients.setdefault(owners[leaf.follows], places.flat()[path])
+    return State.from_flat(of_gradients)
 
 
 def _either(param: Any, master: Any) -> Any:
@@ -346,16 +346,16 @@ def _either(param: Any, master: Any) -> Any:
 
 
 def _current(param: Any, master: Any) -> Any:
-    """Returns a master, or the parameter where that was changed."""
+    """Returns a master, or a parameter changed since."""
     if master is None:
         return param
     # Rounded in a way that the compiler keeps: it may leave out a cast there and back. What is
     # too small to be normal is rounded to zero then, so that is compared by distance.
-    info, param = jnp.finfo(param.dtype), laid_out_as(master, param)
+    finfo, param = jnp.finfo(param.dtype), laid_out_as(master, param)
     value = param.astype(master.dtype)
-    rounded = jax.lax.reduce_precision(master, info.nexp, info.nmant)
-    is_small = jnp.abs(value) <= info.smallest_normal.astype(master.dtype)
-    is_near = jnp.abs(master - value) <= info.smallest_subnormal.astype(master.dtype)
+    rounded = jax.lax.reduce_precision(master, finfo.nexp, finfo.nmant)
+    is_small = jnp.abs(value) <= finfo.smallest_normal.astype(master.dtype)
+    is_near = jnp.abs(master - value) <= finfo.smallest_subnormal.astype(master.dtype)
     return jnp.where((rounded == value) | (is_small & is_near), master, value)
 
 
@@ -368,22 +368,22 @@ def _as_wide(wide: Any, grad: Any) -> Any:
 def _floating(dtype: Any) -> np.dtype:
     """Returns a dtype, or raises if it is not floating."""
     try:
-        found = jnp.dtype(dtype)
+        np_dtype = jnp.dtype(dtype)
     except TypeError:
-        found = np.dtype(bool)
-    if not jnp.issubdtype(found, jnp.floating):
+        np_dtype = np.dtype(bool)
+    if not jnp.issubdtype(np_dtype, jnp.floating):
         raise ArgumentError(
             f"master_dtype={dtype!r} is no floating dtype. Wider copies of bfloat16 parameters are "
             "mostly float32: Optimizer(model, tx, master_dtype=jnp.float32)."
         )
-    return jax.dtypes.canonicalize_dtype(found)
+    return jax.dtypes.canonicalize_dtype(np_dtype)
 
 
 def _axes_of_leaves(variable: Variable[Any]) -> Sequence[Any]:
     """Returns the names of the dimensions of each array of a parameter."""
     if variable.axes is not None or not knows_names(variable._value):
         return [variable.axes] * len(jax.tree.leaves(variable._value))
-    return [info.axes for leaf in TreeInventory(variable).leaves for info in leaf.arrays]
+    return [array.axes for leaf in TreeInventory(variable).leaves for array in leaf.arrays]
 
 
 def _metadata_of(
@@ -408,7 +408,7 @@ def _apply(update: Any, param: Any) -> Any:
 
 
 def laid_out_as(old: Any, new: Any) -> Any:
-    """Returns a new value laid out as the old one, where known."""
+    """Returns a new value laid out as the old one, if known."""
     # A state that is split further than its parameter would otherwise hand its layout on to the
     # parameter. Over Auto axes inside a program nothing is known; there in_shardings says it.
     if not isinstance(old, jax.Array):
@@ -417,28 +417,28 @@ def laid_out_as(old: Any, new: Any) -> Any:
         same = new.sharding.is_equivalent_to(old.sharding, old.ndim)
         return new if same else jax.device_put(new, old.sharding)
     place = jax.typeof(old).sharding
-    known = AxisType.Explicit in place.mesh.axis_types
-    same = not known or jax.typeof(new).sharding == place
+    is_explicit = AxisType.Explicit in place.mesh.axis_types
+    same = not is_explicit or jax.typeof(new).sharding == place
     return new if same else jax.sharding.reshard(new, place)
 
 
 def _align(grads: Any, params: State) -> State:
     """Returns gradients in the order of the parameters, or raises GradientMismatchError."""
-    wanted = params.flat()
-    given = by_paths_of(grads, wanted)
-    names = [format_path(path) for path in wanted]
+    expected = params.flat()
+    gradients = by_paths_of(grads, expected)
+    names = [format_path(path) for path in expected]
     lines = []
-    for path in given.keys() - wanted.keys():
-        near = difflib.get_close_matches(format_path(path), names, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+    for path in gradients.keys() - expected.keys():
+        matches = difflib.get_close_matches(format_path(path), names, n=1)
+        hint = f" (did you mean {matches[0]}?)" if matches else ""
         lines.append(f"  {format_path(path)}: has a gradient but is not trained{hint}")
-    for path, param in wanted.items():
-        if path not in given:
+    for path, param in expected.items():
+        if path not in gradients:
             lines.append(f"  {format_path(path)}: is trained but has no gradient")
-        elif _shapes(given[path]) != _shapes(param):
+        elif _shapes(gradients[path]) != _shapes(param):
             lines.append(
                 f"  {format_path(path)}: has shape {_shown(param)}, its gradient "
-                f"{_shown(given[path])}"
+                f"{_shown(gradients[path])}"
             )
     if lines:
         raise GradientMismatchError(
@@ -447,7 +447,7 @@ def _align(grads: Any, params: State) -> State:
             + "\nTake them with the optimizer's own filter and of the same model: "
             "sx.grad(loss, wrt=optimizer.wrt)(optimizer.model, ...)."
         )
-    return State.from_flat({path: given[path] for path in wanted}, params.origins())
+    return State.from_flat({path: gradients[path] for path in expected}, params.origins())
 
 
 def _shapes(value: Any) -> Any:
@@ -481,5 +481,5 @@ def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
 
 
 def _listed(items: Sequence[str], limit: int = 8) -> str:
-    more = f", and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+    omitted = f", and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + omitted

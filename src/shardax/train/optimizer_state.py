@@ -55,7 +55,7 @@ class Transformation:
 
 
 class InitialValue(NamedTuple):
-    """What ``init`` computes a leaf from."""
+    """Inputs of ``init`` for the value of a leaf."""
 
     needs: tuple[int, ...]  # positions of the parameters that it depends on
     number: Any = None  # of all elements, where they depend on none
@@ -108,7 +108,7 @@ def separate_arrays(state: Any) -> SeparatedState:
 
 
 def layout_of(transformation: Transformation, params: Any) -> StateLayout:
-    """Finds what a transformation's state holds for parameters or shapes."""
+    """Finds the contents of a transformation's state for parameters or shapes."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
     return _layout_of(transformation, treedef, shapes)
@@ -151,21 +151,21 @@ def _layout_of(
 
 
 def _unique(paths: list[Path]) -> list[Path]:
-    """Returns the paths, changed where two leaves would collide."""
-    taken: set[Path] = set()
+    """Returns the paths, changed in case of collisions of leaves."""
+    used: set[Path] = set()
     above = {path[:end] for path in paths for end in range(len(path))}
-    found = []
+    unique = []
     for position, path in enumerate(paths):
-        if not path or path in taken or path in above:
+        if not path or path in used or path in above:
             path = (*path, f"leaf_{position}")
-        taken.add(path)
-        found.append(path)
-    return found
+        used.add(path)
+        unique.append(path)
+    return unique
 
 
 def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | None:
-    """Finds the parameter whose path a key path ends in."""
-    # Or passes through.
+    """Finds the parameter with its path at a key path's end."""
+    # The key path may go on below the parameter.
     for start, key in enumerate(key_path):
         if isinstance(key, PathKey):
             steps = plain_path(key_path[start:])
@@ -178,16 +178,16 @@ def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | Non
 def _initial_values(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[InitialValue]
 ) -> list[InitialValue]:
-    """Finds what each output of a jaxpr is computed from."""
-    known: dict[Any, InitialValue] = dict(zip(jaxpr.invars, inputs, strict=True))
-    known.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
+    """Finds the inputs needed by each output of a jaxpr."""
+    values: dict[Any, InitialValue] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
 
     def read(atom: Any) -> InitialValue:
-        return _constant(atom.val) if isinstance(atom, Literal) else known[atom]
+        return _constant(atom.val) if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        found = _outputs(equation, [read(atom) for atom in equation.invars])
-        known.update(zip(equation.outvars, found, strict=True))
+        outputs = _outputs(equation, [read(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -212,7 +212,7 @@ def _outputs(equation: Any, inputs: Sequence[InitialValue]) -> list[InitialValue
             narrow, wide = equation.invars[0].aval.dtype, params["new_dtype"]
             if wider_dtype(narrow, wide) == wide:
                 return [only]
-    needs = tuple(sorted({position for each in inputs for position in each.needs}))
+    needs = tuple(sorted({position for value in inputs for position in value.needs}))
     return [InitialValue(needs)] * len(equation.outvars)
 
 
@@ -241,7 +241,7 @@ class TrainedParameters:
         return jax.tree.leaves(variable._real())[inner]
 
     def sharding_for(self, leaf: StateLeaf) -> NamedSharding | None:
-        """Returns where a state leaf belongs by where the parameters are."""
+        """Returns the sharding of a state leaf, from the parameters' places."""
         if leaf.follows is None:
             for position in range(len(self.places)):
                 if (sharding := named_sharding(self.peek(position))) is not None:
@@ -268,7 +268,7 @@ class StateValue(LazyValue):
         self.dtype = leaf.dtype
 
     def compute(self, sharding: Any = None) -> jax.Array:
-        """Computes the leaf; without a sharding, where its parameter is."""
+        """Computes the leaf; without a sharding, at its parameter's place."""
         leaf, parameters, initial = self.leaf, self.parameters, self.leaf.initial
         if sharding is None:
             sharding = parameters.sharding_for(leaf)
@@ -283,7 +283,7 @@ class StateValue(LazyValue):
         if initial.is_copy:
             return _copy_program(sharding, leaf.dtype)(arrays[0])
         peeked = map(parameters.peek, range(len(parameters.places)))
-        shapes = tuple((tuple(each.shape), each.dtype) for each in peeked)
+        shapes = tuple((tuple(array.shape), array.dtype) for array in peeked)
         key = (parameters.transformation, parameters.treedef, shapes, initial.needs, self.position)
         return _leaf_program(*key, sharding)(*arrays)
 
@@ -316,13 +316,13 @@ def _leaf_program(
     position: int,
     sharding: Any,
 ) -> Callable[..., jax.Array]:
-    """Makes a program that runs ``init`` for one leaf."""
+    """Makes a program of ``init`` for one leaf."""
     # The compiler drops the rest.
 
     def compute_leaf(*arrays: Any) -> jax.Array:
-        given = dict(zip(needs, arrays, strict=True))
+        inputs = dict(zip(needs, arrays, strict=True))
         leaves = [
-            given[i] if i in given else jnp.zeros(shape, dtype)
+            inputs[i] if i in inputs else jnp.zeros(shape, dtype)
             for i, (shape, dtype) in enumerate(shapes)
         ]
         state = transformation.value.init(treedef.unflatten(leaves))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows, and the signals that stop it."""
+"""Display of a run, and the signals to stop it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, *(() if self._several else (signal.SIGTERM,))):
-                before = signal.getsignal(number)
+                handler = signal.getsignal(number)
                 # None: set by other than Python code, which could not be put back.
-                if before not in (signal.SIG_IGN, None):
+                if handler not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exc_info: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -89,7 +89,7 @@ class TrainingProgress:
             self._bar = ProgressBar(self._file, "train", total, first, status)
 
     def step(self, step: int, loss: float | None, speed: str | None) -> None:
-        """Shows a step, with the loss and speed that are new."""
+        """Shows a step, with its loss and speed if they are new."""
         speed = speed or ""
         if self._bar is not None:
             self._loss = self._loss if loss is None else f"loss {loss:.4f}"
@@ -140,6 +140,6 @@ class SilentProgress:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remainder = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

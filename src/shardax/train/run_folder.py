@@ -39,12 +39,12 @@ LOCK = ".lock"
 _CONTAINERS = (list, tuple, Mapping)
 _LONGEST = 200  # characters of a value; longer ones are cut and get a digest
 _DEEPEST = 40
-# What numbers their functions hold is theirs to change.
+# Libraries, whose functions may change their constants without notice.
 _LIBRARIES = frozenset({"jax", "numpy", "optax", "shardax", "functools"})
 
 
 class RunFolder:
-    """A run's folder, which one trainer at a time holds."""
+    """A run's folder, held by one trainer at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,14 +99,14 @@ class RunFolder:
             lock.flush()
 
     def check(self) -> None:
-        """Raises if the folder that is held was removed, moved or replaced."""
+        """Raises if the held folder was removed, moved or replaced."""
         if self._lock is None:
             return
         try:
-            same = os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock.fileno()))
+            is_same = os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock.fileno()))
         except (FileNotFoundError, NotADirectoryError):
-            same = False
-        if not same:
+            is_same = False
+        if not is_same:
             raise TrainerError(
                 f"The run's folder {self.path} was removed, moved or replaced while it was being "
                 "trained in, so nothing more can be saved there. If it was moved, go on with it "
@@ -119,39 +119,39 @@ class RunFolder:
 
 def settings_of(model: Any, optimizer: Any, ema: Any = None) -> dict[str, str]:
     """Returns static values of model, optimizer and EMA, by path."""
-    found = {} if ema is None else dict(_texts(ema.average.tx, ".ema", ()))
+    settings = {} if ema is None else dict(_texts(ema.average.tx, ".ema", ()))
     for path, module in iter_modules({"model": model, "optimizer": optimizer}):
         for name, value in vars(module).items():
             if isinstance(value, Transformation):
                 name, value = "tx", value.value
             for place, static in _static_values(value, format_path((*path, name))):
-                found.update(_texts(static, place, ()))
-    return found
+                settings.update(_texts(static, place, ()))
+    return settings
 
 
 def _static_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields an attribute's values that are neither objects nor arrays."""
+    """Yields an attribute's values other than objects and arrays."""
     if isinstance(value, (List, Dict)) or (has_objects(value) and not isinstance(value, Object)):
         items = value.items() if isinstance(value, (Dict, Mapping)) else enumerate(value)
-        for step, item in items if isinstance(value, (List, Dict, *_CONTAINERS)) else ():
-            yield from _static_values(item, f"{path}[{step!r}]")
+        for step, child in items if isinstance(value, (List, Dict, *_CONTAINERS)) else ():
+            yield from _static_values(child, f"{path}[{step!r}]")
     elif not isinstance(value, (Object, jax.Array, np.ndarray)):
         yield path, value
 
 
-def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-    """Returns the settings that differ, a phrase each."""
+def differences(saved: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
+    """Returns the changed settings, a phrase each."""
     # An option that a version did not have yet was off in it.
     return [
-        f"{path}: {saved.get(path, 'nothing')} when saved, {own.get(path, 'nothing')} now"
-        for path in sorted({*saved, *own})
-        if saved.get(path) != own.get(path)
-        and {saved.get(path), own.get(path)} - {None, "None", "False"}
+        f"{path}: {saved.get(path, 'nothing')} when saved, {present.get(path, 'nothing')} now"
+        for path in sorted({*saved, *present})
+        if saved.get(path) != present.get(path)
+        and {saved.get(path), present.get(path)} - {None, "None", "False"}
     ]
 
 
 def _texts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    """Yields paths and texts of what a static value is made of."""
+    """Yields paths and texts of the parts of a static value."""
     if id(value) in above or len(above) > _DEEPEST:
         return
     name, parts = _parts(value)
@@ -177,10 +177,10 @@ def _parts(value: Any) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if isinstance(value, types.MethodType):
         return None, [("", value.__func__), (".self", value.__self__)]
     if isinstance(value, functools.partial):
-        named = [(f".{key}", item) for key, item in sorted(value.keywords.items())]
+        named = [(f".{key}", child) for key, child in sorted(value.keywords.items())]
         return None, [("", value.func), *_numbered(value.args), *named]
     if isinstance(value, Mapping):
-        return type(value).__name__, [(f"[{key!r}]", item) for key, item in value.items()]
+        return type(value).__name__, [(f"[{key!r}]", child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
         fields: Any = getattr(value, "_fields", ())
         return type(value).__name__, [(f".{key}", getattr(value, key)) for key in fields]
@@ -214,7 +214,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
         return
     kinds = (int, float, complex)
-    yield ".numbers", sorted(repr(each) for each in code.co_consts if type(each) in kinds)
+    yield ".numbers", sorted(repr(number) for number in code.co_consts if type(number) in kinds)
     for name in code.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, (*kinds, str, types.FunctionType)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a run is, and traces of where its time goes.
+"""Speed of a run, and traces of its time.
 
 Throughput counts what a batch has: tokens, images or rows. Model FLOPs utilization (MFU) is the
 share of the devices' peak that the step's matrix products and convolutions take, as PaLM's authors
@@ -29,7 +29,7 @@ THROUGHPUTS = ("tokens_per_second", "images_per_second", "rows_per_second")
 
 
 class Throughput:
-    """What is trained on per second, since it was last asked."""
+    """Work trained on per second, since the last report."""
 
     # The first step compiles, so counting starts after it.
 
@@ -40,7 +40,7 @@ class Throughput:
         self._since: float | None = None
 
     def count(self, batch: Any, pending: Any) -> None:
-        """Counts the batch of a step whose loss is ``pending``."""
+        """Counts the batch of a step with the loss ``pending``."""
         if self._since is None:
             jax.block_until_ready(pending)
             self._since = time.perf_counter()
@@ -64,15 +64,15 @@ class Throughput:
         if self._since is None or self._steps == 0:
             return {}
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        found = {f"{self.kind}_per_second": self._counted / seconds}
+        rates = {f"{self.kind}_per_second": self._counted / seconds}
         if self.ideal is not None:
-            found["mfu"] = self.ideal * self._steps / seconds
+            rates["mfu"] = self.ideal * self._steps / seconds
         self._counted, self._steps, self._since = 0, 0, time.perf_counter()
-        return found
+        return rates
 
 
 def counted(batch: Any) -> tuple[str, int]:
-    """Returns what a batch holds, in the plural, and how many."""
+    """Returns the contents of a batch, in the plural, and their number."""
     named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
     targets: Any = named.get("targets", named.get("inputs", 0.0))
     if np.ndim(targets) >= 2 and np.issubdtype(np.dtype(targets.dtype), np.integer):
@@ -102,8 +102,8 @@ def utilization_of(step: Any, devices: Any, peak: float | None) -> tuple[float |
     from shardax.hlo.program import HloReadError
     from shardax.plan.hardware.hardware import hardware_of
 
-    found = hardware_of(devices[0])
-    if peak is None and found is None:
+    hardware = hardware_of(devices[0])
+    if peak is None and hardware is None:
         return None, ""
     try:
         flops = model_flops(parse(step().as_text("hlo", debug_info=True)))
@@ -112,7 +112,7 @@ def utilization_of(step: Any, devices: Any, peak: float | None) -> tuple[float |
     if flops.uncounted:
         return None, f"MFU is not logged: {' '.join(flops.uncounted)}"
     seconds = sum(
-        count / (peak or (found.peak(dtype) if found else math.inf))
+        count / (peak or (hardware.peak(dtype) if hardware else math.inf))
         for dtype, count in flops.by_dtype.items()
     )
     return seconds / len(devices), ""
@@ -126,7 +126,7 @@ class Profile:
 
     def __init__(self, steps: Any, of: int, folder: Path) -> None:
         fits = isinstance(steps, tuple | list) and len(steps) == 2
-        fits = fits and all(type(each) is int for each in steps) and 1 <= steps[0] <= steps[1] <= of
+        fits = fits and all(type(step) is int for step in steps) and 1 <= steps[0] <= steps[1] <= of
         if not fits:
             raise TrainerError(
                 f"profile={steps!r} must be the first and the last step to trace, of 1 to {of}: "

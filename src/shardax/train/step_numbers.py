@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run records beside its loss.
+"""Numbers recorded by a run beside its loss.
 
 Numbers of a training step (those that the loss returns, the gradient's norm) are computed in the
 compiled step and read on the host only where they are recorded.
@@ -41,7 +41,7 @@ def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         if not isinstance(value, tuple):
             return value, {}
         if len(value) != 2 or not isinstance(value[1], Mapping):
-            kinds = ", ".join(type(each).__name__ for each in value)
+            kinds = ", ".join(type(part).__name__ for part in value)
             raise TrainerError(
                 f"The loss returned a tuple of {kinds or 'nothing'}. It may return the loss alone, "
                 "or the loss and its metrics by name: return loss, {'accuracy': accuracy}."
@@ -63,10 +63,10 @@ def with_counts(
     loss: Callable[[Any, Any], Any], count: Callable[[Any], Any] | None = None
 ) -> Callable[[Any, Any], Any]:
     """Makes any loss return (loss, (metrics, weight of its targets))."""
-    both = with_metrics(loss)
+    loss_and_metrics = with_metrics(loss)
 
     def counted(model: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], jax.Array]]:
-        value, metrics = both(model, batch)
+        value, metrics = loss_and_metrics(model, batch)
         if count is not None:
             return value, (metrics, counted_by(count, batch))
         weights = target_weights(batch)
@@ -95,7 +95,7 @@ def count_targets(batch: Any, count: Callable[[Any], Any] | None = None) -> jax.
     """Number of targets by a function or a mask; else of rows."""
     if count is not None:
         return counted_by(count, batch)
-    # Of rows only the share whose targets are not ignored.
+    # Rows count by the share of their targets that are not ignored.
     weights = target_weights(batch)
     if weights is not None and batch.get("mask") is not None:
         return jnp.sum(weights)
@@ -131,28 +131,28 @@ def _at(rate: Any, count: Any) -> Any:
 
 
 def _rates(update: Any) -> list[Any]:
-    """Returns what the transformations of a chain multiply updates with at last."""
+    """Returns the last step sizes of a chain, numbers or functions."""
     # optax does not tell it, but its functions hold it: a number, or a function of the count.
     code = getattr(update, "__code__", None)
-    held: dict[str, Any] = {}
+    closure: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars if code else (), update.__closure__ or (), strict=True):
         try:
-            held[name] = cell.cell_contents
+            closure[name] = cell.cell_contents
         except ValueError:  # a name that is not bound yet
             continue
     for name in ("step_size", "step_size_fn"):
-        if name in held:
-            # Those that shrink updates, such as scale(0.5), have no sign of a descent.
-            step: Any = held[name]
+        if name in closure:
+            # Step sizes of a descent are negative; scale(0.5), say, only shrinks updates.
+            step: Any = closure[name]
             return [step] if callable(step) or (np.ndim(step) == 0 and step < 0) else []
-    within = held.get("update_fns", ()) or [getattr(held.get("tx"), "update", None)]
-    return [rate for each in within if each is not None for rate in _rates(each)]
+    within = closure.get("update_fns", ()) or [getattr(closure.get("tx"), "update", None)]
+    return [rate for inner in within if inner is not None for rate in _rates(inner)]
 
 
 def device_memory() -> int | None:
     """Returns the peak bytes of a device; None if not told."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    peaks = [memory["peak_bytes_in_use"] for memory in stats if "peak_bytes_in_use" in memory]
     return max(peaks, default=None)
 
 
@@ -162,23 +162,23 @@ def device_memory() -> int | None:
 class EvalNumbers:
     """Means and metrics over held-out batches, by name."""
 
-    def __init__(self, given: Mapping[str, Any], count: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, specs: Mapping[str, Any], count: Callable[[Any], Any] | None = None) -> None:
         self.count = count  # of a batch's targets
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}
         self.metrics: dict[str, Metric] = {}
         self._arguments: dict[str, Callable[[Any, Any], Any]] = {}
-        for name, how in given.items():
+        for name, spec in specs.items():
             check_name(name, "eval_metrics has a metric")
-            metric, arguments = how if isinstance(how, tuple) and len(how) == 2 else (how, None)
+            metric, arguments = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, None)
             if isinstance(metric, Metric) and (arguments is None or callable(arguments)):
                 self.metrics[name] = metric
                 if arguments is not None:
                     self._arguments[name] = arguments
-            elif callable(how):
-                self.functions[name] = how
+            elif callable(spec):
+                self.functions[name] = spec
             else:
                 raise TrainerError(
-                    f"eval_metrics[{name!r}] is a {type(how).__name__}. Give a metric, such as "
+                    f"eval_metrics[{name!r}] is a {type(spec).__name__}. Give a metric, such as "
                     "metrics.Accuracy(), a metric with a function (model, batch) that returns the "
                     "arguments of its update, or a function (model, batch) that returns a mean."
                 )
@@ -208,7 +208,7 @@ class EvalNumbers:
         return mean, count, means
 
     def reset(self) -> dict[str, Metric]:
-        """Makes metrics forget what they took in; returns them."""
+        """Makes metrics forget all batches; returns them."""
         for metric in self.metrics.values():
             metric.reset()
             # As NumPy arrays, which every process may give to a program over all devices.
@@ -217,7 +217,7 @@ class EvalNumbers:
         return self.metrics
 
     def computed(self) -> dict[str, float]:
-        """Returns what the metrics have found, by name."""
+        """Returns the values of the metrics, by name."""
         numbers: dict[str, float] = {}
         for name, metric in self.metrics.items():
             result = jax.device_get(metric.compute())

@@ -63,7 +63,7 @@ It may return ``(loss, metrics)``, with real numbers by name.
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Length of a run, and what to do along the way.
+    """Length of a run, and settings of its steps.
 
     Attributes:
         steps: Number of optimizer steps of the whole run, resumed parts included.
@@ -138,10 +138,10 @@ class TrainerSettings:
                 f"TrainerSettings has reduce_dtype={self.reduce_dtype!r}, but no axes along which "
                 'gradients are summed. Name them: reduce_over=("data",).'
             )
-        others = ("count", "peak_flops", "reduce_over", "reduce_dtype")
+        other_types = ("count", "peak_flops", "reduce_over", "reduce_dtype")
         for name, value in vars(self).items():
             least = 0 if name in at_zero else 1
-            if name not in others and (type(value) is not int or value < least):
+            if name not in other_types and (type(value) is not int or value < least):
                 raise TrainerError(
                     f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
                     f"{least}{at_zero.get(name, '')}."
@@ -249,16 +249,16 @@ class Trainer:
         profile: tuple[int, int] | None = None,
         resumable: bool = True,
     ) -> None:
-        given: Any
-        for name, given, fits, wanted in (
+        argument: Any
+        for name, argument, fits, expected in (
             ("optimizer", optimizer, isinstance(optimizer, Optimizer), "Optimizer(model, tx)"),
             ("loss", loss, callable(loss), "a function: loss(model, batch)"),
             ("settings", settings, isinstance(settings, TrainerSettings), "TrainerSettings(...)"),
             ("ema", ema, ema is None or isinstance(ema, EMA), "EMA(model, decay=0.999)"),
         ):
             if not fits:
-                found = type(given).__name__
-                raise TrainerError(f"{name} is a {found}, but a Trainer needs {wanted}.")
+                kind = type(argument).__name__
+                raise TrainerError(f"{name} is a {kind}, but a Trainer needs {expected}.")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
@@ -268,29 +268,29 @@ class Trainer:
         self.settings = settings
         self.directory = Path(directory)
         self.folder = RunFolder(self.directory)
-        # As they are made: some schedules change a number of their own when first called.
+        # Settings before the first step: some schedules change a number of their own when called.
         self.ema = ema
         self.run_settings = settings_of(model, optimizer, ema)
-        found = resolve_mesh(mesh)
-        if found is not None and not isinstance(found, Mesh):
+        mesh = resolve_mesh(mesh)
+        if mesh is not None and not isinstance(mesh, Mesh):
             raise TrainerError(
                 "A Trainer needs a mesh of devices, but was given an abstract one. Make one with "
                 "jax.make_mesh((2, 4), ('data', 'model'))."
             )
         self.where: dict[str, Any] = {"overrides": overrides, "memory_kind": memory_kind}
-        asked = [name for name, value in self.where.items() if value is not None]
-        if found is None and asked:
+        mesh_options = [name for name, value in self.where.items() if value is not None]
+        if mesh is None and mesh_options:
             raise TrainerError(
-                f"A Trainer was given {' and '.join(asked)}, but no mesh to lay arrays out over. "
-                "Pass one, mesh=jax.make_mesh((2, 4), ('data', 'model')), or none of these."
+                f"A Trainer was given {' and '.join(mesh_options)}, but no mesh to lay arrays out "
+                "over. Pass one, mesh=jax.make_mesh((2, 4), ('data', 'model')), or none of these."
             )
-        lacking = set(settings.reduce_over) - set(() if found is None else found.axis_names)
+        lacking = set(settings.reduce_over) - set(() if mesh is None else mesh.axis_names)
         if lacking:
             raise TrainerError(
                 f"TrainerSettings has reduce_over={settings.reduce_over}, but the Trainer's mesh "
                 f"has no axis {', '.join(map(repr, sorted(lacking)))}. Pass one that has: mesh=..."
             )
-        self.mesh = found
+        self.mesh = mesh
         self.rules = rules
 
         self.callbacks = Callbacks(callbacks)
@@ -323,8 +323,8 @@ class Trainer:
         """Compiled step: ``train_step(*trained, batch)`` returns (loss, numbers)."""
         parts, count = self.settings.grad_accumulation, self.settings.count
         loss = step_numbers.with_counts(self.loss, count)
-        given: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt, "count": count}
-        gradient = accumulated_value_and_grad(loss, parts, **given)
+        options: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt, "count": count}
+        gradient = accumulated_value_and_grad(loss, parts, **options)
         if self.settings.reduce_over:
             places = shardings(self.trained, self.mesh, self.rules, **self.where)[1]
             gradient = data_parallel_value_and_grad(
@@ -333,7 +333,7 @@ class Trainer:
                 steps=parts,
                 layout=gradient_layout(self.optimizer, places),
                 reduce_dtype=self.settings.reduce_dtype,
-                **given,
+                **options,
             )
 
         skip = self.settings.max_skipped_steps > 0
@@ -342,7 +342,7 @@ class Trainer:
         def train_step(*args: Any) -> Any:
             model, optimizer, *averages, batch = args
             with prefetch.in_device_memory(args[:-1]), scopes(model):
-                old = current_values(args[:-1])
+                old_values = current_values(args[:-1])
                 (value, (metrics, counts)), gradients = gradient(model, batch)
                 count = optimizer.step.value
                 with jax.named_scope("optimizer"):
@@ -353,7 +353,7 @@ class Trainer:
                 numbers["grad_norm"] = step_numbers.gradient_norm(gradients)
                 numbers |= step_numbers.learning_rate_of(optimizer, count)
                 numbers["not_finite"] = step_flags(
-                    optimizer, old, value, gradients, skip=skip, mesh=self.mesh
+                    optimizer, old_values, value, gradients, skip=skip, mesh=self.mesh
                 )
             return value, numbers
 
@@ -367,7 +367,7 @@ class Trainer:
 
     @property
     def trained(self) -> tuple[Any, ...]:
-        """What training changes: model, optimizer, and the EMA if there is one."""
+        """Objects changed by training: model, optimizer, and the EMA if any."""
         return (self.model, self.optimizer, *(() if self.ema is None else (self.ema,)))
 
     @property
@@ -376,7 +376,7 @@ class Trainer:
         return self.model if self.ema is None else self.ema.model
 
     def check(self, *, resume: bool = False, fallback: bool = True, override: bool = False) -> None:
-        """Raises what ``run`` would refuse before its first step; changes nothing.
+        """Raises the refusals of ``run`` before its first step; changes nothing.
 
         Of checkpoints it reads the descriptions and the sizes of files, not yet the arrays.
 
@@ -505,13 +505,13 @@ class Trainer:
             if several:
                 agreement.agree_to_start(self, start)
             checkpoints.remove_leftovers()
-            with display(max(start.step, 0), self.settings.steps) as shown, StopRequest() as stop:
+            with display(max(start.step, 0), self.settings.steps) as screen, StopRequest() as stop:
                 for note in start.take(checkpoints):
-                    shown.note(note)
+                    screen.note(note)
                 if start.description is None and self.log_path.exists():
-                    shown.note("There is no checkpoint to go on from: starting again at step 0.")
+                    screen.note("There is no checkpoint to go on from: starting again at step 0.")
                 if not self._place(start):
-                    shown.note("The batches have no position to go on from: they start anew.")
+                    screen.note("The batches have no position to go on from: they start anew.")
                 places = self._train_shardings()
                 if several:
                     agreement.compare_programs(self, places)
@@ -530,7 +530,7 @@ class Trainer:
                     limit = self.settings.max_skipped_steps
                     finite = FiniteCheck(self.trained, limit, extra.get("skipped_steps"))
                     run = _Run(
-                        checkpoints, log, source, shown, stop, retraces, finite, first, start.step
+                        checkpoints, log, source, screen, stop, retraces, finite, first, start.step
                     )
                     if extra.get("evaluated"):
                         run.evaluated = run.step
@@ -540,7 +540,7 @@ class Trainer:
                     return self._finish(run)
 
     def _find_start(self, *, fallback: bool, override: bool, sizes_only: bool = False) -> _Start:
-        """Finds the newest checkpoint that is good."""
+        """Finds the newest good checkpoint."""
         checkpoints = self._open_checkpoints()
         damaged: list[tuple[int, str]] = []
         for step in reversed(checkpoints.all_steps()):
@@ -555,11 +555,11 @@ class Trainer:
             saved = (description["extra"] or {}).get("settings")
             changed = [] if saved is None else differences(saved, self.run_settings)
             if changed and not override:
-                more = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
+                omitted = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
                 raise TrainerError(
                     f"The checkpoint {path} was trained with other settings: "
-                    f"{'; '.join(changed[:8])}{more}. Put them back, or go on with the new ones: "
-                    "override=True (on the command line --override)."
+                    f"{'; '.join(changed[:8])}{omitted}. Put them back, or go on with the new "
+                    "ones: override=True (on the command line --override)."
                 )
             contents, positions = contents_of(self.trained), description["positions"]
             stored = stored_arrays(description)
@@ -584,28 +584,28 @@ class Trainer:
                     f"an endless iterator, or fewer steps. {_last_saved(run)}"
                 )
             self._step(run, batch)
-            run.known = {"loss": run.pending, **run.numbers}
+            run.record = {"loss": run.pending, **run.numbers}
             _require_finite(run, behind=1)
             recorded = run.step % settings.log_every == 0 or run.step == settings.steps
             if recorded:
                 loss, speeds = float(run.pending), run.throughput.numbers()
-                known = self._numbers(run) | speeds
+                numbers = self._numbers(run) | speeds
                 if run.saving:
-                    known["checkpoint_seconds"], run.saving = run.saving, 0.0
+                    numbers["checkpoint_seconds"], run.saving = run.saving, 0.0
                 self.folder.check()
-                if callbacks.given:
-                    known = from_main(known, "the numbers of a step")
-                run.known = {"loss": loss, **known}
+                if callbacks.functions:
+                    numbers = from_main(numbers, "the numbers of a step")
+                run.record = {"loss": loss, **numbers}
                 problem = run.finite.problem()
                 if settings.max_skipped_steps:
-                    run.known["skipped_steps"] = run.finite.skipped
-                run.log.write(step=run.step, **run.known)
-                run.shown.step(run.step, loss, throughput_text(speeds))
+                    run.record["skipped_steps"] = run.finite.skipped
+                run.log.write(step=run.step, **run.record)
+                run.screen.step(run.step, loss, throughput_text(speeds))
                 _require_finite(run, problem)
             else:
-                run.shown.step(run.step, None, None)
+                run.screen.step(run.step, None, None)
             with run.throughput.paused():
-                callbacks.fire("step", run.step, run.known, recorded)
+                callbacks.fire("step", run.step, run.record, recorded)
                 if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
                     agreement.compare_copies(self, f"after step {run.step}")
                 if _due(run.step, settings.eval_every):
@@ -618,7 +618,7 @@ class Trainer:
         run.checkpoints.wait()
 
     def _step(self, run: _Run, batch: Any) -> None:
-        """Takes a step, and says what there is to say of it."""
+        """Takes a step, and tells of a finished trace and of retraces."""
         number, is_first = run.step + 1, run.pending is None
         with contextlib.nullcontext() if self.profile is None else self.profile.step(number):
             run.pending, run.numbers = self.train_step(*self.trained, batch)
@@ -627,45 +627,45 @@ class Trainer:
         run.throughput.count(batch, run.pending)
         if self.profile is not None and self.profile.ends(number, run.pending):
             steps = f"{self.profile.first} to {self.profile.last}"
-            run.shown.note(f"the trace of steps {steps} is in {self.profile.folder}")
+            run.screen.note(f"the trace of steps {steps} is in {self.profile.folder}")
         if run.retraces:
             self._tell_retraces(run)
         if is_first and distributed.is_main():
             with run.throughput.paused():
                 step: Any = self.train_step
                 devices = jax.devices()[:1] if self.mesh is None else [*self.mesh.devices.flat]
-                run.throughput.ideal, why = utilization_of(
+                run.throughput.ideal, reason = utilization_of(
                     lambda: step.lower(*self.trained, batch), devices, self.settings.peak_flops
                 )
-                if why:
-                    run.shown.note(why)
+                if reason:
+                    run.screen.note(reason)
 
     def _tell_retraces(self, run: _Run) -> None:
         """Says why a step was compiled again, once for each."""
         for retrace in run.retraces:
             name = retrace.function.rpartition(".")[2]
-            if retrace.function.startswith("Trainer.") and name not in run.told:
-                run.told.add(name)
+            if retrace.function.startswith("Trainer.") and name not in run.retraced:
+                run.retraced.add(name)
                 reasons = "; ".join(retrace.reasons[:4])
-                run.shown.note(
+                run.screen.note(
                     f"step {run.step}: {name} was compiled again, because {reasons} (said once)"
                 )
         run.retraces.clear()
 
     def _numbers(self, run: _Run) -> dict[str, Any]:
-        """Returns what is logged with a loss."""
-        known = {name: float(each) for name, each in jax.device_get(run.numbers).items()}
+        """Returns the numbers logged with a loss."""
+        numbers = {name: float(number) for name, number in jax.device_get(run.numbers).items()}
         memory = step_numbers.device_memory()
-        return known if memory is None else known | {"memory": memory}
+        return numbers if memory is None else numbers | {"memory": memory}
 
     def _finish(self, run: _Run) -> RunResult:
         stop, loss, eval_loss = run.stop, math.nan, None
         if stop:
             name = stop.signal.name if stop.signal else "request"
-            run.shown.note(f"stopped by {name}; saved at step {run.step}")
+            run.screen.note(f"stopped by {name}; saved at step {run.step}")
         elif self.callbacks.stopping and run.step < self.settings.steps:
-            run.shown.note(f"stopped by a callback; saved at step {run.step}")
-        # What a finished run has already measured is neither measured nor logged twice.
+            run.screen.note(f"stopped by a callback; saved at step {run.step}")
+        # A finished run does not measure or log again what it has already measured.
         logged = self._logged(run)
         loss = float(logged.get("loss", math.nan) if run.pending is None else run.pending)
         if run.step >= self.settings.steps or (self.callbacks.stopping and not stop):
@@ -677,13 +677,13 @@ class Trainer:
                 self.callbacks.fire("eval", run.step, numbers)
         run.checkpoints.pinned = self.callbacks.pinned(ended=True)
         run.checkpoints.wait()
-        self.callbacks.fire("end", run.step, {"loss": loss, **run.known})
+        self.callbacks.fire("end", run.step, {"loss": loss, **run.record})
         self.folder.check()
         path = run.checkpoints.path(run.step)
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
 
     def _logged(self, run: _Run) -> dict[str, Any]:
-        """Returns what the log has of the run's step."""
+        """Returns the log's numbers of the run's step."""
         logged: dict[str, Any] = {}
         for record in read_jsonl(self.log_path) if distributed.is_main() else ():
             if record.get("step") == run.step:
@@ -691,7 +691,7 @@ class Trainer:
         return from_main(logged, "the end of the log")
 
     def _evaluate_what_is_due(self, run: _Run) -> None:
-        """Evaluates the step of a checkpoint that was saved without its evaluation."""
+        """Evaluates the step of a checkpoint saved without its evaluation."""
         # The run before ended or was stopped there, and may have logged it since. The checkpoint
         # is there already, so none is saved for BestCheckpoint.
         if self.held_out is None or not _due(run.step, self.settings.eval_every):
@@ -737,8 +737,8 @@ class Trainer:
                     self.eval_step(self.evaluated, metrics, batch)
                 )
                 if targets:  # the mean over nothing may be anything
-                    for name, each in {"loss": mean, **means}.items():
-                        totals[name] = totals.get(name, 0.0) + float(each) * float(targets)
+                    for name, number in {"loss": mean, **means}.items():
+                        totals[name] = totals.get(name, 0.0) + float(number) * float(targets)
                     count += float(targets)
         if count == 0:
             raise TrainerError(
@@ -756,12 +756,14 @@ class Trainer:
         if numbers is None:
             return None
         run.log.write(step=run.step, **numbers)
-        run.known = {**run.known, **numbers}
+        run.record = {**run.record, **numbers}
         run.evaluated = run.step
         self._tell_retraces(run)
         self.callbacks.fire("eval", run.step, numbers)
-        more = [f"  {name[5:]} {each:.4f}" for name, each in numbers.items()][1:]
-        run.shown.note(f"step {run.step}: held-out loss {numbers['eval_loss']:.4f}{''.join(more)}")
+        metrics = [f"  {name[5:]} {number:.4f}" for name, number in numbers.items()][1:]
+        run.screen.note(
+            f"step {run.step}: held-out loss {numbers['eval_loss']:.4f}{''.join(metrics)}"
+        )
         return numbers["eval_loss"]
 
     @contextlib.contextmanager
@@ -797,7 +799,7 @@ class Trainer:
         extra["evaluated"] = run.evaluated == run.step
         if self.settings.max_skipped_steps:
             extra["skipped_steps"] = run.finite.state()
-        if self.callbacks.given:
+        if self.callbacks.functions:
             extra["callbacks"] = self.callbacks.states()
         run.checkpoints.pinned = self.callbacks.pinned()
         # The step has ended, as its loss was read: what follows holds up the loop.
@@ -805,11 +807,11 @@ class Trainer:
         run.checkpoints.save(run.step, self.trained, extra=extra)
         run.saving += time.perf_counter() - begin
         run.saved = run.step
-        self.callbacks.fire("checkpoint", run.step, run.known)
+        self.callbacks.fire("checkpoint", run.step, run.record)
 
 
 class _Start(NamedTuple):
-    """The checkpoint that a run goes on from, if there is one."""
+    """The checkpoint a run goes on from, if there is one."""
 
     step: int = -1
     path: Any = None
@@ -817,7 +819,7 @@ class _Start(NamedTuple):
     damaged: Sequence[tuple[int, str]] = ()  # newer steps, and what is wrong with them
 
     def take(self, checkpoints: Checkpoints) -> Iterator[str]:
-        """Sets the damaged checkpoints aside; yields what there is to say."""
+        """Sets the damaged checkpoints aside; yields messages about them."""
         for step, problems in self.damaged:
             place = set_aside(checkpoints.path(step)) if jax.process_index() == 0 else ""
             yield (
@@ -835,7 +837,7 @@ class _Run:
     checkpoints: Checkpoints
     log: Any
     source: prefetch.Prefetch
-    shown: Any
+    screen: Any
     stop: StopRequest
     retraces: list[Retrace]  # that were not looked at yet
     finite: FiniteCheck
@@ -844,17 +846,17 @@ class _Run:
     evaluated: int = -1  # the last step of which callbacks know the evaluation
     pending: Any = None  # the loss of the last step, still on its devices
     numbers: Any = field(default_factory=dict)  # what else that step found, also on devices
-    known: dict[str, Any] = field(default_factory=dict)  # all numbers of that step
+    record: dict[str, Any] = field(default_factory=dict)  # all numbers of that step
     saving: float = 0.0  # seconds that saves held up the loop since the last record
     throughput: Throughput = field(default_factory=Throughput)
-    told: set[str] = field(default_factory=set)  # which steps were said to be compiled again
+    retraced: set[str] = field(default_factory=set)  # which steps were said to be compiled again
 
 
 def _require_finite(run: _Run, problem: str = "", *, behind: int = 0) -> None:
     """Raises if a step was not finite; tells of skipped ones."""
     problem = problem or run.finite.problem(behind)
     for note in run.finite.notes:
-        run.shown.note(note)
+        run.screen.note(note)
     run.finite.notes.clear()
     if problem:
         raise TrainerError(
@@ -880,16 +882,16 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
     """Puts all Modules into evaluation mode for a block."""
     # As Module.eval sets them.
     modes = {"deterministic": True, "use_running_average": True}
-    before = [
+    old_modes = [
         (module, name, getattr(module, name))
         for _, module in iter_modules(model)
         for name in modes
         if name in vars(module) and getattr(module, name) != modes[name]
     ]
-    for module, name, _ in before:
+    for module, name, _ in old_modes:
         setattr(module, name, modes[name])
     try:
         yield
     finally:
-        for module, name, mode in before:
+        for module, name, mode in old_modes:
             setattr(module, name, mode)

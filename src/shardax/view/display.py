@@ -72,7 +72,7 @@ def to_text(value: Any) -> str:
 
 
 def to_html(value: Any, title: str | None = None) -> str:
-    """Returns a page that shows anything, without other files or network.
+    """Returns a page of anything, without other files or network.
 
     Args:
         value: As for ``show``.

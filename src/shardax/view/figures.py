@@ -51,7 +51,7 @@ Renderer = Callable[..., Any]
 
 
 class NoValue:
-    """The value of a Variable that is known by its structure alone."""
+    """The value of a Variable known by its structure alone."""
 
     def __repr__(self) -> str:
         return "no value"
@@ -82,28 +82,28 @@ def _draw_state(state: State) -> Drawing:
     return draw(values[()]) if () in values else _nested(state, values)
 
 
-def _nested(whole: Any, values: Mapping[Path, Any]) -> Drawing:
+def _nested(tree: Any, values: Mapping[Path, Any]) -> Drawing:
     """Draws values by their paths; inner places are named like the whole."""
-    root = Drawing("", "", (), whole)
+    root = Drawing("", "", (), tree)
     root.parts = []
     places: dict[Path, list[Drawing]] = {(): root.parts}
     for path, value in values.items():
         for depth in range(1, len(path) + 1):
-            here = path[:depth]
-            if here in places:
+            prefix = path[:depth]
+            if prefix in places:
                 continue
-            entry = Drawing(f"{here[-1]!r}: ", f"[{here[-1]!r}]", here, whole)
-            places[here[:-1]].append(entry)
+            drawing = Drawing(f"{prefix[-1]!r}: ", f"[{prefix[-1]!r}]", prefix, tree)
+            places[prefix[:-1]].append(drawing)
             if depth == len(path):
-                entry.value, entry.name = value, type(value).__name__
+                drawing.value, drawing.name = value, type(value).__name__
             else:
-                entry.parts = places[here] = []
+                drawing.parts = places[prefix] = []
     return root
 
 
 def _draw_selection(selection: Selection) -> Drawing:
-    """Draws the tree with marks on what is selected."""
-    # Of what is selected within a value, the Variable that holds it is marked.
+    """Draws the tree with marks on the selection."""
+    # For a selection inside a value, the Variable that holds it is marked.
     tree, paths = selection.tree, set(selection.keypaths())
     leading = {path[:end] for path in paths for end in range(len(path) + 1)}
     drawing = draw(tree)
@@ -156,8 +156,8 @@ def known_sharding(variable: Variable[Any]) -> Any:
 def comment(drawing: Drawing) -> str:
     """Returns the comment behind a place: size, other places."""
     is_tree = drawing.parts is not None and not drawing.path
-    again = ", ".join(map(format_path, drawing.again))
-    return (parameter_count(drawing) if is_tree else "") + (f"  # also at {again}" if again else "")
+    paths = ", ".join(map(format_path, drawing.again))
+    return (parameter_count(drawing) if is_tree else "") + (f"  # also at {paths}" if paths else "")
 
 
 def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeStruct:
@@ -212,7 +212,7 @@ class ArrayFigure:
         return "" if array.is_fully_addressable else "in part on other machines"
 
     def summary(self) -> str:
-        """Returns dtype, shape and statistics of numbers that are here."""
+        """Returns dtype, shape and statistics of numbers in this process."""
         array, head, absence = self.array, self.head, self.absence()
         if absence:
             return f"{head}, {absence}"
@@ -282,9 +282,9 @@ class FigureAdapter:
         counts = np.broadcast_to(True if mask is None else np.asarray(as_figure(mask).array), shape)
         for dimension, edge in enumerate(edge_items_per_axis):
             if edge is not None:
-                kept = np.r_[0 : edge + 1, shape[dimension] - edge : shape[dimension]]
+                ends = np.r_[0 : edge + 1, shape[dimension] - edge : shape[dimension]]
                 place = (slice(None),) * dimension
-                numbers, counts = numbers[(*place, kept)], counts[(*place, kept)].copy()
+                numbers, counts = numbers[(*place, ends)], counts[(*place, ends)].copy()
                 counts[(*place, edge)] = False  # only there to show that something is left out
         return np.asarray(numbers), counts
 
@@ -302,7 +302,7 @@ class FigureAdapter:
         return dtype if isinstance(dtype, np.dtype) else None
 
     def get_sharding_info_for_array_data(self, array: ArrayFigure | NamedArray) -> Any:
-        """Returns what each device holds, or None if it cannot be drawn."""
+        """Returns the parts of devices, or None if they cannot be drawn."""
         from treescope import ndarray_adapters as nda
 
         inner = as_figure(array).array
@@ -310,13 +310,13 @@ class FigureAdapter:
         if isinstance(inner, Tracer) or not isinstance(place, Sharding) or 0 in shape:
             return None
         spans = spans_by_device(shape, place)
-        sizes = {tuple(stop - start for start, stop in own) for own in spans.values()}
+        sizes = {tuple(stop - start for start, stop in part) for part in spans.values()}
         if not shape or len(sizes) != 1:
             return None
         return nda.ShardingInfo(
             shard_shape=next(iter(sizes)),
             device_index_to_shard_slices={
-                device: tuple(slice(*span) for span in own) for device, own in spans.items()
+                device: tuple(slice(*span) for span in part) for device, part in spans.items()
             },
             device_type=platform_of(place),
             fully_replicated=sizes == {tuple(shape)},
@@ -335,8 +335,8 @@ def sharding_part(array: Any, names: Sequence[Any] | None) -> Any:
     """Draws an array's sharding; None for scalars, empty arrays, and uneven parts."""
     import treescope
 
-    known = [name for name in names or () if name is not None]
-    figure = ArrayFigure(array, names, positional=len(set(known)) < len(known))
+    named = [name for name in names or () if name is not None]
+    figure = ArrayFigure(array, names, positional=len(set(named)) < len(named))
     if ADAPTER.get_sharding_info_for_array_data(figure) is None:
         return None
     return treescope.render_array_sharding(figure).treescope_part
@@ -375,8 +375,8 @@ class FoldableTree:
     def _render(self, drawing: Drawing, path: str | None) -> Any:
         value = drawing.value
         if drawing.first is not None:
-            same = self._abbreviation(f"<same {drawing.name} as {format_path(drawing.first.path)}>")
-            return self.parts.build_one_line_tree_node(same, path)
+            link = self._abbreviation(f"<same {drawing.name} as {format_path(drawing.first.path)}>")
+            return self.parts.build_one_line_tree_node(link, path)
         if drawing.parts is not None:
             return self.parts.build_foldable_tree_node_from_children(
                 prefix=f"{drawing.name}(",
@@ -431,12 +431,12 @@ class FoldableTree:
             return picture or self._abbreviation(f"<{describe(drawing)}>")
         if picture is None:
             return self._line(drawing, path)
-        whole = self.parts.build_full_line_with_annotations(picture)
-        for inner in whole.foldables_in_this_part():  # one click is enough to see the numbers
+        line = self.parts.build_full_line_with_annotations(picture)
+        for inner in line.foldables_in_this_part():  # one click is enough to see the numbers
             inner.set_expand_state(self.parts.ExpandState.EXPANDED)
         return self.parts.build_foldable_tree_node_from_children(
             prefix=describe(drawing).removesuffix(")"),
-            children=[self.parts.fold_condition(expanded=whole)],
+            children=[self.parts.fold_condition(expanded=line)],
             suffix=")",
             path=path,
             background_color=self.color(drawing.name),
@@ -454,8 +454,8 @@ class FoldableTree:
         if isinstance(value, jax.ShapeDtypeStruct):
             placed = known_sharding(variable) is not None
             return sharding_part(value, names) if placed else None
-        shown = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
-        return self.render_value(shown, path=None if path is None else f"{path}.value")
+        figure = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
+        return self.render_value(figure, path=None if path is None else f"{path}.value")
 
     def _comment(self, drawing: Drawing) -> Any:
         text = comment(drawing)

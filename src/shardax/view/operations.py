@@ -72,8 +72,8 @@ def module_operations(
         compiled = jit(run).lower(planned, *inputs).compile()
     counts = dict.fromkeys([(), *(path for path, _ in modules)], 0)
     for name, count in operations(compiled.as_text()).items():
-        known = {modules[int(number)][0] for number in _SCOPE.findall(name)}
-        for path in known | {()}:
+        paths = {modules[int(number)][0] for number in _SCOPE.findall(name)}
+        for path in paths | {()}:
             counts[path] += count
     return counts
 
@@ -105,59 +105,59 @@ def operations(text: str) -> Counter[str]:
         if name in skipped:
             continue
         inside = program.computations[name]
-        for each in inside.instructions:
-            own = _own_operations(inside, each)
-            if own:
-                counts[_origin(each, inside, program)] += runs * int(own)
+        for instruction in inside.instructions:
+            count = _own_operations(inside, instruction)
+            if count:
+                counts[_origin(instruction, inside, program)] += runs * int(count)
     return counts
 
 
 def _conditions(program: Program) -> set[str]:
-    """Names of the computations that decide whether loops go on."""
-    instructions = [each for c in program.computations.values() for each in c.instructions]
-    waiting = [name for each in instructions for name in each.computations("condition")]
-    found: set[str] = set()
+    """Names of the computations of loop conditions."""
+    instructions = [op for c in program.computations.values() for op in c.instructions]
+    waiting = [name for op in instructions for name in op.computations("condition")]
+    names: set[str] = set()
     while waiting:
         name = waiting.pop()
-        if name not in found:
-            found.add(name)
+        if name not in names:
+            names.add(name)
             inside = program.computations[name]
-            waiting += [callee for each in inside.instructions for callee in called(each)]
-    return found
+            waiting += [callee for op in inside.instructions for callee in called(op)]
+    return names
 
 
-def _origin(each: Instruction, inside: Computation, program: Program) -> str:
-    """The name of what an instruction comes from."""
-    # Some that the compiler rewrites have none; what uses their results first still has one.
-    if each.op_name:
-        return each.op_name
+def _origin(instruction: Instruction, inside: Computation, program: Program) -> str:
+    """The name of an instruction's origin."""
+    # Instructions that the compiler rewrites may have no name; their first user still has one.
+    if instruction.op_name:
+        return instruction.op_name
     for user in inside.instructions:
-        if each.name not in user.operands:
+        if instruction.name not in user.operands:
             continue
         if user.opcode != "fusion":
             return _origin(user, inside, program)
         fused = program.computations[called(user)[0]]
-        parameter = fused.parameters[user.operands.index(each.name)]
+        parameter = fused.parameters[user.operands.index(instruction.name)]
         return _origin(dataclasses.replace(parameter, op_name=""), fused, program)
     return ""
 
 
-def _own_operations(inside: Computation, each: Instruction) -> float:
-    """The operations of an instruction, without those of what it calls."""
-    size = math.prod(each.shapes[0].dims) if each.shapes else 1
-    is_floating = bool(each.shapes and _FLOATING.match(each.shapes[0].dtype))
-    operands = [found.shapes[0].dims for found in inside.operands(each) if found.shapes]
-    if _ELEMENTWISE.fullmatch(each.opcode):
+def _own_operations(inside: Computation, instruction: Instruction) -> float:
+    """The operations of an instruction, without those of called computations."""
+    size = math.prod(instruction.shapes[0].dims) if instruction.shapes else 1
+    is_floating = bool(instruction.shapes and _FLOATING.match(instruction.shapes[0].dtype))
+    operands = [op.shapes[0].dims for op in inside.operands(instruction) if op.shapes]
+    if _ELEMENTWISE.fullmatch(instruction.opcode):
         return size * is_floating
-    if each.opcode == "reduce" and operands:
+    if instruction.opcode == "reduce" and operands:
         return math.prod(operands[0]) * is_floating
-    if each.opcode == "reduce-window":
-        window = _WINDOW.search(each.attributes)
+    if instruction.opcode == "reduce-window":
+        window = _WINDOW.search(instruction.attributes)
         each_window = math.prod(map(int, window[1].split("x"))) if window else 0
         return size * each_window * is_floating
-    if each.opcode in ("convolution", "custom-call") and len(operands) > 1:
-        labels = _LABELS.search(each.attributes)
+    if instruction.opcode in ("convolution", "custom-call") and len(operands) > 1:
+        labels = _LABELS.search(instruction.attributes)
         if labels:  # padding counts like any input
             kernel = operands[1]
             return 2 * size * math.prod(kernel) // kernel[labels[1].index("o")]
-    return own_flops(inside, each)
+    return own_flops(inside, instruction)

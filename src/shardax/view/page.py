@@ -34,7 +34,7 @@ def html_page(title: str, body: str, style: str = "") -> str:
 
 
 def inserted_at_once(body: str) -> str:
-    """Returns HTML that a browser inserts whole."""
+    """Returns HTML for insertion as a whole by a browser."""
     # Elements of treescope run a script when they are connected to the document. While a page is
     # parsed that can be before their script has arrived; a template's content has no such moment.
     return (
@@ -140,8 +140,8 @@ def loss_svg(records: Sequence[Mapping[str, Any]], references: Mapping[str, floa
             'stroke-dasharray="4 3"/>'
         )
         parts.append(_label(right, y - 4, "end", f"{name} {value:.3f}"))
-    shown = [curve for curve in _CURVES if series[curve[0]]]
-    for row, (name, _, color, has_dots) in enumerate(shown):
+    curves = [curve for curve in _CURVES if series[curve[0]]]
+    for row, (name, _, color, has_dots) in enumerate(curves):
         places = [(x_of(step), y_of(loss)) for step, loss in series[name]]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
@@ -161,12 +161,12 @@ _CURVES = (("training", "loss", "#4e79a7", False), ("held out", "eval_loss", "#e
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    found = [
+    points = [
         (int(record["step"]), float(record[key]))
         for record in records
         if key in record and "step" in record
     ]
-    return [(step, loss) for step, loss in found if math.isfinite(loss)]
+    return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
 
 def _label(x: float, y: float, anchor: str, text: str, color: str = "#888", size: int = 11) -> str:

@@ -145,11 +145,11 @@ class ParameterTable:
 
     def module_cells(self) -> list[tuple[str, ...]]:
         """Returns header and texts of Modules; nothing without Modules."""
-        whole = max((row.flops for row in self.modules), default=0) or 1
+        total = max((row.flops for row in self.modules), default=0) or 1
         lines: list[tuple[str, ...]] = [_MODULE_HEADER] if self.modules else []
         for row in self.modules:
             size = (row.path, row.type, f"{row.size:,}", format_bytes(row.bytes_per_device))
-            lines.append((*size, format_count(row.flops), f"{row.flops / whole:.1%}"))
+            lines.append((*size, format_count(row.flops), f"{row.flops / total:.1%}"))
         return lines
 
     def html(self) -> str:
@@ -229,11 +229,11 @@ def table(
         .up     Linear         8          32 B           128   22.2%
         .down   Linear         0           0 B           128   22.2%
     """
-    found = resolve_mesh(mesh)
-    known_rules = rules_over(found, rules)
-    laid_out = abstract(tree, found, known_rules)
+    mesh = resolve_mesh(mesh)
+    known_rules = rules_over(mesh, rules)
+    laid_out = abstract(tree, mesh, known_rules)
     rows: list[tuple[Path, ParameterRow]] = []
-    meshes = [] if found is None else [found]
+    meshes = [] if mesh is None else [mesh]
     for path, variable in iter_variables(laid_out, *filters):
         for key_path, struct in jax.tree_util.tree_leaves_with_path(variable.value):
             inside = jax.tree_util.keystr(key_path)
@@ -243,7 +243,7 @@ def table(
     if inputs is not None:
         from shardax.view.operations import module_operations
 
-        flops = module_operations(tree, inputs, call, found, known_rules)
+        flops = module_operations(tree, inputs, call, mesh, known_rules)
         sizes: Counter[Path] = Counter()
         nbytes: Counter[Path] = Counter()
         for path, row in rows:
@@ -267,13 +267,13 @@ def _row(
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     else:
-        known = names if own_names is not None or not inside else None
-        spec, _ = spec_for(known, shape, None, rules)
+        spec_names = names if own_names is not None or not inside else None
+        spec, _ = spec_for(spec_names, shape, None, rules)
     entries = [
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec or ()
     ]
-    item = struct.dtype.itemsize
+    itemsize = struct.dtype.itemsize
     return ParameterRow(
         path=format_path(path) + inside,
         type=type(variable).__name__,
@@ -282,8 +282,8 @@ def _row(
         axes=format_axes(names),
         spec="" if set(entries) <= {"-"} else ", ".join(entries),
         size=math.prod(shape),
-        nbytes=math.prod(shape) * item,
-        bytes_per_device=math.prod(sharding.shard_shape(shape) if sharding else shape) * item,
+        nbytes=math.prod(shape) * itemsize,
+        bytes_per_device=math.prod(sharding.shard_shape(shape) if sharding else shape) * itemsize,
     )
 
 

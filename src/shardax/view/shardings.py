@@ -75,7 +75,7 @@ def platform_of(sharding: Sharding) -> str:
 
 
 def spans_by_device(shape: tuple[int, ...], sharding: Any) -> dict[int, list[Span]]:
-    """Returns the spans of dimensions that each device holds."""
+    """Returns the spans of dimensions held by each device."""
     spans: dict[int, list[Span]] = {}
     if not is_abstract(sharding):
         for device, index in sharding.devices_indices_map(shape).items():
@@ -109,15 +109,15 @@ class _Face(NamedTuple):
         """Returns the numbers of devices, with their processes if several."""
         by_process = groupby(devices, lambda device: self.owners.get(device, -1))
         return "; ".join(
-            _device_numbers(list(own)) + (f" (process {process})" if process >= 0 else "")
-            for process, own in by_process
+            _device_numbers(list(numbers)) + (f" (process {process})" if process >= 0 else "")
+            for process, numbers in by_process
         )
 
 
 def _face(value: Any) -> _Face:
     shape, sharding = shape_and_sharding(value)
     spans = spans_by_device(shape, sharding)
-    split = [d for d, n in enumerate(shape) if any(own[d] != (0, n) for own in spans.values())]
+    split = [d for d, n in enumerate(shape) if any(part[d] != (0, n) for part in spans.values())]
     dimensions = sorted([*split, *(d for d in range(len(shape)) if d not in split)][:2])
     cells: dict[tuple[Span, Span], list[int]] = {}
     for device in sorted(spans):
@@ -134,7 +134,7 @@ def _face(value: Any) -> _Face:
 def _device_numbers(devices: list[int]) -> str:
     """Device numbers, three or more in a row as ``first-last``."""
     texts = []
-    for _, run in groupby(enumerate(devices), lambda item: item[1] - item[0]):
+    for _, run in groupby(enumerate(devices), lambda pair: pair[1] - pair[0]):
         numbers = [str(number) for _, number in run]
         texts += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else numbers
     return ",".join(texts)
@@ -232,7 +232,7 @@ def sharding_svg(value: Any, width: int = 280, height: int = 160) -> str:
 
 @dataclass(frozen=True)
 class ShardingRow:
-    """How one array is laid out.
+    """Layout of one array.
 
     Attributes:
         path: Where it is in the tree.
@@ -252,13 +252,13 @@ class ShardingRow:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of the part that one device holds."""
+        """Shape of one device's part."""
         place, shape = self.array.sharding, self.array.shape
         return tuple(shape) if place is None else tuple(place.shard_shape(shape))
 
     @property
     def copies(self) -> int:
-        """Number of devices that hold the same part."""
+        """Number of devices with the same part."""
         place = self.array.sharding
         if not isinstance(place, NamedSharding):
             return 1 if place is None else len(place.device_set)
@@ -267,7 +267,7 @@ class ShardingRow:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of the part that one device holds."""
+        """Bytes of one device's part."""
         return self._bytes(self.shard_shape)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
@@ -275,7 +275,7 @@ class ShardingRow:
 
     @property
     def split(self) -> str:
-        """Which mesh axes split which dimension, by its name or number."""
+        """Mesh axes of each split dimension, by its name or number."""
         place = self.array.sharding
         if not isinstance(place, NamedSharding):
             return ""
@@ -289,7 +289,7 @@ class ShardingRow:
 
 @dataclass(frozen=True)
 class ShardingView:
-    """How arrays are laid out, as a picture or table.
+    """Layouts of arrays, as a picture or table.
 
     ``str()`` is text, ``html()`` the same for a browser; notebooks show it by themselves.
 
@@ -323,8 +323,8 @@ class ShardingView:
         meshes = dict.fromkeys(format_mesh(p.mesh) for p in places if isinstance(p, NamedSharding))
         over = f"mesh {' and mesh '.join(meshes)}" if meshes else "no mesh"
         total = sum(row._bytes(tuple(row.array.shape)) for row in self.rows)
-        here = format_bytes(self.bytes_per_device)
-        return f"{over}; {here} per device, {format_bytes(total)} in all"
+        per_device = format_bytes(self.bytes_per_device)
+        return f"{over}; {per_device} per device, {format_bytes(total)} in all"
 
     def caption(self) -> str:
         """Returns the caption of one array's picture."""
@@ -403,14 +403,14 @@ def sharding(
         if leaf.treedef is None and leaf.box is None:
             return _single(tree, mesh, rules)
         tree = {"value": tree}  # a Variable of several arrays or a box
-    now = later = TreeInventory(tree if mesh is None else abstract(tree, mesh, rules)).leaves
+    leaves = planned = TreeInventory(tree if mesh is None else abstract(tree, mesh, rules)).leaves
     scope = resolve_mesh() if mesh is None else None
-    if scope is not None and any(info.sharding is None for leaf in now for info in leaf.arrays):
-        later = TreeInventory(abstract(tree, scope, rules)).leaves
+    if scope is not None and any(info.sharding is None for leaf in leaves for info in leaf.arrays):
+        planned = TreeInventory(abstract(tree, scope, rules)).leaves
     rows: list[ShardingRow] = []
-    for leaf, other in zip(now, later, strict=True):  # abstract copies keep the order
-        for info, planned in zip(leaf.arrays, other.arrays, strict=True):
-            place = planned.sharding if info.sharding is None else info.sharding
+    for leaf, copy in zip(leaves, planned, strict=True):  # abstract copies keep the order
+        for info, planned_info in zip(leaf.arrays, copy.arrays, strict=True):
+            place = planned_info.sharding if info.sharding is None else info.sharding
             array = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place)
             rows.append(ShardingRow(info.path, leaf.names_of(info), array))
     return ShardingView(tuple(rows))
@@ -436,16 +436,16 @@ def _joined(rows: Sequence[ShardingRow]) -> list[tuple[list[str], jax.ShapeDtype
         groups.setdefault(alike, []).append(row)
     lines: list[tuple[list[str], jax.ShapeDtypeStruct]] = []
     for group in groups.values():
-        row, path = group[0], _joint_path([each.path for each in group])
+        row, path = group[0], _joint_path([row.path for row in group])
         size = f"{len(group)} x " * (len(group) > 1) + format_bytes(row.bytes_per_device)
-        whole = [path, format_shape(row.array.shape), str(row.array.dtype)]
-        part = [row.split, format_shape(row.shard_shape), str(row.copies), size]
-        lines.append((whole + part, row.array))
+        array_cells = [path, format_shape(row.array.shape), str(row.array.dtype)]
+        part_cells = [row.split, format_shape(row.shard_shape), str(row.copies), size]
+        lines.append((array_cells + part_cells, row.array))
     return lines
 
 
 def _joint_path(paths: Sequence[Path]) -> str:
-    """One path for several that differ in numbers, such as ``.layers[0-1].up``."""
+    """One path for several with different numbers, such as ``.layers[0-1].up``."""
     if len(paths) == 1:
         return format_path(paths[0])
     text = ""

@@ -64,7 +64,7 @@ def export(
     vjp_order: int = 0,
     **kwargs: Any,
 ) -> pathlib.Path:
-    """Exports a function with the state that it uses.
+    """Exports a function with the state it uses.
 
     Needs ``pip install 'shardax[export]'``.
 
@@ -111,10 +111,10 @@ def export(
             "Cannot export while a transform is tracing: the state has no numbers. Export outside."
         )
     place = free_place(to)
-    compiled, given = (function if isinstance(function, Jit) else jit(function)), args
+    compiled, arguments = (function if isinstance(function, Jit) else jit(function)), args
     if isinstance(function, BoundJit):
-        compiled, given = function.__func__, (function.__self__, *args)
-    shapes, named = abstract_arguments(compiled, given, kwargs, dynamic or {}, constraints)
+        compiled, arguments = function.__func__, (function.__self__, *args)
+    shapes, named = abstract_arguments(compiled, arguments, kwargs, dynamic or {}, constraints)
     program = _traced(compiled, shapes, named, dynamic or {})
     mesh = _mesh_of(program)
     try:
@@ -171,7 +171,7 @@ def _mesh_of(program: FlatProgram) -> Mesh | None:
     meshes: dict[Any, str] = {}
     state, inputs = program.shapes()
     names = [entry.path for entry in program.state]
-    names += [f"an array of {item.name}" for item in program.inputs for _ in item.forms]
+    names += [f"an array of {argument.name}" for argument in program.inputs for _ in argument.forms]
     for name, shape in zip(names, (*state, *inputs), strict=True):
         if isinstance(shape.sharding, NamedSharding):
             meshes.setdefault(shape.sharding.mesh, name)
@@ -202,16 +202,16 @@ def abstract_arguments(
         if i not in jit.static_positions
     }
     labelled |= {name: name for name in kwargs if name not in jit.static_names}
-    given = {**dict(enumerate(args)), **kwargs}
+    by_key = {**dict(enumerate(args)), **kwargs}
     dimensions = _DynamicSizes(dynamic, constraints, list(labelled.values()))
     for key, label in labelled.items():
-        given[key] = jax.tree_util.tree_map_with_path(
+        by_key[key] = jax.tree_util.tree_map_with_path(
             lambda path, leaf, label=label: dimensions.abstract(label, path, leaf),
-            given[key],
+            by_key[key],
             is_leaf=is_object,
         )
     dimensions.check_used()
-    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
+    return tuple(by_key[i] for i in range(len(args))), {name: by_key[name] for name in kwargs}
 
 
 class _DynamicSizes:
@@ -229,15 +229,15 @@ class _DynamicSizes:
             )
         if names:
             try:
-                found = jax.export.symbolic_shape(", ".join(names), constraints=tuple(constraints))
+                sizes = jax.export.symbolic_shape(", ".join(names), constraints=tuple(constraints))
             except Exception as error:
                 raise ExportError(
                     f"JAX does not take dynamic={names} with constraints={tuple(constraints)!r}: "
                     f"{error}. Names are identifiers, constraints such as 'seq <= 512'."
                 ) from error
-            self.symbols = dict(zip(names, found, strict=True))
-        for name, where in dynamic.items():
-            for label in where if isinstance(where, Mapping) else ():
+            self.symbols = dict(zip(names, sizes, strict=True))
+        for name, places in dynamic.items():
+            for label in places if isinstance(places, Mapping) else ():
                 if label not in labels:
                     raise ExportError(
                         f"dynamic={{{name!r}: ...}} is about an argument {label!r}, but the call "
@@ -268,16 +268,16 @@ class _DynamicSizes:
         )
 
     def _axes(self, name: str, label: str) -> tuple[int, ...]:
-        where = self.dynamic[name]
-        axes = where.get(label, ()) if isinstance(where, Mapping) else where
+        places = self.dynamic[name]
+        axes = places.get(label, ()) if isinstance(places, Mapping) else places
         return (axes,) if isinstance(axes, int) else tuple(axes)
 
     def _note_size(self, name: str, size: Any, where: str) -> None:
-        known, first = self.sizes.setdefault(name, (size, where))
-        if size != known:
+        first_size, first = self.sizes.setdefault(name, (size, where))
+        if size != first_size:
             raise ExportError(
-                f"The dynamic dimension {name!r} is {known} in {first} and {size} in {where}, but "
-                f"it is one size. Give one of them a name of its own, or leave it as it is: "
+                f"The dynamic dimension {name!r} is {first_size} in {first} and {size} in {where}, "
+                f"but it is one size. Give one of them a name of its own, or leave it as it is: "
                 f"dynamic={{{name!r}: {{{first.lstrip('.')!r}: ...}}}}."
             )
 
@@ -306,7 +306,7 @@ def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
 
 
 def free_place(path: Any) -> pathlib.Path:
-    """Return the absolute path of an artifact that is to be written."""
+    """Return the absolute path of an artifact to write."""
     place = pathlib.Path(os.path.abspath(path))
     if place.exists():
         raise ArtifactExistsError(
@@ -336,16 +336,16 @@ def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
-    """Write the signature of a folder whose other files are complete."""
-    names = sorted(item.name for item in folder.iterdir() if item.name != signature.SIGNATURE)
-    whole = {
+    """Write the signature of a folder with complete other files."""
+    names = sorted(file.name for file in folder.iterdir() if file.name != signature.SIGNATURE)
+    body = {
         "format": signature.FORMAT,
         "version": signature.VERSION,
         **entries,
         "checksums": {name: signature.checksum(folder / name) for name in names},
     }
-    whole["checksum"] = signature.own_checksum(whole)
-    (folder / signature.SIGNATURE).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    body["checksum"] = signature.own_checksum(body)
+    (folder / signature.SIGNATURE).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
 def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
@@ -358,13 +358,13 @@ def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
             f"Other processes hold parts of {', '.join(foreign[:4])}. Export from one process that "
             "holds all: restore a checkpoint there."
         )
-    held = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    plain = {name: _as_numbers(array) for name, array in held.items()}
+    host_arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    plain = {name: _as_numbers(array) for name, array in host_arrays.items()}
     write_tensors(path, plain)
 
 
 def _as_numbers(array: np.ndarray) -> np.ndarray:
-    """View dtypes that safetensors lacks as bytes."""
+    """View dtypes foreign to safetensors as bytes."""
     if array.dtype.name in _TAKEN:
         return array
     return np.frombuffer(array.tobytes(), np.uint8).reshape(*array.shape, array.dtype.itemsize)
@@ -399,7 +399,7 @@ class FlatProgram:
         self.output_forms = tuple(map(ArrayForm.of, jax.tree.leaves(result)))
         values = graph.values()
         self._operands = _operands(plan, arguments, values)
-        self._hoisted = [i for i, item in enumerate(self._jaxpr.consts) if jnp.ndim(item) > 0]
+        self._hoisted = [i for i, const in enumerate(self._jaxpr.consts) if jnp.ndim(const) > 0]
         constants = [self._jaxpr.consts[i] for i in self._hoisted]
         everything = [
             *_entries(graph, values, effects.written, written),
@@ -421,17 +421,17 @@ class FlatProgram:
 
     def __call__(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run the program, usually on tracers."""
-        given = dict(zip(self._held, state, strict=True))
-        held = [
-            signature.from_words(given[i] if i in given else _zeros(form), form)
+        by_position = dict(zip(self._held, state, strict=True))
+        arrays = [
+            signature.from_words(by_position[i] if i in by_position else _zeros(form), form)
             for i, form in enumerate(self._forms)
         ]
-        forms = [form for item in self.inputs for form in item.forms]
-        count = len(held) - len(self._hoisted)
+        forms = [form for argument in self.inputs for form in argument.forms]
+        count = len(arrays) - len(self._hoisted)
         consts = list(self._jaxpr.consts)
-        for i, constant in zip(self._hoisted, held[count:], strict=True):
+        for i, constant in zip(self._hoisted, arrays[count:], strict=True):
             consts[i] = constant
-        operands = [*held[:count], *signature.all_from_words(inputs, forms)]
+        operands = [*arrays[:count], *signature.all_from_words(inputs, forms)]
         flat = [operands[i] for i in self._operands]
         run = jaxpr_as_fun(self._jaxpr.replace(consts=consts))
         words = list(map(signature.to_words, run(*flat)))
@@ -456,7 +456,7 @@ def _operands(
 
 
 def _zeros(form: ArrayForm) -> Any:
-    """Words that stand in for an array that is not read."""
+    """Words in place of an unread array."""
     words = form.words()
     return jnp.zeros(words.shape, words.dtype)
 
@@ -471,13 +471,13 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
 def _inputs(
     plan: Specialization, arguments: lift.SplitArguments
 ) -> Iterator[signature.ExportedInput]:
-    """Describe what callers pass; an argument without arrays belongs to the signature."""
+    """Describe the arguments of callers; one without arrays belongs to the signature."""
     labels = plan.positions.labels
-    given = [
+    passed = [
         *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
         *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
     ]
-    for name, template, plain, by_name in given:
+    for name, template, plain, by_name in passed:
         if isinstance(template, lift.TreeTemplate) and (plain or template.roots):
             raise ExportError(
                 f"The argument {name} holds arrays or containers together with Modules or static "
@@ -494,20 +494,20 @@ def _entries(
     graph: InputGraph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
 ) -> Iterator[StateEntry]:
     """Describe the arrays of a graph's Variables."""
-    after = dict(zip(written, results, strict=True))
+    new_values = dict(zip(written, results, strict=True))
     paths = graph.flat.leaf_paths
     if all(path[:1] == ("self",) for path in paths):  # of a compiled method; they begin below it
         paths = [path[1:] for path in paths]
     for position, (path, leaf, value) in enumerate(zip(paths, graph.leaves, values, strict=True)):
-        if position in after:
-            check_form_is_kept(path, value, after[position])
+        if position in new_values:
+            check_form_is_kept(path, value, new_values[position])
         for keys, array in jax.tree_util.tree_leaves_with_path(value):
             text = format_path(path) + jax.tree_util.keystr(keys)
             axes = leaf.axes and tuple(
                 n if isinstance(n, str | None) else repr(n) for n in leaf.axes
             )
             kind = type(leaf).__name__
-            yield StateEntry(text, ArrayForm.of(array), kind, axes, position in after)
+            yield StateEntry(text, ArrayForm.of(array), kind, axes, position in new_values)
 
 
 def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:
@@ -550,9 +550,9 @@ def check_effects(effects: Effects, graphdef: GraphDef) -> None:
             for definition in effects.fresh
             if type(definition) is VariableDef
         }
-        made = f" It makes new Variables ({', '.join(sorted(sown))})." if sown else ""
+        hint = f" It makes new Variables ({', '.join(sorted(sown))})." if sown else ""
         raise ExportError(
-            f"A call changes the structure of {changed}.{made} An exported program writes values "
+            f"A call changes the structure of {changed}.{hint} An exported program writes values "
             "only. Let a first call make what is missing (layers that sow or cache), then export; "
             "or export a function that does not change it."
         )
@@ -563,13 +563,11 @@ def check_effects(effects: Effects, graphdef: GraphDef) -> None:
         )
 
 
-def check_form_is_kept(path: Path, before: Any, after: Any) -> None:
+def check_form_is_kept(path: Path, old: Any, new: Any) -> None:
     """Raise if a call changes the form of a Variable."""
-    forms = [
-        [str(ArrayForm.of(leaf)) for leaf in jax.tree.leaves(value)] for value in (before, after)
-    ]
-    if forms[0] != forms[1] or jax.tree.structure(before) != jax.tree.structure(after):
-        was, becomes = (", ".join(each) for each in forms)
+    forms = [[str(ArrayForm.of(leaf)) for leaf in jax.tree.leaves(value)] for value in (old, new)]
+    if forms[0] != forms[1] or jax.tree.structure(old) != jax.tree.structure(new):
+        was, becomes = (", ".join(texts) for texts in forms)
         raise ExportError(
             f"A call turns the Variable at {format_path(path)} from {was} into {becomes}. The "
             "state of an artifact keeps its form, so that it can be called again. Make it the "
@@ -580,9 +578,9 @@ def check_form_is_kept(path: Path, before: Any, after: Any) -> None:
 
 def check_program(jaxpr: Any) -> Any:
     """Raise if a program calls Python, or has other effects; returns it."""
-    found = list(dict.fromkeys(_callbacks(jaxpr.jaxpr)))
-    if found:
-        listed = "".join(f"\n  {item}" for item in found)
+    callbacks = list(dict.fromkeys(_callbacks(jaxpr.jaxpr)))
+    if callbacks:
+        listed = "".join(f"\n  {name}" for name in callbacks)
         raise ExportError(
             f"The function calls Python while it runs, which whoever loads the artifact does not "
             f"have:{listed}\nTake it out of what is exported (debug prints, progress bars), or "
@@ -590,20 +588,20 @@ def check_program(jaxpr: Any) -> Any:
             "loaded one."
         )
     if jaxpr.effects:
-        shown = ", ".join(sorted(map(str, jaxpr.effects)))
+        effects = ", ".join(sorted(map(str, jaxpr.effects)))
         raise ExportError(
-            f"The function has effects besides its result ({shown}), such as reading or writing a "
-            "jax.Ref. Hold the value in a Variable instead: sx.Variable(value)."
+            f"The function has effects besides its result ({effects}), such as reading or writing "
+            "a jax.Ref. Hold the value in a Variable instead: sx.Variable(value)."
         )
     return jaxpr
 
 
-def _callbacks(jaxpr: Any, around: str = "") -> Iterator[str]:
+def _callbacks(jaxpr: Any, outer_line: str = "") -> Iterator[str]:
     """Yield the callbacks in a program."""
-    # `around` is the source line of the call that the program is in.
+    # `outer_line` is the source line of the call that the program is in.
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        line = user_line(equation) or around
+        line = user_line(equation) or outer_line
         if "callback" in name or name == "debug_print":
             yield _described(equation, name) + (f" at {line}" if line else "")
         for inner in inner_jaxprs(equation):
@@ -615,5 +613,5 @@ def _described(equation: Any, name: str) -> str:
         return f"jax.debug.print({equation.params.get('fmt', '')!r}, ...)"
     # The text of a callback has the function's name: <function log at 0x...>
     names = re.findall(r"<(?:bound method|function) ([^ ]+)", str(equation.params.get("callback")))
-    own = [item for item in names if "<locals>" not in item]
-    return name + (f" of {own[0]}" if own else "")
+    named = [function for function in names if "<locals>" not in function]
+    return name + (f" of {named[0]}" if named else "")

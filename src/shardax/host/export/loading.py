@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of exported functions as Modules that hold their state.
+"""Loading of exported functions as Modules with their state.
 
 A program maps lists of *words* (``host.export.signature``) to lists of words and has no state.
 """
@@ -72,7 +72,7 @@ class LoadedProgram:
         return None if self.mesh is None else form.sharding(self.mesh)
 
     def explained(self, error: Exception) -> Exception:
-        """Return what JAX says about exported programs in terms of ``export``."""
+        """Return JAX's error about exported programs in terms of ``export``."""
         text, name = str(error), self.signature.name
         if "refining shapes" in text and self.signature.constraints:
             return errors.ArtifactCallError(
@@ -116,11 +116,11 @@ class LoadedFunction(Module):
 
     @property
     def signature(self) -> Signature:
-        """What it takes, returns and holds; prints as ``name(inputs) -> result``."""
+        """Inputs, output and state; prints as ``name(inputs) -> result``."""
         return self.program.signature
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the program and stores what it writes."""
+        """Run the program and store its new state."""
         inputs = self.signature.take(args, kwargs)
         try:
             return self.program.step(self, inputs) if is_eager() else self._run(inputs)
@@ -130,8 +130,8 @@ class LoadedFunction(Module):
     def _run(self, inputs: Sequence[Any]) -> Any:
         state = [signatures.to_words(variable.value) for variable in self.variables.values()]
         results, written = self.program.run(state, list(inputs))
-        held = zip(self.signature.state, self.variables.values(), strict=True)
-        targets = [(entry, variable) for entry, variable in held if entry.written]
+        pairs = zip(self.signature.state, self.variables.values(), strict=True)
+        targets = [(entry, variable) for entry, variable in pairs if entry.written]
         for (entry, variable), words in zip(targets, written, strict=True):
             variable.value = signatures.from_words(words, entry.form)
         leaves = signatures.all_from_words(results, self.signature.output_forms)
@@ -139,7 +139,7 @@ class LoadedFunction(Module):
 
 
 def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedFunction:
-    """Loads what ``export`` wrote, without its Python code.
+    """Loads an artifact of ``export``, without its Python code.
 
     Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,
     so load only what comes from somebody trusted not to attack it.
@@ -193,32 +193,32 @@ def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any
     place = pathlib.Path(os.path.abspath(path))
     file = place / signatures.SIGNATURE
     if not file.is_file():
-        there = "no artifact (a folder with signature.json)" if place.exists() else "nothing"
-        raise errors.ArtifactNotFoundError(f"There is {there} at {place}.")
+        absence = "no artifact (a folder with signature.json)" if place.exists() else "nothing"
+        raise errors.ArtifactNotFoundError(f"There is {absence} at {place}.")
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
-        found = entries["format"], entries["version"]
+        version = entries["format"], entries["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(file, f"cannot be read ({error!r})") from error
-    if found != (signatures.FORMAT, signatures.VERSION):
+    if version != (signatures.FORMAT, signatures.VERSION):
         raise errors.ArtifactVersionError(
-            f"{place} has the format {found[0]!r}, version {found[1]!r}; this shardax reads "
+            f"{place} has the format {version[0]!r}, version {version[1]!r}; this shardax reads "
             f"{signatures.FORMAT!r}, version {signatures.VERSION}. Load it with the version that "
             "wrote it, or export the function anew."
         )
     if entries.get("checksum") != signatures.own_checksum(entries):
         raise _damaged(file, "was changed after it was written")
-    for name, wanted in entries["checksums"].items():
+    for name, checksum in entries["checksums"].items():
         if not (place / name).is_file():
             raise _damaged(place / name, "is missing")
-        if verify and signatures.checksum(place / name) != wanted:
+        if verify and signatures.checksum(place / name) != checksum:
             raise _damaged(place / name, "is not what was written (its checksum differs)")
     return place, entries
 
 
-def _damaged(file: pathlib.Path, what: str) -> errors.ArtifactDamagedError:
+def _damaged(file: pathlib.Path, problem: str) -> errors.ArtifactDamagedError:
     return errors.ArtifactDamagedError(
-        f"{file} {what}. Copy the artifact again from where it was written, or export the "
+        f"{file} {problem}. Copy the artifact again from where it was written, or export the "
         "function anew; an artifact is not meant to be edited."
     )
 
@@ -288,7 +288,7 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
             f"{devices[0].platform}. Export it with platforms={(*signature.platforms, kinds[0])}."
         )
     forms = [entry.form for entry in signature.state]
-    forms += [form for item in signature.inputs for form in item.forms]
+    forms += [form for argument in signature.inputs for form in argument.forms]
     wide = sorted({form.dtype for form in forms if form.is_wide})
     if wide and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
         raise errors.ArtifactEnvironmentError(
@@ -298,9 +298,9 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
     return devices[:count]
 
 
-def _mesh(signature: Signature, devices: Sequence[Any], given: Any) -> Mesh | None:
+def _mesh(signature: Signature, devices: Sequence[Any], mesh: Any) -> Mesh | None:
     """The exporting mesh over other devices; None for the default device."""
-    if signature.devices == 1 and given is None:
+    if signature.devices == 1 and mesh is None:
         return None
     form = signature.mesh or signatures.MeshForm(("devices",), (len(devices),), ("Auto",))
     types = tuple(AxisType[kind] for kind in form.types)
@@ -310,7 +310,7 @@ def _mesh(signature: Signature, devices: Sequence[Any], given: Any) -> Mesh | No
 
 def _type_of(name: str) -> type[Variable[Any]]:
     """The class of shardax with a name, else ``Variable``."""
-    found = getattr(variable_types, name, None)
-    if not isinstance(found, type) or not issubclass(found, Variable):
+    kind = getattr(variable_types, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, Variable):
         return Variable
-    return Variable if found is variable_types.ArrayAttribute else found
+    return Variable if kind is variable_types.ArrayAttribute else kind

@@ -60,8 +60,8 @@ def checksum(file: pathlib.Path) -> str:
 
 def own_checksum(entries: Mapping[str, Any]) -> str:
     """Return the checksum of a signature's other entries."""
-    rest = {key: value for key, value in entries.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    contents = {key: value for key, value in entries.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 # --- arrays ---
@@ -93,8 +93,8 @@ class ArrayForm(NamedTuple):
         shape = tuple(map(int, self.shape))
         if self.key is None:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
-        one = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=self.key)))
-        return jax.ShapeDtypeStruct((*shape, *one.shape), one.dtype)
+        key_words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=self.key)))
+        return jax.ShapeDtypeStruct((*shape, *key_words.shape), key_words.dtype)
 
     def sharding(self, mesh: Any) -> NamedSharding:
         """Return the layout of its words over a mesh."""
@@ -110,9 +110,9 @@ class ArrayForm(NamedTuple):
 def _key_impl(keys: Any) -> str:
     """The implementation of random keys."""
     # JAX tells it for arrays only, so one is traced.
-    found: list[str] = []
-    jax.eval_shape(lambda keys: found.append(str(jax.random.key_impl(keys))), keys)
-    return found[0]
+    names: list[str] = []
+    jax.eval_shape(lambda keys: names.append(str(jax.random.key_impl(keys))), keys)
+    return names[0]
 
 
 def _spec_of(value: Any) -> tuple[Any, ...] | None:
@@ -127,7 +127,7 @@ def holds_keys(value: Any) -> bool:
 
 
 def plain_dtype(dtype: Any) -> Any:
-    """The dtype that JAX gives to an array."""
+    """JAX's dtype for an array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -145,7 +145,7 @@ def from_words(words: Any, form: ArrayForm) -> Any:
 
 def all_from_words(words: Sequence[Any], forms: Sequence[ArrayForm]) -> list[Any]:
     """Return several arrays as callers have them."""
-    return [from_words(item, form) for item, form in zip(words, forms, strict=True)]
+    return [from_words(array_words, form) for array_words, form in zip(words, forms, strict=True)]
 
 
 # --- pytrees ---
@@ -160,10 +160,10 @@ def _encode(node: Any, path: Path) -> Any:
     if node is None or type(node) is int:
         return node
     if type(node) in (tuple, list):
-        items = [_encode(item, (*path, i)) for i, item in enumerate(node)]
+        items = [_encode(child, (*path, i)) for i, child in enumerate(node)]
         return {type(node).__name__: items}
     if type(node) is dict and all(type(key) in (str, int) for key in node):
-        return {"dict": [[key, _encode(item, (*path, key))] for key, item in node.items()]}
+        return {"dict": [[key, _encode(child, (*path, key))] for key, child in node.items()]}
     keys = "dict with other keys than str and int" if type(node) is dict else type(node).__name__
     raise ExportError(
         f"Cannot export a {keys} at {format_path(path)}: whoever loads the artifact may not have "
@@ -174,17 +174,17 @@ def _encode(node: Any, path: Path) -> Any:
 
 
 def from_json(tree: Any) -> Any:
-    """Return the pytree of leaf numbers that ``to_json`` wrote."""
+    """Return the pytree of leaf numbers written by ``to_json``."""
     if tree is None or type(tree) is int:
         return tree
     ((kind, items),) = tree.items()
     if kind == "dict":
-        return {key: from_json(item) for key, item in items}
-    return {"tuple": tuple, "list": list}[kind](from_json(item) for item in items)
+        return {key: from_json(child) for key, child in items}
+    return {"tuple": tuple, "list": list}[kind](from_json(child) for child in items)
 
 
 def structure(tree: Any) -> Any:
-    """Return the treedef of what ``to_json`` wrote."""
+    """Return the treedef written by ``to_json``."""
     return jax.tree.structure(from_json(tree))
 
 
@@ -192,7 +192,7 @@ def structure(tree: Any) -> Any:
 
 
 class ExportedInput(NamedTuple):
-    """One argument that a caller passes."""
+    """One argument of a caller."""
 
     name: str
     by_name: bool  # whether it is passed by name only
@@ -204,7 +204,7 @@ class ExportedInput(NamedTuple):
 
 
 class StateEntry(NamedTuple):
-    """One array that the function holds."""
+    """One array of the function's state."""
 
     path: str  # also its name in the file of weights
     form: ArrayForm
@@ -229,7 +229,7 @@ class MeshForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What an artifact says of its function.
+    """Description of an artifact's function.
 
     Attributes:
         name: The function's name.
@@ -270,7 +270,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Signature:
-        """Returns the signature that ``as_json`` wrote."""
+        """Returns the signature written by ``as_json``."""
         read = _with_tuples(entry)
         inputs = (ExportedInput(**{**i, "forms": _forms(i["forms"])}) for i in read["inputs"])
         state = (StateEntry(**{**e, "form": ArrayForm(**e["form"])}) for e in read["state"])
@@ -295,14 +295,14 @@ class Signature:
         sizes: dict[str, tuple[int, str]] = {}
         leaves: list[Any] = []
         values = self._in_order(args, kwargs)
-        for item, wanted, value in zip(self.inputs, self._structures, values, strict=True):
-            found = jax.tree.structure(value)
-            if wanted != found:
-                raise self._refusal(f"{item.name} is made like {found}, not like {wanted}.")
+        for argument, expected, value in zip(self.inputs, self._structures, values, strict=True):
+            actual = jax.tree.structure(value)
+            if expected != actual:
+                raise self._refusal(f"{argument.name} is made like {actual}, not like {expected}.")
             for path, form, leaf in zip(
-                leaf_paths(wanted), item.forms, jax.tree.leaves(value), strict=True
+                leaf_paths(expected), argument.forms, jax.tree.leaves(value), strict=True
             ):
-                where = format_path((item.name, *path)).removeprefix(".")
+                where = format_path((argument.name, *path)).removeprefix(".")
                 array = self._admitted(leaf, form, where)
                 self._check_shape(array, form, where, sizes)
                 leaves.append(to_words(array))
@@ -310,45 +310,45 @@ class Signature:
 
     @functools.cached_property
     def _structures(self) -> list[Any]:
-        return [structure(item.tree) for item in self.inputs]
+        return [structure(argument.tree) for argument in self.inputs]
 
     def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        positional = [item.name for item in self.inputs if not item.by_name]
-        given = dict(zip(positional, args, strict=False))
-        twice = sorted(given.keys() & kwargs.keys())
+        positional = [argument.name for argument in self.inputs if not argument.by_name]
+        values = dict(zip(positional, args, strict=False))
+        twice = sorted(values.keys() & kwargs.keys())
         if len(args) > len(positional) or twice:
-            what = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional arguments"
-            raise self._refusal(f"The call gives {what}.")
-        given.update(kwargs)
-        names = [item.name for item in self.inputs]
-        missing = [name for name in names if name not in given]
-        unknown = [name for name in given if name not in names]
+            excess = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional arguments"
+            raise self._refusal(f"The call gives {excess}.")
+        values.update(kwargs)
+        names = [argument.name for argument in self.inputs]
+        missing = [name for name in names if name not in values]
+        unknown = [name for name in values if name not in names]
         if missing or unknown:
             parts = [f"lacks {', '.join(missing)}"] if missing else []
             parts += [f"has the unknown {', '.join(unknown)}"] if unknown else []
             raise self._refusal(f"The call {' and '.join(parts)}.")
-        return [given[name] for name in names]
+        return [values[name] for name in names]
 
     def _admitted(self, leaf: Any, form: ArrayForm, where: str) -> Any:
-        """Return an argument's array in the dtype that the program takes."""
+        """Return an argument's array in the dtype of the program."""
         if form.key is not None:
             if ArrayForm.of(leaf)._replace(shape=(), spec=None) != form._replace(
                 shape=(), spec=None
             ):
-                shown = f"jax.random.key(0, impl={form.key!r})"
-                raise self._refusal(f"{where} is {ArrayForm.of(leaf)}; it takes keys as {shown}.")
+                keys = f"jax.random.key(0, impl={form.key!r})"
+                raise self._refusal(f"{where} is {ArrayForm.of(leaf)}; it takes keys as {keys}.")
             return leaf
-        wanted = jnp.dtype(form.dtype)
+        dtype = jnp.dtype(form.dtype)
         if isinstance(leaf, (bool, int, float, complex)):
-            found = jnp.result_type(leaf, wanted)
-            leaf = jnp.asarray(leaf, wanted) if found == wanted else leaf
+            leaf_dtype = jnp.result_type(leaf, dtype)
+            leaf = jnp.asarray(leaf, dtype) if leaf_dtype == dtype else leaf
         else:
             if not hasattr(leaf, "dtype"):
                 raise self._refusal(f"{where} is {leaf!r}, not an array.")
-            found = plain_dtype(leaf.dtype)
-        if found != wanted:
+            leaf_dtype = plain_dtype(leaf.dtype)
+        if leaf_dtype != dtype:
             raise self._refusal(
-                f"{where} is {found}; the program takes {form.dtype}: jnp.asarray({where}, "
+                f"{where} is {leaf_dtype}; the program takes {form.dtype}: jnp.asarray({where}, "
                 f"jnp.{form.dtype})."
             )
         return leaf
@@ -358,20 +358,20 @@ class Signature:
     ) -> None:
         shape = jnp.shape(array)
         fits = len(shape) == len(form.shape)
-        for size, wanted in zip(shape, form.shape, strict=fits):
-            if not isinstance(wanted, str):
-                fits = fits and size == wanted
-            elif wanted.isidentifier():
-                known, first = sizes.setdefault(wanted, (size, where))
-                if size != known:
+        for size, dim in zip(shape, form.shape, strict=fits):
+            if not isinstance(dim, str):
+                fits = fits and size == dim
+            elif dim.isidentifier():
+                first_size, first = sizes.setdefault(dim, (size, where))
+                if size != first_size:
                     raise self._refusal(
-                        f"{wanted} is {known} in {first} and {size} in {where}; it is one size."
+                        f"{dim} is {first_size} in {first} and {size} in {where}; it is one size."
                     )
         if not fits:
             raise self._refusal(f"{where} has the shape {tuple(shape)}, not that of {form}.")
 
-    def _refusal(self, what: str) -> ArtifactCallError:
-        return ArtifactCallError(f"{what} The artifact takes {self}. Nothing was run.")
+    def _refusal(self, problem: str) -> ArtifactCallError:
+        return ArtifactCallError(f"{problem} The artifact takes {self}. Nothing was run.")
 
 
 def _to_plain(value: Any) -> Any:
@@ -380,14 +380,14 @@ def _to_plain(value: Any) -> Any:
         defaults = value._field_defaults
         value = {k: v for k, v in value._asdict().items() if k not in defaults or v is not None}
     if isinstance(value, dict):
-        return {key: _to_plain(item) for key, item in value.items()}
+        return {key: _to_plain(child) for key, child in value.items()}
     return list(map(_to_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _with_tuples(value: Any) -> Any:
     """Return JSON values with tuples in place of lists."""
     if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
+        return {key: _with_tuples(child) for key, child in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 

@@ -36,7 +36,7 @@ _Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Position in training data, with the identity of that data.
+    """Position in training data, with the identity of the data.
 
     Attributes:
         step: Batches taken so far.
@@ -59,7 +59,7 @@ class DataPosition:
 
 @runtime_checkable
 class Rowwise(Protocol):
-    """Source of batches that can build some of their rows only."""
+    """Source of batches able to build only some rows."""
 
     @property
     def batch_size(self) -> int:
@@ -124,7 +124,7 @@ class TrainBatches:
 
     @property
     def windows_per_epoch(self) -> int:
-        """How many windows make one epoch."""
+        """Number of windows in one epoch."""
         return int(self._first_window[-1])
 
     @property
@@ -157,15 +157,15 @@ class TrainBatches:
             DataPositionError: It is no position, or was saved over other data, seed or sizes; all
                 differences are listed. The iterator stays where it is.
         """
-        own = self.state()
-        found = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
-        step = found.get("step") if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping) or set(found) != set(own) or not is_count(step):
+        position = self.state()
+        saved = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
+        step = saved.get("step") if isinstance(saved, Mapping) else None
+        if not isinstance(saved, Mapping) or set(saved) != set(position) or not is_count(step):
             raise DataPositionError(
-                f"Not a data position: {state!r}. A position has the entries {sorted(own)}, with a "
-                "step of 0 or more; pass what batches.state() returned."
+                f"Not a data position: {state!r}. A position has the entries {sorted(position)}, "
+                "with a step of 0 or more; pass what batches.state() returned."
             )
-        differing = [name for name in own if name != "step" and found[name] != own[name]]
+        differing = [name for name in position if name != "step" and saved[name] != position[name]]
         if differing:
             advice = (
                 "The text is not the one that was trained on (or is split otherwise): open the "
@@ -178,12 +178,12 @@ class TrainBatches:
                     "Make the batches with the saved values, TrainBatches(part, ..., "
                     f"{arguments}), and restore again."
                 )
-            lines = [f"  {name}: saved {found[name]!r}, here {own[name]!r}" for name in differing]
+            lines = [f"  {key}: saved {saved[key]!r}, here {position[key]!r}" for key in differing]
             raise DataPositionError(
                 "The saved data position cannot be continued with these batches, because they "
                 "would not be the ones that followed:\n" + "\n".join([*lines, advice])
             )
-        self.step = int(found["step"])
+        self.step = int(saved["step"])
 
     def batch_at(self, step: int, rows: Rows | None = None) -> Arrays:
         """Returns the batch of a step without moving the iterator.
@@ -204,8 +204,8 @@ class TrainBatches:
         epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
         starts = np.empty_like(rows)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            starts[here] = self._window_starts(int(epoch), places[here])
+            in_epoch = epochs == epoch
+            starts[in_epoch] = self._window_starts(int(epoch), places[in_epoch])
         return _batch(self.part, starts[:, None] + np.arange(self.seq_len + 1))
 
     def _window_starts(self, epoch: int, places: _Int64Array) -> _Int64Array:
@@ -303,11 +303,11 @@ class EvalBatches:
                 "Hold out more text, or use larger blocks in text.split()."
             )
         if max_batches is not None and starts.size > max_batches * batch_size:
-            wanted = max_batches * batch_size
-            picked = np.arange(wanted) * starts.size // wanted
+            max_windows = max_batches * batch_size
+            picked = np.arange(max_windows) * starts.size // max_windows
             starts, lengths = starts[picked], lengths[picked]
         self._starts, self._lengths = starts, lengths
-        # What exactly these windows read, so that baselines can be taken over the same text.
+        # The exact text of these windows, so that baselines can be taken over the same text.
         ends = starts + lengths + 1
         begins_run = np.concatenate([[True], starts[1:] >= ends[:-1]])
         ends_run = np.concatenate([begins_run[1:], [True]])
@@ -356,7 +356,7 @@ class EvalBatches:
 
 
 class RowBatches:
-    """Batches of a source that reads rows by their numbers.
+    """Batches of rows read by their numbers.
 
     Such as a file of tokens. Rows are counted on without end: batch ``k`` has the rows from
     ``k * batch_size`` to ``(k + 1) * batch_size``. Over several processes each reads the rows of
@@ -435,14 +435,14 @@ class RowBatches:
             yield parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
 
     def _read(self, start: int, stop: int) -> Any:
-        found = self.read(start, stop)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0]:
+        rows = self.read(start, stop)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
             if np.shape(leaf)[:1] != (stop - start,):
                 raise WindowError(
                     f"read({start}, {stop}) must return {stop - start} rows, but "
                     f"{jax.tree_util.keystr(path) or 'it'} has the shape {np.shape(leaf)}."
                 )
-        return found
+        return rows
 
     def __iter__(self) -> RowBatches:
         return self
@@ -455,7 +455,7 @@ class RowBatches:
 
 
 class WholeBatches(Held):
-    """Batches of a source that gives whole global batches.
+    """Batches of a source of whole global batches.
 
     It must give the same in every process. Each builds all rows and places those that its devices
     hold.
@@ -507,7 +507,7 @@ class WholeBatches(Held):
 
 
 class LocalBatches(Held):
-    """Batches of a source that gives each process rows of its own.
+    """Batches of a source with rows of its own in each process.
 
     Such as a dataset that is sharded by process. The rows of all processes together are the global
     batch, which must be split over the processes. A checkpoint has the position of each process; a
@@ -604,9 +604,9 @@ def _check_sizes(
     source: Any, part: Any, batch_size: int, seq_len: int, removed: Mapping[str, Any]
 ) -> None:
     name = type(source).__name__
-    if gone := [key for key in removed if key in ("process_index", "process_count")]:
+    if keys := [key for key in removed if key in ("process_index", "process_count")]:
         raise WindowError(
-            f"{name} has no {gone[0]}: batch_size is the global batch, and every process builds "
+            f"{name} has no {keys[0]}: batch_size is the global batch, and every process builds "
             "the rows that its devices hold, whatever its index. Leave process_index and "
             "process_count out, and give the batch_size of all processes together."
         )
@@ -623,13 +623,13 @@ def _check_sizes(
 
 def row_numbers(rows: Any, batch_size: int) -> Rows:
     """Returns row numbers as an array, or raises WindowError."""
-    found: Any = np.arange(batch_size) if rows is None else np.asarray(rows)
-    wrong = found.ndim != 1 or found.dtype.kind not in "iu" or found.size == 0
-    if wrong or found.min() < 0 or found.max() >= batch_size:
+    numbers: Any = np.arange(batch_size) if rows is None else np.asarray(rows)
+    wrong = numbers.ndim != 1 or numbers.dtype.kind not in "iu" or numbers.size == 0
+    if wrong or numbers.min() < 0 or numbers.max() >= batch_size:
         raise WindowError(
             f"rows must be numbers from 0 to {batch_size - 1}, at least one, got {rows!r}."
         )
-    return found.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 def _batch(part: TextPart, places: _Int64Array) -> Arrays:

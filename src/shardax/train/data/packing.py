@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are packed of several documents.
+"""Rows packed of several documents.
 
 A document of ``n`` tokens has ``n - 1`` targets and takes as many places of a row. One that does
 not fit into a row is cut into pieces of ``seq_len`` targets, of which each begins with the last
@@ -30,7 +30,7 @@ _SAMPLES = 64  # documents that the fingerprint of a sequence reads
 
 
 class PackedBatches:
-    """Iterator of batches whose rows are packed of documents.
+    """Iterator of batches with rows packed of documents.
 
     Iterating gives ``inputs``, ``targets``, ``segment_ids`` and ``positions``, int32 (batch_size,
     seq_len), and ``mask``, bool: in a row the first document has the segment id 1, the next 2, and
@@ -117,8 +117,8 @@ class PackedBatches:
         Returns:
             Batches taken, the position of the next document, and how much of it is used.
         """
-        own = {"step": self.step, "used": self._used, "documents_at": self._before}
-        return {**own, **self._identity}
+        position = {"step": self.step, "used": self._used, "documents_at": self._before}
+        return {**position, **self._identity}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved position.
@@ -129,14 +129,14 @@ class PackedBatches:
         Raises:
             DataPositionError: It is no position, or of other documents, seed or sizes.
         """
-        own = self.state()
-        if not isinstance(state, Mapping) or set(state) != set(own):
+        position = self.state()
+        if not isinstance(state, Mapping) or set(state) != set(position):
             raise DataPositionError(
                 f"Not a position of packed batches: {state!r}. Pass what batches.state() returned."
             )
         differing = [name for name in self._identity if state[name] != self._identity[name]]
         if differing:
-            lines = [f"  {name}: saved {state[name]!r}, here {own[name]!r}" for name in differing]
+            lines = [f"  {key}: saved {state[key]!r}, here {position[key]!r}" for key in differing]
             raise DataPositionError(
                 "The saved data position cannot be continued with these batches, because they "
                 "would not be the ones that followed:\n"
@@ -276,11 +276,11 @@ class _Order:
         count = len(self.documents)
         picked = sorted({index * (count - 1) // (_SAMPLES - 1) for index in range(_SAMPLES)})
         sampled = [tokens_of(self.documents[index]) for index in picked]
-        digest = hashlib.sha256(json.dumps([count, [each.size for each in sampled]]).encode())
+        digest = hashlib.sha256(json.dumps([count, [tokens.size for tokens in sampled]]).encode())
         for tokens in sampled:
             digest.update(tokens.tobytes())
-        if max(each.size for each in sampled) < 2 and not any(
-            tokens_of(each).size > 1 for each in self.documents
+        if max(tokens.size for tokens in sampled) < 2 and not any(
+            tokens_of(document).size > 1 for document in self.documents
         ):
             raise WindowError(
                 f"None of the {count} documents has two tokens, so there is nothing to predict."

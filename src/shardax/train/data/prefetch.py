@@ -68,41 +68,41 @@ def _put_host(sharding: Any, batch: Any) -> Any:
 
 
 def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> Any:
-    """Places a batch of which there are only some rows."""
+    """Places a batch with only some of its rows."""
 
     def put(sharding: Any, leaf: Any) -> Any:
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        some = rows if array.ndim else None
-        if some is not None and len(array) != some.size:
+        ids = rows if array.ndim else None
+        if ids is not None and len(array) != ids.size:
             raise PrefetchError(
-                f"by_rows was asked for {some.size} rows, but gave an array of shape {array.shape}."
+                f"by_rows was asked for {ids.size} rows, but gave an array of shape {array.shape}."
             )
 
         def read(index: Any) -> Any:
-            if some is None:
+            if ids is None:
                 return array[index]
             start, stop, _ = index[0].indices(batch_size)
-            first = int(np.searchsorted(some, start))
+            first = int(np.searchsorted(ids, start))
             return array[first : first + stop - start, *index[1:]]
 
-        shape = array.shape if some is None else (batch_size, *array.shape[1:])
+        shape = array.shape if ids is None else (batch_size, *array.shape[1:])
         return jax.make_array_from_callback(shape, sharding, read, dtype=jax.typeof(array).dtype)
 
     return jax.tree.map(put, jax.tree.broadcast(sharding, batch), batch)
 
 
 def _rows_held(sharding: Any, batch_size: int) -> Rows:
-    """Returns the rows of a batch that this process's devices hold."""
-    held = np.zeros(batch_size, bool)
-    for each in jax.tree.leaves(sharding):
-        if isinstance(each, NamedSharding):
-            first = NamedSharding(each.mesh, PartitionSpec(*each.spec[:1]))
+    """Returns the rows of a batch held by this process's devices."""
+    is_held = np.zeros(batch_size, bool)
+    for leaf_sharding in jax.tree.leaves(sharding):
+        if isinstance(leaf_sharding, NamedSharding):
+            first = NamedSharding(leaf_sharding.mesh, PartitionSpec(*leaf_sharding.spec[:1]))
             for index in first.addressable_devices_indices_map((batch_size,)).values():
-                held[index] = True
+                is_held[index] = True
         else:
-            held[:] = True
-    held[0] |= not held.any()  # a process without a device of the mesh
-    return np.flatnonzero(held)
+            is_held[:] = True
+    is_held[0] |= not is_held.any()  # a process without a device of the mesh
+    return np.flatnonzero(is_held)
 
 
 def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
@@ -121,30 +121,30 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
 
 def _require_own_rows(source: Any, sharding: Any) -> None:
     """Raises PrefetchError unless local batches fit the sharding."""
-    wanted = getattr(source, "local_rows", None)
-    if wanted is None:
+    count = getattr(source, "local_rows", None)
+    if count is None:
         return
-    for each in jax.tree.leaves(sharding) or [None]:
-        held: dict[int, set[int]] = {}  # rows by process; the same answer in each
-        if isinstance(each, NamedSharding):
-            first = NamedSharding(each.mesh, PartitionSpec(*each.spec[:1]))
+    for leaf_sharding in jax.tree.leaves(sharding) or [None]:
+        owned: dict[int, set[int]] = {}  # rows by process; the same answer in each
+        if isinstance(leaf_sharding, NamedSharding):
+            first = NamedSharding(leaf_sharding.mesh, PartitionSpec(*leaf_sharding.spec[:1]))
             for device, index in first.devices_indices_map((source.batch_size,)).items():
                 rows = range(*index[0].indices(source.batch_size))
-                held.setdefault(device.process_index, set()).update(rows)
-        if len(held) != jax.process_count() or sum(map(len, held.values())) != source.batch_size:
-            counts = [len(rows) for _, rows in sorted(held.items())]
+                owned.setdefault(device.process_index, set()).update(rows)
+        if len(owned) != jax.process_count() or sum(map(len, owned.values())) != source.batch_size:
+            counts = [len(rows) for _, rows in sorted(owned.items())]
             raise PrefetchError(
-                f"LocalBatches need a batch of which each process holds {wanted} rows of its own, "
+                f"LocalBatches need a batch of which each process holds {count} rows of its own, "
                 f"but of the {source.batch_size} rows the processes hold {counts or 'all'} by "
-                f"{each}. Split the batch over the processes (a mesh whose 'data' axis spans "
-                "them), or give every process all rows: train.WholeBatches(batches, "
+                f"{leaf_sharding}. Split the batch over the processes (a mesh whose 'data' axis "
+                "spans them), or give every process all rows: train.WholeBatches(batches, "
                 "batch_size=...)."
             )
-        if any(len(rows) != wanted for rows in held.values()):
-            counts = [len(rows) for _, rows in sorted(held.items())]
+        if any(len(rows) != count for rows in owned.values()):
+            counts = [len(rows) for _, rows in sorted(owned.items())]
             raise PrefetchError(
-                f"LocalBatches give {wanted} rows of each process, but the processes hold {counts} "
-                f"by {each}. Use a mesh with as many devices of each along the batch."
+                f"LocalBatches give {count} rows of each process, but the processes hold {counts} "
+                f"by {leaf_sharding}. Use a mesh with as many devices of each along the batch."
             )
 
 
@@ -192,7 +192,7 @@ def batch_shardings(
     def spec_of(shape: tuple[int, ...]) -> Any:
         assert mesh is not None
         names = BATCH_AXES[: len(shape)]
-        # What the rules leave to the compiler is not split: these arrays come from the host.
+        # Dimensions left to the compiler are not split: these arrays come from the host.
         return spec_for(names, shape[: len(names)], mesh, rules_over(mesh, rules))[0]
 
     problems: list[str] = []
@@ -202,9 +202,9 @@ def batch_shardings(
     for key_path, array in entries:
         shape: tuple[int, ...] = np.shape(array)
         rows = rows or shape[:1]
-        shown = f"{jax.tree_util.keystr(key_path)} of shape {shape}"
+        leaf_text = f"{jax.tree_util.keystr(key_path)} of shape {shape}"
         if parts > 1 and (not shape or shape[0] % parts):
-            problems.append(f"{shown} cannot be cut into grad_accumulation={parts} parts")
+            problems.append(f"{leaf_text} cannot be cut into grad_accumulation={parts} parts")
             continue
         if mesh is None:
             continue
@@ -214,10 +214,10 @@ def batch_shardings(
             axes = mesh_axes_of(entry)
             size = shape[position] // parts if position == 0 else shape[position]
             if size % math.prod(mesh.shape[axis] for axis in axes):
-                where = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in axes)
+                axes_text = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in axes)
                 problems.append(
-                    f"{shown}{f', in {parts} parts' if parts > 1 else ''}: {size} along "
-                    f"{BATCH_AXES[position]!r} cannot be divided over the mesh axis {where}"
+                    f"{leaf_text}{f', in {parts} parts' if parts > 1 else ''}: {size} along "
+                    f"{BATCH_AXES[position]!r} cannot be divided over the mesh axis {axes_text}"
                 )
     if problems:
         step = parts
@@ -234,7 +234,7 @@ def batch_shardings(
 
 
 class Prefetch:
-    """Iterator over device batches that works ahead in one thread.
+    """Iterator over device batches, prefetched in one thread.
 
     An exception in the source is raised where its batch would have been taken, and ends the
     iteration. Close it when done, or use it in a ``with`` statement; after closing it gives no more
@@ -313,7 +313,7 @@ class Prefetch:
             self._work_ahead()
 
     def close(self) -> None:
-        """Stops working ahead and puts the source back to what was taken.
+        """Stops prefetching and rewinds the source to after the last batch taken.
 
         May be called again.
         """

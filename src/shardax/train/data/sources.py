@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of batches that other libraries read.
+"""Positions of batches read by other libraries.
 
 ``Positioned`` is the one protocol of the trainer and of ``Prefetch``; what has its position under
 other names is adapted to it. A position goes into the JSON of a checkpoint, so what JSON does not
@@ -51,13 +51,13 @@ class Positioned(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Goes to a position that ``state()`` gave."""
+        """Goes to a position given by ``state()``."""
         ...
 
 
 def with_position(source: Any) -> Any:
     """Returns the source as ``Positioned`` if it has a position, else itself."""
-    # Of datasets of grain this opens an iterator: call it once, and keep what it returns.
+    # For datasets of grain this opens an iterator: call it once, and keep the returned source.
     if isinstance(source, Positioned):
         return source
     if _has(source, "state_dict", "load_state_dict") and isinstance(source, Iterable):
@@ -72,7 +72,7 @@ def with_position(source: Any) -> Any:
 
 
 class Held:
-    """Base of what wraps a source, and has its position."""
+    """Base of wrappers of a source, with its position."""
 
     batches: Any
     state: Any  # there if the source has a position
@@ -90,15 +90,15 @@ class Held:
 
 def adapted(source: Any, resumable: bool) -> Any:
     """Returns the batches of a run, with a position if possible."""
-    found = with_position(source)
-    inner = found.batches if isinstance(found, Held) else found
+    positioned = with_position(source)
+    inner = positioned.batches if isinstance(positioned, Held) else positioned
     go_on_without_end(inner)
-    if resumable or isinstance(found, Positioned) or not isinstance(inner, Iterable):
-        return found
-    if isinstance(found, Held):
-        found.hold(_Unpositioned(inner))
-        return found
-    return found if hasattr(found, "by_rows") else _Unpositioned(found)
+    if resumable or isinstance(positioned, Positioned) or not isinstance(inner, Iterable):
+        return positioned
+    if isinstance(positioned, Held):
+        positioned.hold(_Unpositioned(inner))
+        return positioned
+    return positioned if hasattr(positioned, "by_rows") else _Unpositioned(positioned)
 
 
 def require_position(source: Any) -> None:
@@ -141,10 +141,10 @@ def _has(source: Any, *names: str) -> bool:
 
 def saved_position(source: Any, state: Any) -> Any:
     """Returns a position as JSON; every process must call it."""
-    own = {_KIND: "none"} if not is_resumable(source) else _as_json(state, type(source).__name__)
+    local = {_KIND: "none"} if not is_resumable(source) else _as_json(state, type(source).__name__)
     if not hasattr(source, "local_rows"):
-        return own
-    texts = [json.dumps(own)]
+        return local
+    texts = [json.dumps(local)]
     if jax.process_count() > 1:
         texts = processes.exchange(texts[0], "positions of the data")
     return {_KIND: "processes", "states": [json.loads(text) for text in texts]}
@@ -222,7 +222,7 @@ def _as_json(state: Any, of: str) -> Any:
 
 
 class _Adapted:
-    """An iterator whose position has other names."""
+    """Iterator with other names for its position."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -247,11 +247,11 @@ class _GetState(_Adapted):
         return encoded(self.source.get_state(), type(self.source).__name__)
 
     def restore(self, state: Any) -> None:
-        before = copy.deepcopy(self.source.get_state())
+        old_state = copy.deepcopy(self.source.get_state())
         try:
             self.source.set_state(decoded(state))
         except _REFUSALS as error:
-            self.source.set_state(before)
+            self.source.set_state(old_state)
             raise self._refuse(error) from error
 
     def __next__(self) -> Any:
@@ -259,7 +259,7 @@ class _GetState(_Adapted):
 
 
 class _StateDict(_Adapted):
-    """An iterable that has the position of its latest iterator."""
+    """Iterable with the position of its latest iterator."""
 
     # With ``endless`` what has ended begins its next epoch, which samplers and datasets are told.
     #
@@ -274,10 +274,10 @@ class _StateDict(_Adapted):
         self._iterator: Iterator[Any] | None = None
         parts = [source, *(getattr(source, name, None) for name in ("sampler", "dataset"))]
         parts.append(getattr(getattr(source, "batch_sampler", None), "sampler", None))
-        self._parts = list({id(each): each for each in parts if each is not None}.values())
-        self._replays = any(_loses_examples(each) for each in self._parts)
-        epochs = (getattr(each, "epoch", None) for each in self._parts)
-        self._epoch = next((each for each in epochs if isinstance(each, int)), 0)
+        self._parts = list({id(part): part for part in parts if part is not None}.values())
+        self._replays = any(_loses_examples(part) for part in self._parts)
+        epochs = (getattr(part, "epoch", None) for part in self._parts)
+        self._epoch = next((epoch for epoch in epochs if isinstance(epoch, int)), 0)
         self._taken = 0
         self._before: list[Any] = self._generators()
         self._known: dict[str, Any] | None = None
@@ -306,47 +306,47 @@ class _StateDict(_Adapted):
         is_own = isinstance(state, Mapping) and set(state) == names
         if not is_own or state["of"] != type(self.source).__name__:
             raise self._refuse(ValueError(f"{state!r} is no position of it"))
-        known = self.state()
+        old_state = self.state()
         try:
             self._begin(state)
         except _REFUSALS as error:
-            self._begin(known)
+            self._begin(old_state)
             raise self._refuse(error) from error
         self._known = {**state}
 
     def _begin(self, state: Any) -> None:
-        """Makes an iterator that goes on from a position."""
+        """Makes an iterator going on from a position."""
         if (state["state"] is None) != self._replays:
             raise ValueError("only one of the two has a shuffle buffer")
-        before, after = decoded(state["generators"])
+        start_states, saved_states = decoded(state["generators"])
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
         self._tell_epoch()
-        self._set_generators(before)
-        self._before = before
+        self._set_generators(start_states)
+        self._before = start_states
         self.source.load_state_dict({} if self._replays else decoded(state["state"]))
         self._iterator = iter(self.source)
         if self._replays:
             for _ in range(self._taken):
                 next(self._iterator)
-        self._set_generators(after)
+        self._set_generators(saved_states)
 
     def _generators(self) -> list[Any]:
         """Returns the states of all random generators."""
-        return [each.get_state() for each in self._random()]
+        return [generator.get_state() for generator in self._random()]
 
     def _set_generators(self, states: list[Any]) -> None:
         for generator, state in zip(self._random(), states, strict=True):
             generator.set_state(state)
 
     def _random(self) -> list[Any]:
-        found = (getattr(each, "generator", None) for each in self._parts)
-        unique = {id(each): each for each in found if _has(each, "get_state", "set_state")}
+        generators = (getattr(part, "generator", None) for part in self._parts)
+        unique = {id(g): g for g in generators if _has(g, "get_state", "set_state")}
         return list(unique.values())
 
     def _tell_epoch(self) -> None:
-        for each in self._parts:
-            if _has(each, "set_epoch"):
-                each.set_epoch(self._epoch)
+        for part in self._parts:
+            if _has(part, "set_epoch"):
+                part.set_epoch(self._epoch)
 
     def __next__(self) -> Any:
         if self._iterator is None:
@@ -366,28 +366,28 @@ class _StateDict(_Adapted):
 
 
 def _loses_examples(dataset: Any) -> bool:
-    """Whether a dataset's state lacks what its iterator holds."""
-    # Of ``datasets``: shuffle buffers, and, as its documentation says, batched functions of tables;
+    """Whether a dataset's state lacks examples held by its iterator."""
+    # In ``datasets``: shuffle buffers, and, as its documentation says, batched functions of tables;
     # those of ``batch()`` are exact.
     todo, seen = [getattr(dataset, "_ex_iterable", None)], set[int]()
     while todo:
-        each = todo.pop()
-        if each is None or id(each) in seen:
+        node = todo.pop()
+        if node is None or id(node) in seen:
             continue
-        seen.add(id(each))
-        if type(each).__name__.startswith("BufferShuffled"):
+        seen.add(id(node))
+        if type(node).__name__.startswith("BufferShuffled"):
             return True
-        is_of_tables = getattr(getattr(each, "formatting", None), "is_table", False)
-        given = str(getattr(getattr(each, "function", None), "__module__", ""))
-        if is_of_tables and getattr(each, "batched", False) and not given.startswith("datasets"):
+        is_of_tables = getattr(getattr(node, "formatting", None), "is_table", False)
+        module = str(getattr(getattr(node, "function", None), "__module__", ""))
+        if is_of_tables and getattr(node, "batched", False) and not module.startswith("datasets"):
             return True
-        todo.append(getattr(each, "ex_iterable", None))
-        todo += getattr(each, "ex_iterables", None) or []
+        todo.append(getattr(node, "ex_iterable", None))
+        todo += getattr(node, "ex_iterables", None) or []
     return False
 
 
 class _Unpositioned:
-    """A source without position, that goes back by a few batches only."""
+    """Source without position, able to go back by a few batches."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -438,8 +438,8 @@ def host_batch(batch: Any) -> Any:
                 "documents: train.PackedBatches(documents, ...)."
             ) from error
 
-    found = jax.tree.map(host, batch, is_leaf=lambda x: isinstance(x, list) and is_numbers(x))
-    return without_tensors(found)
+    host_tree = jax.tree.map(host, batch, is_leaf=lambda x: isinstance(x, list) and is_numbers(x))
+    return without_tensors(host_tree)
 
 
 def without_tensors(batch: Any) -> Any:
@@ -465,12 +465,12 @@ def encoded(value: Any, of: str) -> Any:
     if isinstance(value, bytes):
         return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
     if isinstance(value, list | tuple):
-        items = [encoded(each, of) for each in value]
+        items = [encoded(child, of) for child in value]
         return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _KIND not in value:
-            return {key: encoded(each, of) for key, each in value.items()}
-        items = [[encoded(key, of), encoded(each, of)] for key, each in value.items()]
+            return {key: encoded(child, of) for key, child in value.items()}
+        items = [[encoded(key, of), encoded(child, of)] for key, child in value.items()]
         return {_KIND: "dict", "items": items}
     if _is_tensor(value) or isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
@@ -488,18 +488,18 @@ def encoded(value: Any, of: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Returns the state that ``encoded`` wrote."""
+    """Returns the state written by ``encoded``."""
     if isinstance(value, list):
-        return [decoded(each) for each in value]
+        return [decoded(child) for child in value]
     if not isinstance(value, Mapping):
         return value
     kind = value.get(_KIND)
     if kind is None:
-        return {key: decoded(each) for key, each in value.items()}
+        return {key: decoded(child) for key, child in value.items()}
     if kind == "dict":
-        return {decoded(key): decoded(each) for key, each in value["items"]}
+        return {decoded(key): decoded(child) for key, child in value["items"]}
     if kind == "tuple":
-        return tuple(decoded(each) for each in value["items"])
+        return tuple(decoded(child) for child in value["items"])
     data = base64.b64decode(value["data"])
     if kind == "bytes":
         return data

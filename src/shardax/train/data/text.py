@@ -40,13 +40,13 @@ _LARGEST_BLOCK = 1 << 16
 _FULLY_HASHED = 1 << 28
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 1 << 10
-# Of the standard library: installed packages, test suites, and what differs between builds.
+# Left out of the standard library: installed packages, test suites, files of one build.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _BUILD_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 class TokenData:
-    """Base of sequences of tokens that windows are drawn from."""
+    """Base of sequences of tokens, the source of windows."""
 
     data: npt.NDArray[Any]
     name: str
@@ -121,7 +121,7 @@ class ByteText(TokenData):
 
     @classmethod
     def from_bytes(cls, data: bytes | ByteArray, name: str = "bytes in memory") -> ByteText:
-        """Takes text that is in memory.
+        """Takes text in memory.
 
         Args:
             data: The bytes, or a uint8 array (length,), which is not copied.
@@ -237,9 +237,9 @@ class ByteText(TokenData):
         if len(self) <= _FULLY_HASHED:
             digest.update(self.data.data)
         else:
-            last = len(self) - _SAMPLE_BYTES
+            last_start = len(self) - _SAMPLE_BYTES
             for sample in range(_SAMPLES):
-                start = sample * last // (_SAMPLES - 1)
+                start = sample * last_start // (_SAMPLES - 1)
                 digest.update(self.data[start : start + _SAMPLE_BYTES].data)
         return digest.hexdigest()[:32]
 
@@ -369,7 +369,7 @@ def _joined_files(
             f"There is no folder {str(root)!r} to read text from. Check the path, or leave it out "
             "to train on the source text of Python's standard library."
         )
-    found: list[str] = []
+    paths: list[str] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name
@@ -377,16 +377,16 @@ def _joined_files(
             if not name.startswith(".") and name != "__pycache__" and name not in skipped_folders
         ]
         files = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [file.relative_to(root).as_posix() for file in files if file.is_file()]
+        paths += [file.relative_to(root).as_posix() for file in files if file.is_file()]
     # By bytes, so that the order depends neither on the file system nor on the locale.
-    found = sorted(
-        (path for path in found if not path.startswith(skipped_prefixes)), key=os.fsencode
+    paths = sorted(
+        (path for path in paths if not path.startswith(skipped_prefixes)), key=os.fsencode
     )
-    kept = [path for path in found if suffixes is None or path.endswith(tuple(suffixes))]
+    chosen_paths = [path for path in paths if suffixes is None or path.endswith(tuple(suffixes))]
     try:
         # A nameless file, which is gone with its map: a corpus may be larger than memory.
         with tempfile.TemporaryFile() as joined:
-            for path in kept:
+            for path in chosen_paths:
                 content = _read(root / path)
                 # NUL does not occur in text, so a model can learn where files end.
                 joined.write(content + b"\x00" if content else b"")
@@ -398,10 +398,10 @@ def _joined_files(
             f"Cannot join the files below {str(root)!r} in a temporary file: {error}. Make room "
             "for a copy of them, set TMPDIR to a folder that has it, or pass one file."
         ) from error
-    wanted = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
-    seen = sorted({Path(path).suffix or "(none)" for path in found})
+    name_rule = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
+    seen = sorted({Path(path).suffix or "(none)" for path in paths})
     raise TextSourceError(
-        f"No non-empty file with {wanted} below {str(root)!r}; the endings there are: "
+        f"No non-empty file with {name_rule} below {str(root)!r}; the endings there are: "
         f"{', '.join(seen) or 'none, the folder is empty'}. Pass some of them as suffixes=(...)."
     )
 

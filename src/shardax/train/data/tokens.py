@@ -87,16 +87,16 @@ class TokenFile(TokenData):
                 f"There is no file {str(path)!r} to read tokens from. Check the path, or write "
                 "one: TokenFile.write(path, tokens)."
             )
-        wanted = None if dtype is None else _dtype(dtype, path)
+        expected = None if dtype is None else _dtype(dtype, path)
         if path.suffix == ".npy":
-            data, described = _open_npy(path), None
+            data, header = _open_npy(path), None
         else:
-            described = _description(path)
-            data = _open_raw(path, described, wanted)
-        if wanted is not None and data.dtype != wanted:
+            header = _description(path)
+            data = _open_raw(path, header, expected)
+        if expected is not None and data.dtype != expected:
             raise TextSourceError(
-                f"The file {str(path)!r} has tokens of {data.dtype}, but dtype={wanted.name!r} was "
-                "asked for. Leave dtype out."
+                f"The file {str(path)!r} has tokens of {data.dtype}, but dtype={expected.name!r} "
+                "was asked for. Leave dtype out."
             )
         if data.size == 0:
             raise TextSourceError(f"The token file {str(path)!r} is empty.")
@@ -104,10 +104,10 @@ class TokenFile(TokenData):
             raise TextSourceError(f"vocab_size={vocab_size!r} must be an integer of 1 or more.")
         for name, value in (("data", data), ("name", str(path)), ("vocab_size", vocab_size)):
             object.__setattr__(self, name, value)
-        if described is not None and self.fingerprint != described["fingerprint"]:
+        if header is not None and self.fingerprint != header["fingerprint"]:
             raise TextSourceError(
                 f"The token file {str(path)!r} was changed after it was written: its fingerprint "
-                f"is {self.fingerprint}, but {_beside(path).name} has {described['fingerprint']}. "
+                f"is {self.fingerprint}, but {_beside(path).name} has {header['fingerprint']}. "
                 "Write it again, or delete the description and give dtype=."
             )
 
@@ -229,9 +229,9 @@ def _beside(path: Path) -> Path:
 
 
 def _description(path: Path) -> dict[str, Any] | None:
-    """Returns what ``write`` left beside a file, if anything."""
+    """Returns the description left beside a file by ``write``, if any."""
     try:
-        found = json.loads(_beside(path).read_text())
+        header = json.loads(_beside(path).read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -239,25 +239,25 @@ def _description(path: Path) -> dict[str, Any] | None:
             f"The description {str(_beside(path))!r} of a token file cannot be read: {error}. "
             "Delete it, and give dtype=."
         ) from error
-    if not isinstance(found, dict) or not {"dtype", "tokens", "fingerprint"} <= set(found):
+    if not isinstance(header, dict) or not {"dtype", "tokens", "fingerprint"} <= set(header):
         raise TextSourceError(
             f"{str(_beside(path))!r} is no description of a token file. Delete it, and give dtype=."
         )
-    return found
+    return header
 
 
-def _open_raw(path: Path, described: Any, wanted: Any) -> npt.NDArray[Any]:
+def _open_raw(path: Path, header: Any, expected: Any) -> npt.NDArray[Any]:
     size = path.stat().st_size
-    if described is None and wanted is None:
+    if header is None and expected is None:
         raise TextSourceError(
             f"The file {str(path)!r} has token ids alone and does not say of which dtype. Give it: "
             "TokenFile(path, dtype='uint16'), as nanoGPT writes them, or 'uint32'."
         )
-    kind = wanted if described is None else _dtype(described["dtype"], path)
-    if described is not None and size != described["tokens"] * kind.itemsize:
+    kind = expected if header is None else _dtype(header["dtype"], path)
+    if header is not None and size != header["tokens"] * kind.itemsize:
         raise TextSourceError(
             f"The token file {str(path)!r} has {size} bytes, but {_beside(path).name} tells of "
-            f"{described['tokens']} tokens of {kind.name}, {described['tokens'] * kind.itemsize} "
+            f"{header['tokens']} tokens of {kind.name}, {header['tokens'] * kind.itemsize} "
             "bytes: it was cut, or replaced. Write it again."
         )
     if size % kind.itemsize:
@@ -272,17 +272,17 @@ def _open_raw(path: Path, described: Any, wanted: Any) -> npt.NDArray[Any]:
 
 def _open_npy(path: Path) -> npt.NDArray[Any]:
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise TextSourceError(
             f"The file {str(path)!r} is no whole .npy file of numbers: {error}"
         ) from error
-    if found.ndim != 1 or found.dtype.name not in _DTYPES:
+    if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES:
         raise TextSourceError(
-            f"The file {str(path)!r} has an array of {found.dtype} and shape {found.shape}, but "
+            f"The file {str(path)!r} has an array of {tokens.dtype} and shape {tokens.shape}, but "
             f"tokens are of one dimension, and of {', '.join(_DTYPES)}."
         )
-    return np.asarray(found)
+    return np.asarray(tokens)
 
 
 def _parts(tokens: Any, end: int | None) -> Iterator[npt.NDArray[Any]]:
@@ -323,7 +323,7 @@ def _as_npy(path: Path, kind: np.dtype[Any], count: int) -> None:
 def _fingerprint(data: npt.NDArray[Any]) -> str:
     digest = hashlib.sha256(f"{data.dtype.name} {data.size}".encode())
     per = _SAMPLE_BYTES // data.dtype.itemsize
-    last = max(data.size - per, 0)
-    for start in sorted({sample * last // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
+    last_start = max(data.size - per, 0)
+    for start in sorted({sample * last_start // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
         digest.update(np.ascontiguousarray(data[start : start + per]).tobytes())
     return digest.hexdigest()[:32]

@@ -80,7 +80,7 @@ def data_parallel_value_and_grad(
             its number of targets.
 
     Returns:
-        A function of ``(model, batch, *rest)``, as ``accumulated_value_and_grad`` returns it.
+        A function of ``(model, batch, *args)``, as ``accumulated_value_and_grad`` returns it.
 
     Raises:
         DataParallelError: Here if an argument has no such meaning. When called, if the mesh lacks
@@ -115,12 +115,12 @@ def data_parallel_value_and_grad(
         )
     wire = None if reduce_dtype is None else np.dtype(reduce_dtype)
     accumulate(_nothing, steps, count=count)  # checks them
-    whole = value_and_grad(function, has_aux=has_aux, wrt=wrt)
+    differentiated = value_and_grad(function, has_aux=has_aux, wrt=wrt)
 
     @functools.wraps(function)
-    def reduced(model: Any, batch: Any, *rest: Any) -> Any:
+    def reduced(model: Any, batch: Any, *args: Any) -> Any:
         region = Region.find(axes)
-        call = _DeviceCall(region, whole, steps, has_aux, wire, model, rest, count)
+        call = _DeviceCall(region, differentiated, steps, has_aux, wire, model, args, count)
         call.plans = {
             path: plan_of(path, variable, region, layout)
             for path, variable in _trained(model, wrt).items()
@@ -156,25 +156,25 @@ class _DeviceCall:
     def __init__(
         self,
         region: Region,
-        whole: Callable[..., Any],
+        differentiated: Callable[..., Any],
         steps: int,
         has_aux: bool,
         wire: np.dtype | None,
         model: Any,
-        rest: Sequence[Any],
+        args: Sequence[Any],
         count: Callable[[Any], Any] | None,
     ) -> None:
         self.region = region
-        self.whole = whole
+        self.differentiated = differentiated
         self.steps = steps
         self.has_aux = has_aux
         self.wire = wire
         self.count = count
         self.plans: dict[Path, GradientPlan] = {}
-        # What holds Variables is taken apart; of the rest, arrays enter, and texts stay.
-        self.objects = (model, *(item for item in rest if has_objects(item)))
-        plain = [None if has_objects(item) else item for item in rest]
-        self.is_object = [has_objects(item) for item in rest]
+        # Arguments with Variables are split; of the others, arrays enter, and texts stay.
+        self.objects = (model, *(arg for arg in args if has_objects(arg)))
+        plain = [None if has_objects(arg) else arg for arg in args]
+        self.is_object = [has_objects(arg) for arg in args]
         leaves, self.treedef = jax.tree.flatten(plain)
         self.arrays = {
             i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))
@@ -188,14 +188,14 @@ class _DeviceCall:
         self.structure: Any = None  # of the gradients, found by tracing
 
     def run(self, batch: Any) -> tuple[Any, Any, Any]:
-        """Returns value, aux and gradients; writes what the function wrote."""
+        """Returns value, aux and gradients; writes the function's new state."""
         self._check_rows(batch)
-        whole, rows = PartitionSpec(), PartitionSpec(self.region.over)
+        replicated, rows = PartitionSpec(), PartitionSpec(self.region.over)
         outputs = {path: plan.final for path, plan in self.plans.items()}
-        compute = self.region.with_auto_axes(self._compute, (whole, rows, outputs, whole))
+        compute = self.region.with_auto_axes(self._compute, (replicated, rows, outputs, replicated))
         value, aux, gradients, written = compute(self.values, batch, self.arrays)
-        for path, new in written.items():
-            self.variables[path].value = laid_out_as(self.variables[path].value, new)
+        for path, new_value in written.items():
+            self.variables[path].value = laid_out_as(self.variables[path].value, new_value)
         treedef, paths = self.structure
         return value, aux, treedef.unflatten([gradients[path] for path in paths])
 
@@ -217,28 +217,28 @@ class _DeviceCall:
 
     def _compute(self, values: Any, batch: Any, arrays: Any) -> tuple[Any, Any, Any, Any]:
         region = self.region
-        whole, rows = PartitionSpec(), PartitionSpec(region.over)
+        replicated, rows = PartitionSpec(), PartitionSpec(region.over)
         local = jax.shard_map(
             self._local,
-            mesh=region.given,
-            in_specs=(whole, rows, whole),
-            out_specs=(whole, rows, rows, whole, whole),
+            mesh=region.shard_map_mesh,
+            in_specs=(replicated, rows, replicated),
+            out_specs=(replicated, rows, rows, replicated, replicated),
             axis_names=set(region.over),
         )
         value, aux, gradients, count, written = local(values, batch, arrays)
         plans = {path: self.plans[path] for path in gradients}
         add = jax.shard_map(
             functools.partial(self._add, plans),
-            mesh=region.given,
-            in_specs=({path: plan.spec(region.over) for path, plan in plans.items()}, whole),
+            mesh=region.shard_map_mesh,
+            in_specs=({path: plan.spec(region.over) for path, plan in plans.items()}, replicated),
             out_specs={path: plan.spec(leaving=True) for path, plan in plans.items()},
-            axis_names={*region.over, *region.rest},
+            axis_names={*region.over, *region.other_axes},
             check_vma=False,  # JAX does not know that gathered arrays are the same everywhere
         )
         return value, aux, add(gradients, count), written
 
     def _local(self, values: dict[Path, Any], batch: Any, arrays: Any) -> Any:
-        """Sums of one device, and what was written."""
+        """Sums of one device, and the values written."""
         region = self.region
         entering = dict(values)
         for path, value in values.items():
@@ -249,20 +249,20 @@ class _DeviceCall:
                     fold = jax.vmap(fold)
                 entering[path] = fold(value)
             elif path[0] == 0 and path[1:] in self.plans:
-                # Else JAX sums each gradient where the parameter is used.
+                # Otherwise JAX sums the gradient at each use of the parameter.
                 entering[path] = region.varying(value)
         model, *objects = merge(self.graphdef, State.from_flat(entering, self.origins))
-        given = {**self.static, **arrays}
-        plain = self.treedef.unflatten([given[i] for i in range(len(given))])
+        by_index = {**self.static, **arrays}
+        plain = self.treedef.unflatten([by_index[i] for i in range(len(by_index))])
         waiting = iter(objects)
-        rest = [
-            next(waiting) if is_object else item
-            for is_object, item in zip(self.is_object, plain, strict=True)
+        args = [
+            next(waiting) if is_object else arg
+            for is_object, arg in zip(self.is_object, plain, strict=True)
         ]
         has_counts = self.count is not None or target_weights(batch) is not None
 
-        def counted(model: Any, microbatch: Any, *rest: Any) -> Any:
-            value, gradients = self.whole(model, microbatch, *rest)
+        def counted(model: Any, microbatch: Any, *args: Any) -> Any:
+            value, gradients = self.differentiated(model, microbatch, *args)
             value, aux = value if self.has_aux else (value, None)
             count = jnp.float32(1)
             if has_counts:
@@ -274,9 +274,9 @@ class _DeviceCall:
             return ((value, count), aux), region.varying(gradients)
 
         summed = accumulate(counted, self.steps, has_aux=True, reduce="sum")
-        ((value, count), aux), gradients = summed(model, batch, *rest)
+        ((value, count), aux), gradients = summed(model, batch, *args)
         written = self._written(entering, (model, *objects))
-        # Where no mask says otherwise, every microbatch counts as one.
+        # Without a mask, every microbatch counts as one.
         total = jax.lax.psum(count, region.over) if has_counts else count * region.count
         value = jax.lax.psum(region.varying(value), region.over) / total.astype(value.dtype)
         return value, region.varying(aux), self._by_path(gradients), total, written
@@ -290,28 +290,28 @@ class _DeviceCall:
         return {path: leaf[None] for path, leaf in zip(paths, leaves, strict=True)}
 
     def _written(self, entering: Mapping[Path, Any], objects: Any) -> dict[Path, Any]:
-        """What the function wrote, the same on all devices, or raises."""
-        after = {path: variable.value for path, variable in iter_variables(objects)}
+        """Values written by the function, the same on all devices, or raises."""
+        leaving = {path: variable.value for path, variable in iter_variables(objects)}
         problems = [
-            f"{self._shown(path)}: was {'added' if path in after else 'taken away'}"
-            for path in after.keys() ^ entering.keys()
+            f"{self._shown(path)}: was {'added' if path in leaving else 'taken away'}"
+            for path in leaving.keys() ^ entering.keys()
         ]
         written = {}
-        for path in after.keys() & entering.keys():
-            before, leaves = (jax.tree.leaves(tree[path]) for tree in (entering, after))
-            if len(before) == len(leaves) and all(map(operator.is_, before, leaves)):
+        for path in leaving.keys() & entering.keys():
+            old_leaves, leaves = (jax.tree.leaves(tree[path]) for tree in (entering, leaving))
+            if len(old_leaves) == len(leaves) and all(map(operator.is_, old_leaves, leaves)):
                 continue
-            if path in self.random and _is_key(after[path]):
+            if path in self.random and _is_key(leaving[path]):
                 continue  # a device's own keys; the stream goes on by its count
-            written[path] = after[path]
+            written[path] = leaving[path]
             if not any(set(self.region.over) & varying_axes(leaf) for leaf in leaves):
                 continue
             kind = type(self.variables[path])
-            shapes = [[np.shape(leaf) for leaf in tree] for tree in (before, leaves)]
+            shapes = [[np.shape(leaf) for leaf in tree] for tree in (old_leaves, leaves)]
             if issubclass(kind, Intermediate) and shapes[0] == shapes[1]:
                 # A number that layers sow, not rows of the batch.
                 written[path] = jax.tree.map(
-                    lambda x: jax.lax.pmean(self.region.varying(x), self.region.over), after[path]
+                    lambda x: jax.lax.pmean(self.region.varying(x), self.region.over), leaving[path]
                 )
                 continue
             problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
@@ -330,36 +330,36 @@ class _DeviceCall:
 
     def _split_at_once(self, gradients: Any) -> Any:
         """Leaves a microbatch's gradient split along the last data axis."""
-        region, last = self.region, self.region.over[-1]
+        region, last_axis = self.region, self.region.over[-1]
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
-        found: dict[Path, Any] = {}
+        by_path: dict[Path, Any] = {}
         for path, gradient in pairs.items():
             plan = self.plans[path]
             wire = self.wire or gradient.dtype
             gradient = gradient.astype(at_least_float32(gradient.dtype))
-            if any(last in axes for axes in plan.leaving):
+            if any(last_axis in axes for axes in plan.leaving):
                 split_now = functools.partial(
-                    sum_over, plan=plan, over=(last,), wire=wire, sizes=region.mesh.shape
+                    sum_over, plan=plan, over=(last_axis,), wire=wire, sizes=region.mesh.shape
                 )
-                if region.rest:
+                if region.other_axes:
                     spec = plan.spec()
                     split_now = jax.shard_map(
-                        split_now, in_specs=spec, out_specs=spec, axis_names=set(region.rest)
+                        split_now, in_specs=spec, out_specs=spec, axis_names=set(region.other_axes)
                     )
                 gradient = split_now(region.varying(gradient))
-            found[path] = gradient
+            by_path[path] = gradient
         if not isinstance(gradients, State):
-            return found[()]
-        return State.from_flat(found, gradients.origins())
+            return by_path[()]
+        return State.from_flat(by_path, gradients.origins())
 
     def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, Any], count: Any) -> Any:
         """Adds the gradients of all devices, with all mesh axes manual."""
-        over, found = self.region.over, {}
+        over, by_path = self.region.over, {}
         for path, gradient in gradients.items():
             plan, dtype = plans[path], self.variables[(0, *path)].dtype
             done = over[-1:] if self.steps > 1 else ()
             done = tuple(axis for axis in done if any(axis in axes for axes in plan.leaving))
-            found[path] = sum_over(
+            by_path[path] = sum_over(
                 gradient[0],
                 plan=plan,
                 over=tuple(axis for axis in over if axis not in done),
@@ -368,7 +368,7 @@ class _DeviceCall:
                 scale=1 / count,
                 done=done,
             ).astype(dtype)
-        return found
+        return by_path
 
 
 def _is_key(value: Any) -> bool:

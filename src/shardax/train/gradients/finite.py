@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose numbers are not finite.
+"""Steps with non-finite numbers.
 
 The compiled step returns flags beside its loss: whether loss and gradients are finite, and which
 Variables it made infinite or NaN. Elements that were so before (a mask of ``-inf``, the best value
@@ -39,7 +39,7 @@ _FIRST = 2  # flags that are not of a Variable: loss, skipped
 
 
 def current_values(trained: Any) -> list[tuple[Path, Variable[Any], Any]]:
-    """Returns path, Variable and value of what a step may change."""
+    """Returns path, Variable and value of everything a step may change."""
     return [(path, variable, variable._here()._value) for path, variable in iter_variables(trained)]
 
 
@@ -77,14 +77,14 @@ def _by_path(optimizer: Optimizer, gradients: Any) -> list[Any]:
 
 
 def _undo(old: Sequence[tuple[Path, Variable[Any], Any]], skipped: jax.Array) -> None:
-    """Puts values back where a step is skipped."""
+    """Puts values back if a step is skipped."""
     # Random streams and integer counts of the model go on: a step is not to repeat what spoiled it.
     for path, variable, value in old:
         new = variable._here()._value
         if new is not value and (path[0] != 0 or _is_inexact(value)):
             variable.value = jax.tree.map(
-                lambda before, after: jax.lax.select(
-                    skipped, jnp.asarray(before), laid_out_as(before, jnp.asarray(after))
+                lambda old_leaf, new_leaf: jax.lax.select(
+                    skipped, jnp.asarray(old_leaf), laid_out_as(old_leaf, jnp.asarray(new_leaf))
                 ),
                 value,
                 new,
@@ -92,13 +92,13 @@ def _undo(old: Sequence[tuple[Path, Variable[Any], Any]], skipped: jax.Array) ->
 
 
 def _spoils(old: Any, new: Any) -> jax.Array:
-    """Whether elements that were finite are no longer."""
+    """Whether finite elements are no longer finite."""
     if new is old:
         return jnp.zeros((), bool)
     lost = [
-        jnp.any(jnp.isfinite(before) & ~jnp.isfinite(laid_out_as(before, after)))
-        for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-        if jnp.issubdtype(before.dtype, jnp.inexact)
+        jnp.any(jnp.isfinite(old_leaf) & ~jnp.isfinite(laid_out_as(old_leaf, new_leaf)))
+        for old_leaf, new_leaf in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+        if jnp.issubdtype(old_leaf.dtype, jnp.inexact)
     ]
     return jnp.any(jnp.stack(lost))
 
@@ -119,7 +119,7 @@ def _leaves_out_steps(optimizer: Optimizer) -> bool:
 
 
 class FiniteCheck:
-    """Steps of a run that are not finite."""
+    """Non-finite steps of a run."""
 
     def __init__(self, trained: Sequence[Any], limit: int, saved: Any) -> None:
         parts: dict[Any, str] = dict(enumerate(_PARTS))
@@ -140,7 +140,7 @@ class FiniteCheck:
         return [self.skipped, self._in_a_row]
 
     def add(self, step: int, loss: Any, flags: Any) -> None:
-        """Takes in a step that may still be running."""
+        """Takes in a step, perhaps still running."""
         self._unread.append((step, loss, flags))
 
     def problem(self, behind: int = 0) -> str:
@@ -172,14 +172,14 @@ class FiniteCheck:
             )
         if not spoiled.any() and (self._is_guarded or not bad_loss):
             return ""
-        what = "" if bad_loss and not math.isfinite(loss) else ", but not all of the step is finite"
+        note = "" if bad_loss and not math.isfinite(loss) else ", but not all of the step is finite"
         leave_out = (
             "" if self._limit else " TrainerSettings(..., max_skipped_steps=10) skips such steps."
         )
-        return f"The loss at step {step} is {loss:.6g}{what}.{causes}{leave_out}"
+        return f"The loss at step {step} is {loss:.6g}{note}.{causes}{leave_out}"
 
 
 def _listed(title: str, names: Sequence[str], are_bad: np.ndarray, end: str) -> str:
     bad = [name for name, is_bad in zip(names, are_bad, strict=True) if is_bad]
-    more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
-    return f" {title} {', '.join(bad[:8])}{more} {end}" if bad else ""
+    omitted = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+    return f" {title} {', '.join(bad[:8])}{omitted} {end}" if bad else ""

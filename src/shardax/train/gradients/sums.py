@@ -40,7 +40,7 @@ class Region:
 
     mesh: AnyMesh
     over: tuple[str, ...]  # the slowest link first
-    rest: tuple[str, ...]  # that are not Manual already
+    other_axes: tuple[str, ...]  # that are not Manual already
 
     @classmethod
     def find(cls, over: tuple[str, ...]) -> Region:
@@ -61,8 +61,8 @@ class Region:
         return cls(mesh, over, tuple(axis for axis in free if axis not in over))
 
     @property
-    def given(self) -> Any:
-        """The mesh for ``jax.shard_map``, which finds that in scope itself."""
+    def shard_map_mesh(self) -> Any:
+        """Mesh for ``jax.shard_map``; None if there is one in scope."""
         return self.mesh if jax.sharding.get_abstract_mesh().empty else None
 
     @property
@@ -70,7 +70,7 @@ class Region:
         return math.prod(self.mesh.shape[axis] for axis in self.over)
 
     def varying(self, tree: Any) -> Any:
-        """Marks values that devices have alike as such that may differ."""
+        """Marks equal values of devices as possibly different."""
 
         def mark(x: Any) -> Any:
             missing = tuple(axis for axis in self.over if axis not in varying_axes(x))
@@ -101,8 +101,8 @@ class GradientPlan:
     def spec(self, *lead: Any, leaving: bool = False) -> PartitionSpec:
         """The layout with the data axes after the others, or without them."""
         parts = [
-            (*before, *(after if leaving else ()))
-            for before, after in zip(self.entering, self.leaving, strict=True)
+            (*entering_axes, *(leaving_axes if leaving else ()))
+            for entering_axes, leaving_axes in zip(self.entering, self.leaving, strict=True)
         ]
         return PartitionSpec(*lead, *(axes or None for axes in parts))
 
@@ -129,23 +129,23 @@ def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) ->
             "parameters as they are needed. To split gradients and the optimizer's state alone "
             "use layout= and overrides={sx.OptState: ...}."
         )
-    kept = [tuple(axis for axis in axes if axis in region.rest) for axes in entering]
-    wanted = layout.flat().get(path) if isinstance(layout, State) else layout
-    if wanted is None:
-        final, found = PartitionSpec(*(axes or None for axes in kept)), []
+    unsummed_axes = [tuple(axis for axis in axes if axis in region.other_axes) for axes in entering]
+    target = layout.flat().get(path) if isinstance(layout, State) else layout
+    if target is None:
+        final, problems = PartitionSpec(*(axes or None for axes in unsummed_axes)), []
     elif isinstance(layout, State):
-        final, found = explicit_spec(wanted, shape, region.mesh, f"layout at {where}", path)
+        final, problems = explicit_spec(target, shape, region.mesh, f"layout at {where}", path)
     else:
-        chosen = rules.override(resolve_rules(wanted))
-        final, found = spec_for(axes, shape, region.mesh, chosen, path)
-    errors = [str(each) for each in found if each.severity == "error"]
+        chosen = rules.override(resolve_rules(target))
+        final, problems = spec_for(axes, shape, region.mesh, chosen, path)
+    errors = [str(problem) for problem in problems if problem.severity == "error"]
     if errors:
         raise DataParallelError("Gradients cannot be laid out so:\n  " + "\n  ".join(errors))
     leaving = tuple(
         tuple(axis for axis in axes if axis in region.over)
         for axes in _by_dimension(final, len(shape))
     )
-    return GradientPlan(tuple(kept), leaving, final)
+    return GradientPlan(tuple(unsummed_axes), leaving, final)
 
 
 def _by_dimension(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
@@ -213,11 +213,11 @@ def _scattered(x: jax.Array, axis: str, dimension: int, count: int, wire: np.dty
 
 
 def _gathered(x: jax.Array, axis: str, dimension: int, wire: np.dtype) -> jax.Array:
-    """The parts that the devices along a mesh axis have, as one."""
+    """The parts of all devices along a mesh axis, as one."""
     if wire.itemsize >= 4:
         return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
-    whole = jax.lax.all_gather(_bits(x, wire), axis, axis=dimension, tiled=True)
-    return _floats(whole, wire).astype(x.dtype)
+    gathered = jax.lax.all_gather(_bits(x, wire), axis, axis=dimension, tiled=True)
+    return _floats(gathered, wire).astype(x.dtype)
 
 
 def _bits(x: jax.Array, wire: np.dtype) -> jax.Array:

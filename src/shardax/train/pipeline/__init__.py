@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of stages that differ: one executable a stage, by a table."""
+"""Pipelines of different stages: one executable a stage, by a table."""

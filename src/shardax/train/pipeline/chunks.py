@@ -92,15 +92,15 @@ class Chunk:
         return isinstance(self.now().state.get(path), RngState)
 
     def check_places(self, values: Values) -> None:
-        """Refuses values that are not on the stage's devices."""
-        own = set(self.mesh.devices.flat)
+        """Refuses values off the stage's devices."""
+        stage_devices = set(self.mesh.devices.flat)
         wrong: list[str] = []
         for path, value in values.items():
             for x in jax.tree.leaves(value):
                 sharding = getattr(x, "sharding", None)
                 if sharding is None or getattr(sharding, "mesh", None) is self.mesh:
                     continue
-                if sharding.device_set != own:
+                if sharding.device_set != stage_devices:
                     wrong.append(self.shown(path))
         if wrong:
             raise PipelineError(
@@ -109,7 +109,7 @@ class Chunk:
             )
 
     def write_sown(self, sown: Mapping[Path, Any]) -> None:
-        """Leaves what the stage sowed last in its Modules."""
+        """Leaves the values sown last by the stage in its Modules."""
         present, owners = dict(iter_variables(self.stage)), dict(iter_modules(self.stage))
         for path, value in sown.items():
             if path in present:
@@ -130,7 +130,7 @@ class Chunk:
         graphdef, state = split(copy)
         variables = dict(iter_variables(self.stage))
         trained = dict(iter_variables(self.stage, self.wrt))
-        rest = {p: v for p, v in variables.items() if p in state.flat() and p not in trained}
+        untrained = {p: v for p, v in variables.items() if p in state.flat() and p not in trained}
         wrong = [
             f"stages[{self.number}]{format_path(path)}: {variable.dtype}"
             for path, variable in trained.items()
@@ -143,7 +143,7 @@ class Chunk:
             )
         if self._taken is None or self._taken.graphdef != graphdef:
             self._compiled.clear()
-        self._taken = _TakenStage(graphdef, state.origins(), trained, rest)
+        self._taken = _TakenStage(graphdef, state.origins(), trained, untrained)
         return self._taken
 
     def compiled(self, trained: Values, state: Values, x: Any, targets: Any) -> ChunkPrograms:
@@ -158,15 +158,15 @@ class Chunk:
 
     def run(self, trained: Values, state: Values, number: Any, x: Any, targets: Any) -> Any:
         """Returns ((floating results, objective), the rest), while traced."""
-        taken = self.now()
-        if taken.graphdef is None:
+        stage_parts = self.now()
+        if stage_parts.graphdef is None:
             y, written, sown, model = self.stage(x), {}, {}, None
         else:
             entering = {**trained, **state}
-            for path, variable in taken.state.items():
+            for path, variable in stage_parts.state.items():
                 if isinstance(variable, RngState) and _is_key(state[path]):
                     entering[path] = _folded(state[path], self.number, number)
-            model = merge(taken.graphdef, State.from_flat(entering, taken.origins))
+            model = merge(stage_parts.graphdef, State.from_flat(entering, stage_parts.origins))
             y = model(x)
             written, sown = self._written(model, entering)
         objective = jnp.float32(0)
@@ -181,27 +181,27 @@ class Chunk:
                 )
             value = value if weight is None else weighted(jnp.asarray(value), weight)
             objective, y = objective + value, ()
-        floating, rest = apart(y)
+        floating, nonfloating = apart(y)
         self.y_tree = jax.tree.structure(y)
-        return (floating, objective / self.microbatches), (rest, written, sown)
+        return (floating, objective / self.microbatches), (nonfloating, written, sown)
 
     def _written(self, model: Any, entering: Values) -> tuple[Values, dict[Path, Any]]:
-        taken, written, sown = self.now(), Values(), dict[Path, Any]()
-        after = {path: (variable, variable.value) for path, variable in iter_variables(model)}
-        problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - after.keys()]
-        for path, (variable, value) in after.items():
+        stage_parts, written, sown = self.now(), Values(), dict[Path, Any]()
+        final = {path: (variable, variable.value) for path, variable in iter_variables(model)}
+        problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - final.keys()]
+        for path, (variable, value) in final.items():
             if path not in entering and isinstance(variable, Intermediate):
                 self.sown_types[path] = type(variable)
                 sown[path] = value
             elif path not in entering:
                 problems.append(f"{self.shown(path)} was added")
             elif any(a is not b for a, b in _pairs(entering[path], value)):
-                before = entering[path]
-                if path in taken.trained:
+                old_value = entering[path]
+                if path in stage_parts.trained:
                     problems.append(f"{self.shown(path)} is differentiated, and was written")
-                elif _shapes(before) != _shapes(value):
+                elif _shapes(old_value) != _shapes(value):
                     problems.append(
-                        f"{self.shown(path)} was {_types(before)}, and became {_types(value)}"
+                        f"{self.shown(path)} was {_types(old_value)}, and became {_types(value)}"
                     )
                 elif not _is_key(value):  # as strongly typed as before
                     written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
@@ -222,7 +222,7 @@ class ChunkPrograms:
     """The programs of a stage for inputs of one type."""
 
     def __init__(self, chunk: Chunk, trained: Values, state: Values, x: Any, targets: Any) -> None:
-        floating, rest = apart(x)
+        floating, nonfloating = apart(x)
         x_tree = jax.tree.structure(x)
         number = np.int32(0)
         shapes = jax.eval_shape(chunk.run, trained, state, number, x, targets)
@@ -239,38 +239,38 @@ class ChunkPrograms:
             carried: Values,
             number: Any,
             floating: list[Any],
-            rest: list[Any],
+            nonfloating: list[Any],
             targets: Any,
             dy: list[Any],
         ) -> Any:
             def of(trained: Values, floating: list[Any]) -> Any:
-                x = joined(x_tree, floating, rest)
+                x = joined(x_tree, floating, nonfloating)
                 return chunk.run(trained, {**fixed, **carried}, number, x, targets)
 
             if is_first:
-                pull_of, given = (lambda trained: of(trained, floating)), (trained,)
+                pull_of, primals = (lambda trained: of(trained, floating)), (trained,)
             else:
-                pull_of, given = of, (trained, floating)
-            (y, objective), pull, (more, written, sown) = jax.vjp(pull_of, *given, has_aux=True)
-            found = pull((dy, jnp.ones_like(objective)))
-            result = {"y": y, "rest": more, "written": written, "sown": sown, "sum": objective}
-            inputs = {} if is_first else {"inputs": found[1]}
-            weights = {"weights": found[0]}
+                pull_of, primals = of, (trained, floating)
+            (y, objective), pull, (y_rest, written, sown) = jax.vjp(pull_of, *primals, has_aux=True)
+            grads = pull((dy, jnp.ones_like(objective)))
+            result = {"y": y, "rest": y_rest, "written": written, "sown": sown, "sum": objective}
+            inputs = {} if is_first else {"inputs": grads[1]}
+            weights = {"weights": grads[0]}
             if not chunk.splits_backward:
                 inputs, weights = inputs | weights, {}
             groups = [result | inputs] if is_last else [result, inputs]
             return (*groups, weights) if weights else tuple(groups)
 
-        args = (trained, fixed, carried, number, floating, rest, targets, y)
-        kept = len(jax.tree.leaves((trained, fixed)))
-        found = cut(whole, args, kept)
-        places = jax.tree.unflatten(jax.tree.structure(args), found.arguments)
+        args = (trained, fixed, carried, number, floating, nonfloating, targets, y)
+        constant_count = len(jax.tree.leaves((trained, fixed)))
+        program_cut = cut(whole, args, constant_count)
+        places = jax.tree.unflatten(jax.tree.structure(args), program_cut.arguments)
         self.of_step = jax.tree.leaves(places[:2])  # trained, fixed
         self.of_state = jax.tree.leaves(places[2])  # carried
         self.of_microbatch = jax.tree.leaves(places[3:7])
         self.dy = jax.tree.leaves(places[7])
         self.programs = [
-            ChunkProgram(found, place, trained) for place in range(len(found.programs))
+            ChunkProgram(program_cut, place, trained) for place in range(len(program_cut.programs))
         ]
         sums = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, at_least_float32(x.dtype)), trained
@@ -283,25 +283,25 @@ class ChunkPrograms:
 
 
 class ChunkProgram:
-    """A compiled program, and what its values are."""
+    """A compiled program, with the roles of its values."""
 
-    def __init__(self, found: Cut, place: int, trained: Values) -> None:
-        program, result = found.programs[place], dict(found.results[place])
+    def __init__(self, program_cut: Cut, place: int, trained: Values) -> None:
+        program, result = program_cut.programs[place], dict(program_cut.results[place])
         weights = result.pop("weights", None)
-        later = {v for other in found.programs[place + 1 :] for v in other.takes}
+        later = {v for p in program_cut.programs[place + 1 :] for v in p.takes}
         self.takes = program.takes
         self.gives = [v for v in program.gives if v in later]
         self.later = later
         self.adds_up = weights is not None
 
         def call(sums: Any, *values: Any) -> Any:
-            found = dict(zip(program.gives, program(*values), strict=True))
-            weight, made = jax.tree.map(
-                lambda item: item.val if hasattr(item, "val") else found[item], (weights, result)
+            values_of = dict(zip(program.gives, program(*values), strict=True))
+            weight, outputs = jax.tree.map(
+                lambda v: v.val if hasattr(v, "val") else values_of[v], (weights, result)
             )
             if weights is not None:
                 sums = jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, weight)
-            return made, sums, [found[v] for v in self.gives]
+            return outputs, sums, [values_of[v] for v in self.gives]
 
         options: dict[str, Any] = {}
         if self.adds_up:
@@ -315,7 +315,7 @@ class ChunkProgram:
 
 
 def apart(tree: Any) -> tuple[list[Any], list[Any]]:
-    """Leaves that have a gradient, and the others."""
+    """Leaves with a gradient, and the others."""
     leaves = [jnp.asarray(x) if not hasattr(x, "dtype") else x for x in jax.tree.leaves(tree)]
     return (
         [x if _is_floating(x) else None for x in leaves],
@@ -323,9 +323,9 @@ def apart(tree: Any) -> tuple[list[Any], list[Any]]:
     )
 
 
-def joined(treedef: Any, floating: list[Any], rest: list[Any]) -> Any:
+def joined(treedef: Any, floating: list[Any], nonfloating: list[Any]) -> Any:
     """The inverse of ``apart``, given the tree's structure."""
-    leaves = [b if a is None else a for a, b in zip(floating, rest, strict=True)]
+    leaves = [b if a is None else a for a, b in zip(floating, nonfloating, strict=True)]
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -347,10 +347,10 @@ def _folded(keys: Any, *numbers: Any) -> Any:
     return keys
 
 
-def _pairs(one: Any, other: Any) -> list[tuple[Any, Any]]:
-    leaves = (jax.tree.leaves(one), jax.tree.leaves(other))
+def _pairs(left: Any, right: Any) -> list[tuple[Any, Any]]:
+    leaves = (jax.tree.leaves(left), jax.tree.leaves(right))
     same = len(leaves[0]) == len(leaves[1])
-    return list(zip(*leaves, strict=True)) if same else [(one, other)]
+    return list(zip(*leaves, strict=True)) if same else [(left, right)]
 
 
 def _shapes(value: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of pipelines: tables of what each stage does, in order.
+"""Schedules of pipelines: tables of the stages' operations, in order.
 
 A model is cut into *chunks*, chunk i on stage i % S of S stages. A microbatch goes forward through
 the chunks in order, and backward through them in reverse. A stage does one operation at a time, in
@@ -44,7 +44,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each stage of a pipeline does, in order.
+    """Operations of each stage of a pipeline, in order.
 
     Args:
         name: For tables and pictures.
@@ -73,7 +73,7 @@ class Schedule:
     table: tuple[tuple[Operation, ...], ...]
 
     def __post_init__(self) -> None:
-        rows = tuple(tuple(Operation(*each) for each in row) for row in self.table)
+        rows = tuple(tuple(Operation(*operation) for operation in row) for row in self.table)
         object.__setattr__(self, "table", rows)
         self._check()
         self.simulate()
@@ -86,17 +86,17 @@ class Schedule:
     @property
     def chunks(self) -> int:
         """The number of chunks."""
-        return 1 + max(each.chunk for row in self.table for each in row)
+        return 1 + max(operation.chunk for row in self.table for operation in row)
 
     @property
     def microbatches(self) -> int:
         """The number of microbatches."""
-        return 1 + max(each.microbatch for row in self.table for each in row)
+        return 1 + max(operation.microbatch for row in self.table for operation in row)
 
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of parameters are operations of their own."""
-        return any(each.kind == "weight" for row in self.table for each in row)
+        return any(operation.kind == "weight" for row in self.table for operation in row)
 
     # --- The schedules of the literature ---
 
@@ -121,16 +121,16 @@ class Schedule:
             >>> Schedule.named("zero-bubble", 4, 8, 4).stages
             4
         """
-        made: dict[str, Callable[..., Schedule]] = {
+        makers: dict[str, Callable[..., Schedule]] = {
             "gpipe": cls.gpipe,
             "1f1b": cls.one_f_one_b,
             "interleaved": cls.interleaved,
             "zero-bubble": cls.zero_bubble,
         }
-        if name not in made:
+        if name not in makers:
             raise PipelineError(
-                f"schedule={name!r} is not known; use {', '.join(map(repr, made))}, or a Schedule "
-                "of your own."
+                f"schedule={name!r} is not known; use {', '.join(map(repr, makers))}, or a "
+                "Schedule of your own."
             )
         _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
         if chunks % stages:
@@ -139,13 +139,13 @@ class Schedule:
                 f"multiple of {stages} parts, or a mesh with as many stages as parts."
             )
         if name in ("gpipe", "interleaved"):
-            return made[name](stages, microbatches, chunks)
+            return makers[name](stages, microbatches, chunks)
         if chunks != stages:
             raise PipelineError(
                 f"The schedule {name!r} has one part of the model a stage, but there are {chunks} "
                 f'for {stages} stages. Use schedule="interleaved", or join parts to {stages}.'
             )
-        return made[name](stages, microbatches)
+        return makers[name](stages, microbatches)
 
     @classmethod
     def gpipe(cls, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
@@ -290,9 +290,9 @@ class Schedule:
             row = list(_in_turn(forward, inputs, min(stages - 1 - stage, microbatches)))
             # Weights follow once so many inputs are done that all stages hold equally many.
             waiting, placed = iter(weights), list[Operation]()
-            for each in row:
-                placed.append(each)
-                if each.kind == "input" and each.microbatch >= stage:
+            for operation in row:
+                placed.append(operation)
+                if operation.kind == "input" and operation.microbatch >= stage:
                     placed.append(next(waiting))
             rows.append((*placed, *waiting))
         return cls("zero-bubble", tuple(rows))
@@ -312,14 +312,14 @@ class Schedule:
             ``start`` and ``end``.
 
         Example:
-            >>> [str(each.operation) for each in Schedule.gpipe(2, 1).simulate()]
+            >>> [str(span.operation) for span in Schedule.gpipe(2, 1).simulate()]
             ['F0', 'F0', 'B0', 'B0']
         """
-        given = {**_TIMES, **(times or {})}
+        durations = {**_TIMES, **(times or {})}
         rounds = self.chunks // self.stages
         ends: dict[Operation, float] = {}
         free, places = [0.0] * self.stages, [0] * self.stages
-        found: list[Timed] = []
+        timed: list[Timed] = []
         while moved := [
             stage
             for stage, place in enumerate(places)
@@ -328,18 +328,18 @@ class Schedule:
         ]:
             for stage in moved:
                 operation = self.table[stage][places[stage]]
-                needed = (ends[each] for each in _needs(operation, self.chunks - 1))
+                needed = (ends[need] for need in _needs(operation, self.chunks - 1))
                 start = max((free[stage], *needed))
-                end = start + given[operation.kind] / rounds
+                end = start + durations[operation.kind] / rounds
                 ends[operation] = free[stage] = end
                 places[stage] += 1
-                found.append(Timed(operation, stage, start, end))
-        if len(found) < sum(map(len, self.table)):
+                timed.append(Timed(operation, stage, start, end))
+        if len(timed) < sum(map(len, self.table)):
             raise PipelineError(self._deadlock(places, ends))
-        return sorted(found, key=lambda each: (each.start, each.end, each.stage))
+        return sorted(timed, key=lambda span: (span.start, span.end, span.stage))
 
     def bubble_share(self, times: Mapping[str, float] | None = None) -> float:
-        """Computes the share of the time in which a stage does nothing.
+        """Computes the share of idle time of the stages.
 
         Args:
             times: As for ``simulate``.
@@ -352,11 +352,11 @@ class Schedule:
             0.333
         """
         timed = self.simulate(times)
-        last = max(each.end for each in timed)
-        return 1 - sum(each.end - each.start for each in timed) / (last * self.stages)
+        end = max(span.end for span in timed)
+        return 1 - sum(span.end - span.start for span in timed) / (end * self.stages)
 
     def peak_microbatches(self) -> tuple[int, ...]:
-        """Counts the most microbatches that stages hold.
+        """Counts the most microbatches held by stages.
 
         Returns:
             Of each stage, the most forward passes whose backward pass is not over. A microbatch
@@ -366,13 +366,13 @@ class Schedule:
             >>> Schedule.one_f_one_b(3, 6).peak_microbatches()
             (3, 2, 1)
         """
-        last = "weight" if self.splits_backward else "backward"
+        last_kind = "weight" if self.splits_backward else "backward"
         peaks: list[int] = []
         for row in self.table:
-            held = peak = 0
-            for each in row:
-                held += (each.kind == "forward") - (each.kind == last)
-                peak = max(peak, held)
+            in_flight = peak = 0
+            for operation in row:
+                in_flight += (operation.kind == "forward") - (operation.kind == last_kind)
+                peak = max(peak, in_flight)
             peaks.append(peak)
         return tuple(peaks)
 
@@ -398,18 +398,18 @@ class Schedule:
         rounds = self.chunks // self.stages
         scaled = {kind: time * rounds for kind, time in {**_TIMES, **(times or {})}.items()}
         timed = self.simulate(scaled)
-        last = round(max(each.end for each in timed))
+        end = round(max(span.end for span in timed))
         marks = [list[str]() for _ in range(self.stages)]
-        for each in timed:
-            row = marks[each.stage]
-            row += [".."] * (round(each.start) - len(row))
-            row += [self._label(each.operation)] + ["--"] * (round(each.end - each.start) - 1)
+        for span in timed:
+            row = marks[span.stage]
+            row += [".."] * (round(span.start) - len(row))
+            row += [self._label(span.operation)] + ["--"] * (round(span.end - span.start) - 1)
         width = max(len(mark) for row in marks for mark in row)
         wide = {"--": "-" * width, "..": "." * width}
         numbers = f"{self.stages} stages, {self.microbatches} microbatches"
         lines = [f"{self.name}: {numbers}, idle {self.bubble_share(times):.0%}"]
         for stage, row in enumerate(marks):
-            row += [".."] * (last - len(row))
+            row += [".."] * (end - len(row))
             cells = " ".join(wide.get(mark, mark.ljust(width)) for mark in row)
             lines.append(f"stage {stage}  {cells}".rstrip())
         return "\n".join(lines)
@@ -430,7 +430,7 @@ class Schedule:
         timed = self.simulate(times)
         rounds = self.chunks // self.stages
         unit, height, left = 26 * rounds, 24, 64
-        width = left + unit * max(each.end for each in timed) + 8
+        width = left + unit * max(span.end for span in timed) + 8
         title = f"{self.name}, idle {self.bubble_share(times):.0%}"
         size = f'width="{width:g}" height="{height * self.stages + 30}"'
         font = 'font-family="sans-serif" font-size="11"'
@@ -442,14 +442,14 @@ class Schedule:
             f'<text x="4" y="{height * stage + 38}">stage {stage}</text>'
             for stage in range(self.stages)
         ]
-        for each in timed:
-            x, y = left + unit * each.start, height * each.stage + 22
-            long = unit * (each.end - each.start)
+        for span in timed:
+            x, y = left + unit * span.start, height * span.stage + 22
+            length = unit * (span.end - span.start)
             parts.append(
-                f'<rect x="{x:g}" y="{y}" width="{long - 1:g}" height="{height - 2}" '
-                f'fill="{_COLORS[each.operation.kind]}"/>'
-                f'<text x="{x + long / 2:g}" y="{y + 15}" text-anchor="middle">'
-                f"{self._label(each.operation)}</text>"
+                f'<rect x="{x:g}" y="{y}" width="{length - 1:g}" height="{height - 2}" '
+                f'fill="{_COLORS[span.operation.kind]}"/>'
+                f'<text x="{x + length / 2:g}" y="{y + 15}" text-anchor="middle">'
+                f"{self._label(span.operation)}</text>"
             )
         return "\n".join([*parts, "</svg>"])
 
@@ -468,32 +468,32 @@ class Schedule:
         if not self.table or not all(self.table):
             raise PipelineError(f"The schedule {self.name!r} has no stages, or one without work.")
         for stage, row in enumerate(self.table):
-            for each in row:
+            for op in row:
                 wrong = None
-                if each.kind not in KINDS:
-                    wrong = f"is of kind {each.kind!r}; there are {', '.join(map(repr, KINDS))}"
-                elif each.microbatch < 0 or each.chunk < 0:
+                if op.kind not in KINDS:
+                    wrong = f"is of kind {op.kind!r}; there are {', '.join(map(repr, KINDS))}"
+                elif op.microbatch < 0 or op.chunk < 0:
                     wrong = "has a negative number"
-                elif each.chunk % self.stages != stage:
-                    wrong = f"belongs to stage {each.chunk % self.stages} of {self.stages}"
+                elif op.chunk % self.stages != stage:
+                    wrong = f"belongs to stage {op.chunk % self.stages} of {self.stages}"
                 if wrong:
-                    raise PipelineError(f"In the schedule {self.name!r}, {tuple(each)} {wrong}.")
+                    raise PipelineError(f"In the schedule {self.name!r}, {tuple(op)} {wrong}.")
         backward = ("input", "weight") if self.splits_backward else ("backward",)
-        wanted = {
+        expected = {
             Operation(kind, m, chunk)
             for kind in ("forward", *backward)
             for m in range(self.microbatches)
             for chunk in range(self.chunks)
         }
-        given = Counter(each for row in self.table for each in row)
-        lacking, added = wanted - given.keys(), given.keys() - wanted
-        twice = {each for each, times in given.items() if times > 1}
-        for what, found in (("lacks", lacking), ("has besides", added), ("has twice", twice)):
-            if found:
-                shown = ", ".join(map(str, sorted(map(tuple, found))[:6]))
+        counts = Counter(operation for row in self.table for operation in row)
+        missing, added = expected - counts.keys(), counts.keys() - expected
+        twice = {operation for operation, times in counts.items() if times > 1}
+        for fault, operations in (("lacks", missing), ("has besides", added), ("has twice", twice)):
+            if operations:
+                texts = ", ".join(map(str, sorted(map(tuple, operations))[:6]))
                 raise PipelineError(
-                    f"The schedule {self.name!r} {what} {shown}. Each microbatch goes once forward "
-                    "and once backward (or: input, weight) through each chunk."
+                    f"The schedule {self.name!r} {fault} {texts}. Each microbatch goes once "
+                    "forward and once backward (or: input, weight) through each chunk."
                 )
 
     def _deadlock(self, places: Sequence[int], ends: Mapping[Operation, float]) -> str:
@@ -502,8 +502,8 @@ class Schedule:
             if place < len(self.table[stage]):
                 operation = self.table[stage][place]
                 waits = [n for n in _needs(operation, self.chunks - 1) if n not in ends]
-                shown = ", ".join(str(tuple(each)) for each in waits)
-                lines.append(f"  stage {stage}: {tuple(operation)} waits for {shown}")
+                needs = ", ".join(str(tuple(need)) for need in waits)
+                lines.append(f"  stage {stage}: {tuple(operation)} waits for {needs}")
         return (
             f"The schedule {self.name!r} cannot go on: each stage waits for another.\n"
             + "\n".join(lines)
@@ -512,7 +512,7 @@ class Schedule:
         )
 
 
-def _needs(operation: Operation, last: int) -> Iterator[Operation]:
+def _needs(operation: Operation, last_chunk: int) -> Iterator[Operation]:
     """Yields the operations before an operation."""
     kind, microbatch, chunk = operation
     if kind == "forward":
@@ -522,16 +522,16 @@ def _needs(operation: Operation, last: int) -> Iterator[Operation]:
         yield Operation("input", microbatch, chunk)
     else:
         yield Operation("forward", microbatch, chunk)
-        if chunk < last:
+        if chunk < last_chunk:
             yield Operation(kind, microbatch, chunk + 1)
 
 
 def _in_turn(
     forward: Sequence[Operation], backward: Sequence[Operation], ahead: int
 ) -> tuple[Operation, ...]:
-    """Some forward passes, then one of each in turn, then the rest."""
+    """Some forward passes, then both kinds in turn, then the others."""
     pairs = zip(forward[ahead:], backward, strict=False)
-    middle = [each for pair in pairs for each in pair]
+    middle = [operation for pair in pairs for operation in pair]
     return (*forward[:ahead], *middle, *backward[len(forward) - ahead :])
 
 

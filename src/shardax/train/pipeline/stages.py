@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of stages that differ: one executable a stage.
+"""Pipelines of different stages: one executable a stage.
 
 The mesh is cut along one axis, and stage i of the model is laid out over part i by the rules, which
 may split it along the other axes. What a schedule's table says is done in the order in which it
@@ -114,40 +114,42 @@ class PipelineStep:
         numbers = (len(parts), microbatches, len(self.stages))
         of_schedule = (schedule.stages, schedule.microbatches, schedule.chunks)
         if numbers != of_schedule:
-            given, wanted = (
+            actual, expected = (
                 f"{n[0]} parts of the mesh, {n[1]} microbatches, {n[2]} stages of the model"
                 for n in (numbers, of_schedule)
             )
-            raise PipelineError(f"The schedule {schedule.name!r} is for {wanted}, not for {given}.")
+            raise PipelineError(
+                f"The schedule {schedule.name!r} is for {expected}, not for {actual}."
+            )
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = resolve_rules(rules)
         self.sent_bytes: int | None = None
         placed = [
-            (stage, where)
-            for stage, where in zip(self.stages, self.meshes, strict=True)
+            (stage, stage_mesh)
+            for stage, stage_mesh in zip(self.stages, self.meshes, strict=True)
             if isinstance(stage, Module)
         ]
-        for stage, where in placed:
-            shardings(stage, where, self.rules)  # raises before any is moved
-        for stage, where in placed:
-            shard(stage, where, self.rules)
-        last = len(self.stages) - 1
+        for stage, stage_mesh in placed:
+            shardings(stage, stage_mesh, self.rules)  # raises before any is moved
+        for stage, stage_mesh in placed:
+            shard(stage, stage_mesh, self.rules)
+        last_number = len(self.stages) - 1
         self._chunks = [
             Chunk(
                 stage,
                 number,
-                where,
+                stage_mesh,
                 self.rules,
-                loss if number == last else None,
+                loss if number == last_number else None,
                 stage_loss,
                 microbatches,
                 schedule.splits_backward,
                 wrt,
             )
-            for number, (stage, where) in enumerate(zip(self.stages, self.meshes, strict=True))
+            for number, (stage, stage_mesh) in enumerate(zip(self.stages, self.meshes, strict=True))
         ]
-        self._order = [each.operation for each in schedule.simulate()]
+        self._order = [span.operation for span in schedule.simulate()]
 
     def __call__(self, inputs: Any, targets: Any) -> tuple[jax.Array, list[State]]:
         """Computes the mean loss and the gradients.
@@ -187,8 +189,8 @@ class PipelineStep:
             [0.0, 0.0]
         """
         x = inputs
-        for number, (chunk, where) in enumerate(zip(self._chunks, self.meshes, strict=True)):
-            x = _placed(x, where, self.rules) if number == 0 else _moved(x, where)
+        for number, (chunk, mesh) in enumerate(zip(self._chunks, self.meshes, strict=True)):
+            x = _placed(x, mesh, self.rules) if number == 0 else _moved(x, mesh)
             with chunk.scope():
                 x = chunk.predict(x)
         return x
@@ -204,12 +206,12 @@ class PipelineStep:
         Returns:
             Of each stage its optimizer; None of stages without parameters.
         """
-        made: list[Optimizer | None] = []
+        optimizers: list[Optimizer | None] = []
         for chunk in self._chunks:
             options = {"wrt": chunk.wrt, **options}
             has_some = bool(chunk.now().trained)
-            made.append(Optimizer(chunk.stage, tx, **options) if has_some else None)
-        return made
+            optimizers.append(Optimizer(chunk.stage, tx, **options) if has_some else None)
+        return optimizers
 
     def update(
         self,
@@ -237,7 +239,7 @@ class PipelineStep:
         if clip_norm is not None:
             norm = self.global_norm(gradients)
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
-            scales = [_moved(scale, where) for where in self.meshes]
+            scales = [_moved(scale, mesh) for mesh in self.meshes]
         for chunk, optimizer, grads, scale in zip(
             self._chunks, optimizers, gradients, scales, strict=True
         ):
@@ -332,8 +334,8 @@ def _moved(tree: Any, mesh: Mesh) -> Any:
 
     def place(x: Any) -> NamedSharding:
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
-        known = {axis for entry in spec for axis in mesh_axes_of(entry)} <= set(mesh.axis_names)
-        return NamedSharding(mesh, spec if known else PartitionSpec())
+        has_axes = {axis for entry in spec for axis in mesh_axes_of(entry)} <= set(mesh.axis_names)
+        return NamedSharding(mesh, spec if has_axes else PartitionSpec())
 
     return jax.device_put(tree, jax.tree.map(place, tree))
 
@@ -391,14 +393,14 @@ def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
 
 
 class _ChunkStep:
-    """What a step has of one stage."""
+    """State of one stage during a step."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
-        taken = chunk.now()
-        self.trained = {path: v.value for path, v in taken.trained.items()}
+        stage_parts = chunk.now()
+        self.trained = {path: v.value for path, v in stage_parts.trained.items()}
         self.state: Values = {}
-        for path, variable in taken.state.items():
+        for path, variable in stage_parts.state.items():
             value = variable.value
             self.state[path] = _here(value, chunk.mesh) if chunk.is_random(path) else value
         chunk.check_places({**self.trained, **self.state})
@@ -414,45 +416,45 @@ class _ChunkStep:
     def begin(self, number: int, x: Any, targets: Any) -> None:
         """Gives the stage a microbatch."""
         if self.compiled is None:
-            made = self.compiled = self.chunk.compiled(self.trained, self.state, x, targets)
-            self.carried = {path: self.state[path] for path in made.carried}
+            compiled = self.compiled = self.chunk.compiled(self.trained, self.state, x, targets)
+            self.carried = {path: self.state[path] for path in compiled.carried}
             fixed = {path: v for path, v in self.state.items() if path not in self.carried}
             leaves = jax.tree.leaves((self.trained, fixed))
-            self.of_step = dict(zip(made.of_step, leaves, strict=True))
+            self.of_step = dict(zip(compiled.of_step, leaves, strict=True))
             with self.chunk.scope():
-                self.sums = made.zeros()
+                self.sums = compiled.zeros()
         leaves = jax.tree.leaves((np.int32(number), *apart(x), targets))
         self.held[number] = dict(zip(self.compiled.of_microbatch, leaves, strict=True))
 
     def run(self, place: int, number: int, dy: list[Any] | None = None) -> dict[str, Any]:
         """Queues a program for a microbatch."""
         assert self.compiled is not None  # a forward pass comes first
-        program, held = self.compiled.programs[place], self.held[number]
+        program, live = self.compiled.programs[place], self.held[number]
         if place == 0:  # the state that the microbatch before has left
             leaves = jax.tree.leaves(self.carried)
-            held.update(zip(self.compiled.of_state, leaves, strict=True))
+            live.update(zip(self.compiled.of_state, leaves, strict=True))
         if dy is not None:
-            held.update(zip(self.compiled.dy, jax.tree.leaves(dy), strict=True))
+            live.update(zip(self.compiled.dy, jax.tree.leaves(dy), strict=True))
         if program.is_empty:
             return {}
-        own = self.of_step
-        values = [held[v] if v in held else own[v] for v in program.takes]
+        step_values = self.of_step
+        values = [live[v] if v in live else step_values[v] for v in program.takes]
         with self.chunk.scope():
-            made, sums, rest = program.call(self.sums if program.adds_up else None, *values)
+            outputs, sums, later = program.call(self.sums if program.adds_up else None, *values)
         if program.adds_up:
             self.sums = sums
-        held.update(zip(program.gives, rest, strict=True))
-        self.held[number] = {v: x for v, x in held.items() if v in program.later}
-        if "sum" in made:
-            self.objectives.append(made["sum"])
-            for path, value in made["written"].items():
+        live.update(zip(program.gives, later, strict=True))
+        self.held[number] = {v: x for v, x in live.items() if v in program.later}
+        if "sum" in outputs:
+            self.objectives.append(outputs["sum"])
+            for path, value in outputs["written"].items():
                 (self.written if self.chunk.is_random(path) else self.carried)[path] = value
-            self.sown = made["sown"]
-        return made
+            self.sown = outputs["sown"]
+        return outputs
 
 
 class _PipelineRun:
-    """One step: microbatches, and what is between stages."""
+    """One step: its microbatches, and the values between stages."""
 
     def __init__(
         self, chunks: Sequence[Chunk], rules: Rules, count: int, inputs: Any, targets: Any
@@ -479,16 +481,16 @@ class _PipelineRun:
             part.begin(number, self.inputs.pop((chunk, number)), targets)
             if is_last:
                 return  # the loss and its gradient are one program
-            made = part.run(0, number)
+            outputs = part.run(0, number)
             assert part.compiled is not None  # it just ran
-            y = joined(part.compiled.y_tree, made["y"], made["rest"])
+            y = joined(part.compiled.y_tree, outputs["y"], outputs["rest"])
             self.inputs[chunk + 1, number] = self._sent(y, chunk + 1)
             return
         place = {"backward": 1, "input": 1, "weight": 2}[kind] - is_last
         dy = None if is_last or kind == "weight" else self.gradients.pop((chunk, number))
-        made = part.run(place, number, dy)
-        if "inputs" in made:
-            self.gradients[chunk - 1, number] = self._sent(made["inputs"], chunk - 1)
+        outputs = part.run(place, number, dy)
+        if "inputs" in outputs:
+            self.gradients[chunk - 1, number] = self._sent(outputs["inputs"], chunk - 1)
 
     def _sent(self, tree: Any, chunk: int) -> Any:
         mesh = self.chunks[chunk].mesh
@@ -506,13 +508,13 @@ class _PipelineRun:
             chunk = part.chunk
             if chunk.loss is not None or chunk.stage_loss is not None:
                 with chunk.scope():
-                    mine = _sum(part.objectives)
-                mine = _moved(mine, mesh) if chunk.loss is None else mine
-                total = mine if total is None else total + mine
+                    objective = _sum(part.objectives)
+                objective = _moved(objective, mesh) if chunk.loss is None else objective
+                total = objective if total is None else total + objective
             dtypes = jax.tree.map(lambda x: x.dtype, part.trained)
-            found = jax.tree.map(lambda x, dtype: x.astype(dtype), part.sums, dtypes)
+            grads = jax.tree.map(lambda x, dtype: x.astype(dtype), part.sums, dtypes)
             origins = {path: chunk.now().origins[path] for path in part.trained}
-            gradients.append(State.from_flat(found, origins))
+            gradients.append(State.from_flat(grads, origins))
         self._write()
         return total, gradients
 
@@ -524,10 +526,10 @@ class _PipelineRun:
                 variables[path].value = value
             for path, value in part.written.items():
                 variable = variables[path]
-                before = advanced.get(id(variable))
-                if before is not None:  # a stream that stages share goes on by what all drew
-                    added = _moved(value - part.state[path], before[1].sharding.mesh)
-                    value = before[1] + added
+                shared = advanced.get(id(variable))
+                if shared is not None:  # a stream that stages share goes on by what all drew
+                    added = _moved(value - part.state[path], shared[1].sharding.mesh)
+                    value = shared[1] + added
                 advanced[id(variable)] = (variable, value)
         for variable, value in advanced.values():
             variable.value = value
@@ -542,6 +544,6 @@ def _sum(values: list[Any]) -> Any:
 
 
 def _here(value: Any, mesh: Mesh) -> Any:
-    """A value that stages may share, on the devices of one."""
-    there = {device for x in jax.tree.leaves(value) for device in x.sharding.device_set}
-    return value if there == set(mesh.devices.flat) else _moved(value, mesh)
+    """A value possibly shared by stages, on the devices of one."""
+    devices = {device for x in jax.tree.leaves(value) for device in x.sharding.device_set}
+    return value if devices == set(mesh.devices.flat) else _moved(value, mesh)
