@@ -313,8 +313,6 @@ def test_restoring_what_is_no_position_is_refused(broken: dict[str, object] | No
         ({"seq_len": 0}, "seq_len=0"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
-        ({"process_index": 0, "process_count": 2}, "no process_index: batch_size is the global"),
-        ({"process_count": 1}, "no process_count: batch_size is the global"),
         ({"seq_len": 1900}, r"seq_len \+ 1 = 1901"),
     ],
 )
@@ -415,8 +413,6 @@ def test_selected_evaluation_rows_equal_those_of_whole_batches(rows: list[int]):
     for whole, part in zip(batches, batches.by_rows(np.array(rows)), strict=True):
         for name, array in whole.items():
             assert (array[rows] == part[name]).all()
-    with pytest.raises(WindowError, match="EvalBatches has no process_index"):
-        EvalBatches(HELD_OUT, batch_size=6, seq_len=13, process_index=0)
 
 
 def test_a_limit_below_one_batch_is_refused():

@@ -99,10 +99,8 @@ class TrainBatches:
         True
     """
 
-    def __init__(
-        self, part: TextPart, *, batch_size: int, seq_len: int, seed: int = 0, **removed: Any
-    ) -> None:
-        _check_sizes(self, part, batch_size, seq_len, removed)
+    def __init__(self, part: TextPart, *, batch_size: int, seq_len: int, seed: int = 0) -> None:
+        _check_sizes(part, batch_size, seq_len)
         if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:
             raise WindowError(f"The seed must be in [0, 2**64), got {seed!r}.")
         self.part = part
@@ -278,15 +276,9 @@ class EvalBatches:
     """
 
     def __init__(
-        self,
-        part: TextPart,
-        *,
-        batch_size: int,
-        seq_len: int,
-        max_batches: int | None = None,
-        **removed: Any,
+        self, part: TextPart, *, batch_size: int, seq_len: int, max_batches: int | None = None
     ) -> None:
-        _check_sizes(self, part, batch_size, seq_len, removed)
+        _check_sizes(part, batch_size, seq_len)
         if max_batches is not None and max_batches < 1:
             raise WindowError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
         self.batch_size = batch_size
@@ -600,18 +592,7 @@ def check_size(name: str, size: Any) -> None:
         raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
 
 
-def _check_sizes(
-    source: Any, part: Any, batch_size: int, seq_len: int, removed: Mapping[str, Any]
-) -> None:
-    name = type(source).__name__
-    if keys := [key for key in removed if key in ("process_index", "process_count")]:
-        raise WindowError(
-            f"{name} has no {keys[0]}: batch_size is the global batch, and every process builds "
-            "the rows that its devices hold, whatever its index. Leave process_index and "
-            "process_count out, and give the batch_size of all processes together."
-        )
-    for key in removed:
-        raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
+def _check_sizes(part: Any, batch_size: int, seq_len: int) -> None:
     if not isinstance(part, TextPart):
         raise WindowError(
             f"part is a {type(part).__name__}, but windows are of a TextPart: text.whole, or one "
