@@ -396,7 +396,7 @@ class _ShardFrame(engine.SealedFrame):
                 if any(leaf is outer or engine.stands_for(outer, leaf) for leaf in leaves):
                     alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
                     found.update((id(variable), variable) for variable in alike)
-        raise engine.Retrace(list(found.values()))
+        raise engine.RetraceRequest(list(found.values()))
 
 
 class _ShardMapCall(MappedCall):

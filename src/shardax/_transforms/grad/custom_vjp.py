@@ -226,7 +226,7 @@ class CustomVjpCall:
             program = jax.make_jaxpr(functools.partial(self._run, 1, leave))(
                 differentiable, nondifferentiable
             )
-        except engine.Retrace:
+        except engine.RetraceRequest:
             raise
         except Exception:  # noqa: BLE001 (it is raised again, should fwd really run)
             return [True] * count
@@ -320,7 +320,7 @@ class CustomVjpCall:
         refuse_objects(result, "custom_vjp")
         engine.check_result(result, "custom_vjp")
         if context.frame.captured:
-            raise engine.Retrace([item.outer for item in context.frame.captured])
+            raise engine.RetraceRequest([item.outer for item in context.frame.captured])
         return context.record_effects(result, self.emit)
 
     def _check_same_effects(self, context: engine.RunContext, effects: engine.Effects) -> None:

@@ -433,7 +433,7 @@ class Jit(PickledByName, Wrapper):
         except Exception as error:
             if several and _is_of_deleted(error):  # another call has donated what was read
                 return self._trace(args, kwargs, races=1)
-            if isinstance(error, engine.Retrace):
+            if isinstance(error, engine.RetraceRequest):
                 self.provide(error, program)
             elif not any(isinstance(v._value, LazyValue) for v in entry.leaves):
                 explain_error(error, program, entry.graph())
@@ -509,7 +509,7 @@ class Jit(PickledByName, Wrapper):
                         entry.learn(outputs.effects)
                         self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
                     return engine.apply_effects(graph, outputs)
-                except engine.Retrace as need:
+                except engine.RetraceRequest as need:
                     self.provide(need, program)
                 except ConcurrentWriteError:
                     if not shares or races > _MOST_RACES:
@@ -525,7 +525,7 @@ class Jit(PickledByName, Wrapper):
                 finally:
                     local.call = None
 
-    def provide(self, need: engine.Retrace, program: special.Specialization) -> None:
+    def provide(self, need: engine.RetraceRequest, program: special.Specialization) -> None:
         """Prepares for the trace after one that stopped."""
         if need.objects:
             self.capture(need.objects)

@@ -320,7 +320,7 @@ class Specialization:
             )
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
-                raise engine.Retrace(lost)
+                raise engine.RetraceRequest(lost)
             if settles and not self._settled and frame.parent is None:
                 self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
             self._declare_shardings(outputs, copies, result, plain, roots[1:])
@@ -343,7 +343,7 @@ class Specialization:
         }
         self._settled = True
         if any(self._is_off(position, leaves[position]) for position in self.wanted):
-            raise engine.Retrace  # they are moved there first
+            raise engine.RetraceRequest  # they are moved there first
 
     def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
         """The inverse of ``partition``."""
@@ -435,7 +435,7 @@ class Specialization:
         if self._in_shardings is None and self.options.out_shardings is None:
             return
         if self._expected is not None and self._expected != effects.tree_key:
-            raise engine.Retrace(drops_program=True)
+            raise engine.RetraceRequest(drops_program=True)
         declared = self.options.out_shardings
         given = {id(copies[index]): None for index in self.graphdef.leaves}
         by_id: dict[int, Any] = {  # new Variables have the entry of the place that they took

@@ -42,7 +42,7 @@ def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
             return Traced(
                 _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
             )
-        except engine.Retrace as need:
+        except engine.RetraceRequest as need:
             jit.provide(need, program)
         except Exception as error:
             explain_places(error, program)

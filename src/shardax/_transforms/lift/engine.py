@@ -431,7 +431,7 @@ def check_result(result: Any, name: str) -> None:
         )
 
 
-class Retrace(Exception):
+class RetraceRequest(Exception):
     """Stops a trace, to be made again with more inputs or other layouts."""
 
     def __init__(self, objects: Sequence[Any] = (), drops_program: bool = False) -> None:
@@ -639,10 +639,10 @@ class RunContext(NamedTuple):
         ]
 
     def require_inputs(self) -> None:
-        """Raises ``Retrace`` if captured Variables were changed."""
+        """Raises ``RetraceRequest`` if captured Variables were changed."""
         changed = self.captured()
         if changed:
-            raise Retrace([item.outer for item in changed])
+            raise RetraceRequest([item.outer for item in changed])
 
 
 def ending_well(
@@ -653,15 +653,15 @@ def ending_well(
     # memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
     try:
         return run(*inputs, **options)
-    except Retrace as found:
+    except RetraceRequest as found:
         call.new_captures = found.objects
         return otherwise
 
 
 def raise_new_captures(call: LiftedCall) -> None:
-    """Raises ``Retrace`` if a run that was traced captured what it wrote."""
+    """Raises ``RetraceRequest`` if a run that was traced captured what it wrote."""
     if call.new_captures:
-        raise Retrace(call.new_captures)
+        raise RetraceRequest(call.new_captures)
 
 
 def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
@@ -670,7 +670,7 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
     while True:
         try:
             return attempt(captured)
-        except Retrace as found:
+        except RetraceRequest as found:
             known = {id(item) for item in captured}
             new = [item for item in found.objects if id(item) not in known]
             if not new:
