@@ -331,15 +331,14 @@ def _known_keywords(metric: Any) -> set[str] | None:
     return None if None in sets else set[str]().union(*(words for words in sets if words))
 
 
-def _refuse_unknown(metric: Metric, kwargs: Mapping[str, Any], keywords: set[str] | None) -> None:
+def _refuse_unknown(metric: Metric, kwargs: Mapping[str, Any], words: set[str] | None) -> None:
     """Raises MetricError for an unknown keyword."""
     # A misspelt ``weights`` would otherwise silently count everything.
     for name in kwargs:
-        if keywords is not None and name not in keywords:
+        if words is not None and name not in words:
             raise MetricError(
                 f"{type(metric).__name__}.update takes no {name}=..., but "
-                f"{', '.join(f'{word}=...' for word in sorted(keywords))}."
-                f"{did_you_mean(name, keywords)}"
+                f"{', '.join(f'{word}=...' for word in sorted(words))}.{did_you_mean(name, words)}"
             )
 
 

@@ -114,13 +114,11 @@ class PipelineStep:
         numbers = (len(parts), microbatches, len(self.stages))
         of_schedule = (schedule.stages, schedule.microbatches, schedule.chunks)
         if numbers != of_schedule:
-            actual, expected = (
+            model, table = (
                 f"{n[0]} parts of the mesh, {n[1]} microbatches, {n[2]} stages of the model"
                 for n in (numbers, of_schedule)
             )
-            raise PipelineError(
-                f"The schedule {schedule.name!r} is for {expected}, not for {actual}."
-            )
+            raise PipelineError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = resolve_rules(rules)
