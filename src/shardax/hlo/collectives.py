@@ -281,7 +281,7 @@ def _permutation(lists: list[list[int]], instruction: Instruction, devices: int)
         if small is not large:
             large.extend(small)
             group.update(dict.fromkeys(small, large))
-    linked = {id(devices): sorted(devices) for devices in group.values()}
+    linked = {id(ids): sorted(ids) for ids in group.values()}
     return Groups(_rows(list(linked.values())), pairs)
 
 

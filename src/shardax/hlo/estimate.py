@@ -242,7 +242,7 @@ def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> N
             return None
         return np.array(table)[np.clip(place, 0, len(table) - 1)]
     values = [
-        numbers for operand in operands if (numbers := _values(graph, operand, devices)) is not None
+        terms for operand in operands if (terms := _values(graph, operand, devices)) is not None
     ]
     if not values or len(values) < len(operands):
         return None
