@@ -154,10 +154,10 @@ def combine(*parts: Any) -> Any:
     whole = merge.merged(parts, ())
     missing = merge.missing
     if missing:
-        shown = ", ".join(map(format_path, missing[:5]))
+        listed = ", ".join(map(format_path, missing[:5]))
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise places.CombineError(
-            f"No part has anything at {shown}{more}: every part has a hole there. Pass all parts "
+            f"No part has anything at {listed}{more}: every part has a hole there. Pass all parts "
             f"that partition returned."
         )
     return whole
@@ -210,19 +210,21 @@ class _Merge:
             return first
         if not is_holder:
             return self._immutable(present, path)
-        made = self._made.get(id(first))
-        if made is not None:
-            return made
+        merged_value = self._made.get(id(first))
+        if merged_value is not None:
+            return merged_value
         if isinstance(first, Variable):
             ((_, value),) = self._below(present, path)
-            made = first._make(as_value(value, "array"), first._here()._metadata, owner_here())
-            self._made.update((id(v), made) for v in present)
-            return made
+            merged_value = first._make(
+                as_value(value, "array"), first._here()._metadata, owner_here()
+            )
+            self._made.update((id(v), merged_value) for v in present)
+            return merged_value
         handler = handler_of(first)
-        made = handler.empty(first)
-        self._made.update((id(v), made) for v in present)
-        handler.fill(made, self._below(present, path))
-        return made
+        merged_value = handler.empty(first)
+        self._made.update((id(v), merged_value) for v in present)
+        handler.fill(merged_value, self._below(present, path))
+        return merged_value
 
     def _immutable(self, present: tuple[Any, ...], path: Path) -> Any:
         old = _aligned(present, path)
@@ -247,10 +249,10 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
     """Returns the children of like containers, by key."""
     contents = [dict(places.parts(value)) for value in present]
-    first, *others = contents
-    if any(other.keys() != first.keys() for other in others):
+    first, *more_contents = contents
+    if any(more.keys() != first.keys() for more in more_contents):
         raise _conflict(path, present)
-    if others and not first and not all(_same(value, present[0]) for value in present):
+    if more_contents and not first and not all(_same(value, present[0]) for value in present):
         raise _conflict(path, present)
     return [(key, tuple(content[key] for content in contents)) for key in first]
 
@@ -267,9 +269,9 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _conflict(path: Path, present: tuple[Any, ...]) -> places.CombineError:
-    shown = " and ".join(f"{value!r}"[:80] for value in present)
+    listed = " and ".join(f"{value!r}"[:80] for value in present)
     return places.CombineError(
-        f"The parts differ at {format_path(path)}: {shown}. Where one part has something, all "
+        f"The parts differ at {format_path(path)}: {listed}. Where one part has something, all "
         f"others must have a hole; combine what partition returned, with values changed at most."
     )
 
@@ -308,8 +310,8 @@ class _Edit:
         self.tree = tree
         self.every_path = every_path
         self.items: Mapping[Hashable, Items] = {p.key(every_path): items for p, items in edits}
-        kept = {key for key, items in self.items.items() if any(item is OLD for item in items)}
-        self.graph = places.HolderGraph(tree, [place for place, _ in edits], every_path, kept)
+        parents = {key for key, items in self.items.items() if any(item is OLD for item in items)}
+        self.graph = places.HolderGraph(tree, [place for place, _ in edits], every_path, parents)
         for place, _ in edits:
             if place.key(every_path) not in self.graph.met:
                 raise _unmet(tree, place, every_path)
@@ -365,8 +367,8 @@ class _Edit:
 def _unmet(tree: Any, place: places.Place, every_path: bool) -> places.SelectionError:
     """Returns the error for a place that the walk did not find."""
     where = format_path(place.path)
-    found = places.locate(places.root_place(tree), place.path)
-    if found is not None and found.key(every_path) == place.key(every_path):
+    current = places.locate(places.root_place(tree), place.path)
+    if current is not None and current.key(every_path) == place.key(every_path):
         return places.SelectionError(
             f"What is at {where} lies within something else that is selected, so an edit could "
             f"not change both. Nothing was changed. Edit them one after the other."
@@ -448,10 +450,10 @@ class _Copying(_Edit):
         """Returns a holder's copy, or the holder itself."""
         if self._checking:
             return node.place.stored
-        made = self._made.get(id(node))
-        if made is None:
-            made = self._made[id(node)] = self._variable(node)
-        return made
+        new_variable = self._made.get(id(node))
+        if new_variable is None:
+            new_variable = self._made[id(node)] = self._variable(node)
+        return new_variable
 
     def _variable(self, node: places.Holder) -> Any:
         stored = node.place.stored
@@ -483,8 +485,8 @@ class _Changing(_Edit):
         changes = [(place, pairs) for place, pairs in changes if _differ(place.stored, pairs)]
         for place, _ in changes:
             if isinstance(place.stored, Object):
-                what = f"{format_path(place.path)}, a {type(place.stored).__name__},"
-                check_structural_write(place.stored, what)
+                description = f"{format_path(place.path)}, a {type(place.stored).__name__},"
+                check_structural_write(place.stored, description)
         done: Journal = []
         try:
             for variable, value in self._writes:
@@ -517,12 +519,13 @@ class _Changing(_Edit):
         for node in self.graph.nodes:
             paths.setdefault(id(node.place.holder), []).append(node.place.path)
         for node in self.graph.nodes:
-            first, *others = paths[id(node.place.holder)]
-            if node.chosen and others:
+            first, *more_paths = paths[id(node.place.holder)]
+            if node.chosen and more_paths:
                 raise places.SelectionError(
                     f"What is to be edited stands in one object that is reached by both "
-                    f"{format_path(first)} and {format_path(others[0])}, so it cannot be changed "
-                    f"in place at one of the two. Leave inplace out: in the new tree they are two."
+                    f"{format_path(first)} and {format_path(more_paths[0])}, so it cannot be "
+                    "changed in place at one of the two. Leave inplace out: in the new tree they "
+                    "are two."
                 )
 
 

@@ -161,11 +161,11 @@ class Selection(Shown):
                 f"at() takes a function that points at parts, at(lambda m: m.layers[0]), but was "
                 f"given {accessor!r}. For paths there is at_keypaths('.layers[0]')."
             )
-        found = self._narrowed(
+        selection = self._narrowed(
             p for place in self._places for p in predicates.accessed(place, accessor)
         )
-        found._check_disjoint()
-        return found
+        selection._check_disjoint()
+        return selection
 
     def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Selection:
         """Selects the outermost instances of a class.
@@ -243,9 +243,9 @@ class Selection(Shown):
             >>> sx.select(mlp).at_keypaths(".up.kernel", ("down", "kernel")).count()
             2
         """
-        found = self._narrowed([self._at_path(path) for path in paths])
-        found._check_disjoint()
-        return found
+        selection = self._narrowed([self._at_path(path) for path in paths])
+        selection._check_disjoint()
+        return selection
 
     def at_children(self) -> Selection:
         """Selects everything directly in what is selected: attributes, items, entries.
@@ -334,19 +334,21 @@ class Selection(Shown):
             Selection of 2 places in a Sequential:
             ...
         """
-        found: list[Place] = []
+        places: list[Place] = []
         for place in self._places:
             value = self._read(place)
             inner = fn(value)
             if not isinstance(inner, Selection) or inner._tree is not value:
-                what = "a selection of something else" if isinstance(inner, Selection) else inner
+                returned = (
+                    "a selection of something else" if isinstance(inner, Selection) else inner
+                )
                 raise SelectionError(
                     f"refine needs a selection of the {type(value).__name__} at "
-                    f"{format_path(place.path)}, but the function returned {what!r}. Write "
+                    f"{format_path(place.path)}, but the function returned {returned!r}. Write "
                     f"refine(lambda part: sx.select(part).at...)."
                 )
-            found.extend(_within(place, below, value) for below in inner._places)
-        return self._narrowed(found)
+            places.extend(_within(place, below, value) for below in inner._places)
+        return self._narrowed(places)
 
     def invert(self) -> Selection:
         """Selects the largest parts that hold nothing selected.
@@ -358,8 +360,8 @@ class Selection(Shown):
             >>> rest.keypaths()
             (('activation',),)
         """
-        _, rest = split_places(self._tree, self._places, self._every_path)
-        return self._narrowed(rest)
+        _, remaining = split_places(self._tree, self._places, self._every_path)
+        return self._narrowed(remaining)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -510,11 +512,11 @@ class Selection(Shown):
             >>> rates.apply(lambda i, rate: i, with_index=True, keep_selected=True).get_all()
             (0, 1)
         """
-        made: Callable[..., Any] = fn if with_index else predicates.with_path(fn)
+        function: Callable[..., Any] = fn if with_index else predicates.with_path(fn)
         counted = iter(range(len(self)))
 
         def items(place: Place) -> Items:
-            return [made(next(counted) if with_index else place.path, self._read(place))]
+            return [function(next(counted) if with_index else place.path, self._read(place))]
 
         tree = self._edit(items, inplace, allow_empty)
         if not keep_selected:
@@ -543,14 +545,14 @@ class Selection(Shown):
             >>> sx.select((1, "a", 2)).at_instances_of(int).set_all([3, 4])
             (3, 'a', 4)
         """
-        given = list(values)
-        if len(given) != len(self):
+        new_values = list(values)
+        if len(new_values) != len(self):
             raise SelectionCountError(
-                f"set_all was given {len(given)} value{'' if len(given) == 1 else 's'} for "
-                f"{len(self)} place{'' if len(self) == 1 else 's'}; nothing was changed. This is a "
-                f"{self._found()}"
+                f"set_all was given {len(new_values)} value{'' if len(new_values) == 1 else 's'} "
+                f"for {len(self)} place{'' if len(self) == 1 else 's'}; nothing was changed. "
+                f"This is a {self._found()}"
             )
-        remaining = iter(given)
+        remaining = iter(new_values)
         return self._edit(lambda place: [next(remaining)], inplace, allow_empty)
 
     def set_by_path(
@@ -665,8 +667,8 @@ class Selection(Shown):
             >>> sx.combine(jax.tree.map(lambda x: 2 * x, floats), rest)
             {'steps': 3, 'w': 2.0}
         """
-        held, rest = split_places(self._tree, self._places, self._every_path)
-        return self._without(rest), self._without(held)
+        selected, remaining = split_places(self._tree, self._places, self._every_path)
+        return self._without(remaining), self._without(selected)
 
     def _without(self, places: Iterable[Place]) -> Any:
         """Returns the tree with holes at some places."""
@@ -699,16 +701,16 @@ class Selection(Shown):
 
     def _at_path(self, path: Path | str) -> Place:
         """Returns the place at a path, at or below what is selected."""
-        wanted = _as_given(path)
-        starts = [(place, rest_of(wanted, place.path)) for place in self._places]
-        for place, rest in starts:  # first what is selected: what a method wraps has its path
-            if rest is not None and not rest:
+        target = _as_given(path)
+        starts = [(place, rest_of(target, place.path)) for place in self._places]
+        for place, remaining in starts:  # first what is selected: what a method wraps has its path
+            if remaining is not None and not remaining:
                 return place
-        for place, rest in starts:
-            found = None if rest is None else locate(place, rest)
-            if found is not None:
-                return found
-        raise self._no_place(wanted if isinstance(wanted, str) else format_path(wanted))
+        for place, remaining in starts:
+            match = None if remaining is None else locate(place, remaining)
+            if match is not None:
+                return match
+        raise self._no_place(target if isinstance(target, str) else format_path(target))
 
     def _no_place(self, text: str) -> SelectionPathError:
         names: list[str] = []
@@ -755,9 +757,9 @@ class Selection(Shown):
             )
         if make is None:
             return self._edit(lambda place: arrange(value), inplace, allow_empty)
-        made = predicates.with_path(make)
+        make_one = predicates.with_path(make)
         return self._edit(
-            lambda place: arrange(made(place.path, self._read(place))), inplace, allow_empty
+            lambda place: arrange(make_one(place.path, self._read(place))), inplace, allow_empty
         )
 
     def _edit(self, items: Callable[[Place], Items], inplace: bool, allow_empty: bool) -> Any:

@@ -325,7 +325,7 @@ class _Reading:
     def _of_field(self, name: str, targets: list[str]) -> dict[str, Any]:
         value = self.take(name)
         if name in self.content:
-            for problem in filter(None, (type_problem(name, value, each) for each in targets)):
+            for problem in filter(None, (type_problem(name, value, target) for target in targets)):
                 self._note(problem)
                 return {}
         if "activation" in targets:
@@ -341,13 +341,13 @@ class _Reading:
         if self.tensors is None:
             return
         layers, experts = values.get("num_layers", 0), values.get("num_experts", 0)
-        for count, least, what in (
+        for count, least, counts in (
             (layers, _FEW_LAYERS, f"{layers} layers"),
             (layers * experts, _FEW_EXPERTS, f"{layers} layers of {experts} experts"),
         ):
             if type(count) is int and count > max(self.tensors, least):
                 raise PretrainedError(
-                    f"{self.where} says that the model has {what}, but its files have "
+                    f"{self.where} says that the model has {counts}, but its files have "
                     f"{self.tensors} tensors in all. Download or save the model again."
                 )
 

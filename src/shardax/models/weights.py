@@ -308,11 +308,11 @@ def _rows(tensors: str) -> tuple[_Row, ...]:
 def _row(line: str) -> _Row:
     path, name, axes = (part.strip() for part in line.split("|"))
     left, _, right = axes.partition("->")
-    there = []
+    tensor_axes = []
     for joined, group, single in re.findall(r"(\+?)(?:\(([^)]*)\)|(\S+))", left):
         parts = (group or single).split()
-        there.append(_Axis(tuple(map(_part, parts)), joined == "+"))
-    return _Row(path, name, tuple(there), tuple((right or left).split()))
+        tensor_axes.append(_Axis(tuple(map(_part, parts)), joined == "+"))
+    return _Row(path, name, tuple(tensor_axes), tuple((right or left).split()))
 
 
 def _part(text: str) -> str | tuple[int, int]:
@@ -447,8 +447,8 @@ class _Table:
         """Returns where a parameter begins on an axis that it shares."""
         if not entry.row.there[axis].joined:
             return 0
-        others = [other for other, _, _ in self.by_name[entry.name(layer)]]
-        return sum(other.axis_sizes()[axis] for other in others[: others.index(entry)])
+        entries = [sibling for sibling, _, _ in self.by_name[entry.name(layer)]]
+        return sum(sibling.axis_sizes()[axis] for sibling in entries[: entries.index(entry)])
 
     def check(self, files: _Files, where: str, strict: bool) -> str | None:
         """Raises with all problems of the tensors, or returns a warning."""
@@ -489,7 +489,7 @@ class _Table:
                 offsets = self.offset(entry, (entry.layers or (0,))[0], axis)
                 files.offsets[entry.path, axis] = offsets
         # A parameter of which a part is missing is initialised whole.
-        drawn = {beside for name in missing for beside in self._beside(name)}
+        drawn = {related for name in missing for related in self._beside(name)}
         passed = {
             "initialised at random, as no tensor is there": missing,
             "initialised with them, as they are stacked in one parameter": [
@@ -497,7 +497,7 @@ class _Table:
             ],
             "not read, as the model has no place": unused,
         }
-        parts = [f"{what}: {first_of(names, most=12)}" for what, names in passed.items() if names]
+        parts = [f"{title}: {first_of(names, most=12)}" for title, names in passed.items() if names]
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _beside(self, name: str) -> Iterator[str]:
@@ -600,17 +600,17 @@ class _Files(contextlib.ExitStack):
     def common_dtype(self) -> str:
         """Returns the dtype of most tensors."""
         counts = Counter(self.dtype(name) for name in self.names)
-        found = [name for name, _ in counts.most_common() if name in _DTYPES]
-        return _DTYPES[found[0]] if found else "float32"
+        known_dtypes = [name for name, _ in counts.most_common() if name in _DTYPES]
+        return _DTYPES[known_dtypes[0]] if known_dtypes else "float32"
 
-    def equal(self, one: str, other: str) -> bool:
+    def equal(self, left: str, right: str) -> bool:
         """Whether two tensors are the same, to the last bit."""
-        if (self.shape(one), self.dtype(one)) != (self.shape(other), self.dtype(other)):
+        if (self.shape(left), self.dtype(left)) != (self.shape(right), self.dtype(right)):
             return False
-        count, step = self.shape(one)[0], 4096
+        count, step = self.shape(left)[0], 4096
         parts = (slice(at, min(at + step, count)) for at in range(0, count, step))
         return all(
-            self.slice(one)[part].tobytes() == self.slice(other)[part].tobytes() for part in parts
+            self.slice(left)[part].tobytes() == self.slice(right)[part].tobytes() for part in parts
         )
 
 
@@ -630,10 +630,10 @@ def _file_names(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if not index.is_file():
         if not (folder / SINGLE).is_file():
-            others = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
-            what = f", but {', '.join(others)}, which is not read" if others else ""
+            suffixes = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
+            hint = f", but {', '.join(suffixes)}, which is not read" if suffixes else ""
             raise PretrainedError(
-                f"{folder} has neither {SINGLE} nor {INDEX}{what}. Save the model anew: "
+                f"{folder} has neither {SINGLE} nor {INDEX}{hint}. Save the model anew: "
                 f"transformers.AutoModel.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
             )
         _check_inside(folder, SINGLE)
@@ -679,8 +679,8 @@ def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
 
     def block(index: Sequence[slice]) -> np.ndarray:
         bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-        found = _read_block(entry, files, bounds)
-        return found if cast is None else found.astype(cast)
+        part = _read_block(entry, files, bounds)
+        return part if cast is None else part.astype(cast)
 
     if place is None:
         return jnp.asarray(block((slice(None),) * len(shape)))
@@ -690,8 +690,8 @@ def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
         by_index.setdefault(key, []).append(device)
     arrays: list[jax.Array] = []
     for bounds, devices in by_index.items():
-        found = block(tuple(slice(*each) for each in bounds))
-        arrays += [jax.device_put(found, device) for device in devices]
+        part = block(tuple(slice(*bound) for bound in bounds))
+        arrays += [jax.device_put(part, device) for device in devices]
         jax.block_until_ready(arrays)  # before the next slice is read
     return jax.make_array_from_single_device_arrays(shape, place, arrays)
 
@@ -724,19 +724,19 @@ def _read_tensor(
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.row.there))]
     runs, sizes, order = _cut(entry, bounds, offsets)
     source = files.slice(name)
-    if all(len(some) == 1 for some in runs):
-        found = source[tuple(slice(*some[0]) for some in runs)]
+    if all(len(axis_runs) == 1 for axis_runs in runs):
+        array = source[tuple(slice(*axis_runs[0]) for axis_runs in runs)]
     else:
-        ends = [list(itertools.accumulate(b - a for a, b in some)) for some in runs]
-        found = np.empty([end[-1] if end else 0 for end in ends], _DTYPES[files.dtype(name)])
-        for places in itertools.product(*(range(len(some)) for some in runs)):
+        ends = [list(itertools.accumulate(b - a for a, b in axis_runs)) for axis_runs in runs]
+        array = np.empty([end[-1] if end else 0 for end in ends], _DTYPES[files.dtype(name)])
+        for places in itertools.product(*(range(len(axis_runs)) for axis_runs in runs)):
             part = [runs[i][k] for i, k in enumerate(places)]
             to = tuple(
                 slice(ends[i][k] - (runs[i][k][1] - runs[i][k][0]), ends[i][k])
                 for i, k in enumerate(places)
             )
-            found[to] = source[tuple(slice(*each) for each in part)]
-    return np.ascontiguousarray(found.reshape(sizes).transpose(order))
+            array[to] = source[tuple(slice(*span) for span in part)]
+    return np.ascontiguousarray(array.reshape(sizes).transpose(order))
 
 
 def _cut(
@@ -753,15 +753,15 @@ def _cut(
             if isinstance(part, str):
                 shape.append(end - first)
                 names.append(part)
-    wanted = [name for name in row.here if name in names]
-    return runs, shape, [names.index(name) for name in wanted]
+    axis_names = [name for name in row.here if name in names]
+    return runs, shape, [names.index(name) for name in axis_names]
 
 
 def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Returns the contiguous parts of an axis that is made of several."""
     if not factors:
         return [(0, 1)]
-    inner, size = _runs(factors[1:]), math.prod(each[0] for each in factors[1:])
+    inner, size = _runs(factors[1:]), math.prod(factor[0] for factor in factors[1:])
     _, first, end = factors[0]
     if inner == [(0, size)]:
         return [(first * size, end * size)]
@@ -773,7 +773,7 @@ def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
 
 def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequence[int]) -> None:
     """Writes a parameter to its place in a tensor."""
-    own = entry.row.here[1:] if "@" in entry.row.name else entry.row.here
+    own_axes = entry.row.here[1:] if "@" in entry.row.name else entry.row.here
     index, shape, names = [], [], []
     for axis, offset, size in zip(entry.row.there, offsets, entry.axis_sizes(), strict=True):
         index.append(slice(offset, offset + size))
@@ -781,10 +781,10 @@ def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequenc
             shape.append(entry.sizes[part] if isinstance(part, str) else part[1])
             names.append(part)
     place = tuple(slice(None) if isinstance(part, str) else part[0] for part in names)
-    kept = [part for part in names if isinstance(part, str)]
+    axis_names = [part for part in names if isinstance(part, str)]
     block = result[tuple(index)]
     view = block.reshape(shape)  # a copy where a joined axis is cut
-    view[place] = value.transpose([own.index(name) for name in kept])
+    view[place] = value.transpose([own_axes.index(name) for name in axis_names])
     if not np.shares_memory(view, result):
         result[tuple(index)] = view.reshape(block.shape)
 

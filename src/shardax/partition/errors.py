@@ -61,10 +61,10 @@ class Diagnostic:
         return self.message
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A sentence with the most similar of the known names, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
