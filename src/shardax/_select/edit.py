@@ -52,7 +52,7 @@ def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[Any
 
 
 def check_count(child: places.Place, items: Sequence[Any], content: Any, removable: bool) -> None:
-    """Raises if a place cannot hold that many items."""
+    """Raises if a place cannot hold so many items."""
     if len(items) == 1 or (not items and removable):
         return
     where, kind = format_path(child.path), class_of(content).__name__
@@ -120,7 +120,7 @@ def is_hole(stored: Any) -> bool:
 
 
 def hole_for(stored: Any) -> Any:
-    """Returns the hole that takes the place of a stored value."""
+    """Returns the hole for a stored value."""
     return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if is_boxed(stored) else HOLE
 
 
@@ -241,7 +241,7 @@ class _Merge:
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the distinct values that are no holes, else one hole."""
+    """Returns the distinct values except holes, else one hole."""
     present = {id(value): value for value in values if not is_hole(value)}
     return tuple(present.values()) or values[:1]
 
@@ -302,7 +302,7 @@ def edit_tree(
 
 
 class _Edit:
-    """One edit of one tree: what both ways have in common."""
+    """One edit of one tree, base of both ways."""
 
     def __init__(
         self, tree: Any, edits: Sequence[tuple[places.Place, Items]], every_path: bool
@@ -317,18 +317,18 @@ class _Edit:
                 raise _unmet(tree, place, every_path)
 
     def result(self, node: places.Holder) -> Any:
-        """Returns what stands for a holder after the edit."""
+        """Returns the holder after the edit."""
         raise NotImplementedError
 
     def content(self, node: places.Holder, place: places.Place) -> Any:
-        """Returns what stands at an immutable place, with its parts edited."""
+        """Returns the content of an immutable place, with its parts edited."""
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
         return handler_of(place.content).remake(place.content, arranged(place, new))
 
     def contents(self, node: places.Holder) -> Pairs:
-        """Returns what a mutable holder stores after the edit."""
+        """Returns the contents of a mutable holder after the edit."""
         new = self.parts(node, node.place)
         if isinstance(node.place.stored, Object):
             new = [(child, [_stored(child, item) for item in items]) for child, items in new]
@@ -348,7 +348,7 @@ class _Edit:
         return [(child, self.after(node, child)) for child in places.children(place)]
 
     def after(self, node: places.Holder, child: places.Place) -> list[Any]:
-        """Returns the items that stand at a place afterwards."""
+        """Returns the items at a place afterwards."""
         items = self.items.get(child.key(self.every_path), (OLD,))
         if isinstance(node.place.stored, Object):
             for item in items:
@@ -365,7 +365,7 @@ class _Edit:
 
 
 def _unmet(tree: Any, place: places.Place, every_path: bool) -> places.SelectionError:
-    """Returns the error for a place that the walk did not find."""
+    """Returns the error for a place not met by the walk."""
     where = format_path(place.path)
     current = places.locate(places.root_place(tree), place.path)
     if current is not None and current.key(every_path) == place.key(every_path):
@@ -417,7 +417,7 @@ def _like(variable: Variable[Any], value: Any) -> Variable[Any]:
 
 
 class _Copying(_Edit):
-    """An edit that makes a new tree."""
+    """An edit into a new tree."""
 
     def run(self) -> Any:
         """Returns the new tree."""
@@ -436,7 +436,7 @@ class _Copying(_Edit):
         return self.content(root, root.place)
 
     def _check(self) -> None:
-        """Raises what the edit in place would raise first."""
+        """Raises the first error of the edit in place."""
         self._checking = True
         for node in self.graph.nodes:
             stored = node.place.stored
@@ -465,10 +465,10 @@ class _Copying(_Edit):
 
 
 class _Changing(_Edit):
-    """An edit that changes the tree in place."""
+    """An edit of the tree in place."""
 
     def run(self, journal: Journal) -> Any:
-        """Changes the tree, notes in the journal how to undo it."""
+        """Changes the tree, with notes in the journal for undoing."""
         self._check_single()
         self._writes: list[tuple[Variable[Any], Any]] = []
         changes: list[tuple[places.Place, Pairs]] = []
@@ -500,11 +500,11 @@ class _Changing(_Edit):
         return self.tree
 
     def result(self, node: places.Holder) -> Any:
-        """Returns the holder, which stays."""
+        """Returns the holder itself."""
         return node.place.stored
 
     def after(self, node: places.Holder, child: places.Place) -> list[Any]:
-        """Returns the items that stand at a place afterwards."""
+        """Returns the items at a place afterwards."""
         items = super().after(node, child)
         attribute = child.stored
         is_write = len(items) == 1 and isinstance(items[0], ARRAY_TYPES)
@@ -564,7 +564,7 @@ def _refill(holder: Any, pairs: Pairs, done: Journal) -> None:
 
 
 def undo(journal: Journal) -> None:
-    """Undoes what a journal tells of."""
+    """Undoes the changes in a journal."""
     for back in reversed(journal):
         back()
     journal.clear()

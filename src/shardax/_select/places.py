@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of a tree: how selections find, read, split and print.
+"""Places of a tree: finding, reading, splitting and printing.
 
 A *tree* is a Module, a Variable, or any pytree with or without these. A *place* is somewhere in it:
 an attribute, an item, a dict entry, or part of a Variable's value, such as ``.layers[0].w.value``.
@@ -37,7 +37,7 @@ class SelectionError(ShardaxError, ValueError):
 
 
 class EmptySelectionError(SelectionError):
-    """A selection was edited that has no places."""
+    """An empty selection was edited."""
 
 
 class SelectionCountError(SelectionError):
@@ -45,15 +45,15 @@ class SelectionCountError(SelectionError):
 
 
 class SelectionPathError(SelectionError, LookupError):
-    """There is no such place among what is selected."""
+    """There is no such place in the selection."""
 
 
 class SelectionIndexError(SelectionError, IndexError):
-    """A selection has no place of that number."""
+    """A selection has no place of this number."""
 
 
 class StaleSelectionError(SelectionError, LookupError):
-    """What was selected is no longer in the tree."""
+    """A selected place is no longer in the tree."""
 
 
 class CombineError(SelectionError):
@@ -83,16 +83,16 @@ class Place(NamedTuple):
 
     @property
     def named(self) -> bool:
-        """Whether the path leads just here, so that this can be selected."""
+        """Whether the path leads just here, for selecting."""
         return not self.wrapped
 
     @property
     def content(self) -> Any:
-        """What stands here, without materialising it: the array of an array attribute."""
+        """The content, not materialised: the array of an array attribute."""
         return content_of(self.stored) if isinstance(self.stored, BOXES) else self.stored
 
     def key(self, every_path: bool) -> Hashable:
-        """What two places that are the same have in common."""
+        """The key of a place, equal for equal places."""
         # The root is a place of its own, apart from attributes that lead back to it.
         identity = (id(self.holder), self.local, self.wrapped, not self.path)
         return (self.path, *identity) if every_path else identity
@@ -150,7 +150,7 @@ def parts(value: Any) -> Pairs:
 
 
 def shown(value: Any) -> Any:
-    """Returns what is stored as the user sees it, with nothing materialised."""
+    """Returns a stored value in the user's form, nothing materialised."""
     if isinstance(value, BOXES):
         return content_of(value)
     if handler_of(value).stores_items and has_parts(value):
@@ -171,7 +171,7 @@ def read(place: Place) -> Any:
 
 
 def descend(value: Any, path: Path | str) -> Any:
-    """Returns what is stored below a value at a path, or ``ABSENT``."""
+    """Returns the value below another at a path, or ``ABSENT``."""
     if not path:
         return value
     for key, child in parts(value):
@@ -216,7 +216,7 @@ def search(
     into_values: bool = True,
     barred: Collection[Hashable] = (),
 ) -> list[Place]:
-    """Returns the outermost (or innermost) places that pass a test."""
+    """Returns the outermost (or innermost) places with a true test."""
     places: list[Place] = []
     is_inside: dict[Hashable, bool] = {}
 
@@ -260,7 +260,7 @@ class Holder:
 
 
 class HolderGraph:
-    """A walk over a tree that looks for chosen places."""
+    """A walk over a tree to chosen places."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class HolderGraph:
 def split_places(
     tree: Any, places: Sequence[Place], every_path: bool
 ) -> tuple[list[Place], list[Place]]:
-    """Returns the outermost places of what is selected, and of the rest."""
+    """Returns the outermost places of a selection, and of the rest."""
     # Not ``group_by_filter`` and ``assemble``: they sort and put together the Variables of a
     # definition, each once. Here configuration, a leaf of any pytree or a whole Module may be on
     # one side, one object may be on both (``every_path``), and what stays must stay the same
@@ -414,7 +414,7 @@ class _Text:
         self._shown: dict[int, Path] = {}
 
     def lines(self, place: Place, label: str, depth: int) -> Iterator[str]:
-        """Yields the lines for one place and what is below it."""
+        """Yields the lines for one place and its parts."""
         marked = place.path in self._paths or (
             place.path != () and place.is_holder and id(place.holder) in self._objects
         )
@@ -452,6 +452,6 @@ def _folded(place: Place) -> str:
 
 
 def _label(content: Any, place: Place, child: Place) -> str:
-    """Returns what is written before a part of a container."""
+    """Returns the label before a part of a container."""
     steps = child.path[len(place.path) :]
     return handler_of(content).text(content, steps[0])[0] if steps else ""

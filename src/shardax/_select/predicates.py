@@ -137,7 +137,7 @@ def _same_array(value: Any, target: Any) -> bool:
 
 
 def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
-    """Returns the places that an accessor points at."""
+    """Returns the places returned by an accessor."""
     try:
         return list(_places(place, accessor(StandIn(place))))
     except Exception as error:
@@ -182,7 +182,7 @@ def _found(start: Place, item: Object) -> Place:
 
 
 def place_of(stand_in: Any) -> Place:
-    """Returns the place that a stand-in stands for."""
+    """Returns the place of a stand-in."""
     return object.__getattribute__(stand_in, "_place")
 
 

@@ -114,7 +114,7 @@ class Selection(Shown):
         self._places: tuple[Place, ...] = self._once(places)
 
     def _once(self, places: Iterable[Place]) -> tuple[Place, ...]:
-        """Returns the places without those that are the same as one before."""
+        """Returns the places, each once."""
         first: dict[Hashable, Place] = {}
         for place in places:
             first.setdefault(place.key(self._every_path), place)
@@ -139,7 +139,7 @@ class Selection(Shown):
     # --- narrowing --------------------------------------------------------------------------------
 
     def at(self, accessor: Callable[[Any], Any]) -> Selection:
-        """Selects the parts that an accessor returns.
+        """Selects the parts returned by an accessor.
 
         Args:
             accessor: Given what is selected, each in turn, returns a part of it, or several as a
@@ -194,7 +194,7 @@ class Selection(Shown):
         )
 
     def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
-        """Selects the outermost parts for which a test holds.
+        """Selects the outermost parts with a true test.
 
         Args:
             fn: A function of the value, or of path and value; or a filter, as ``sx.state`` takes.
@@ -212,7 +212,7 @@ class Selection(Shown):
         return self._search(predicates.to_test(fn), innermost)
 
     def at_equal_to(self, value: Any) -> Selection:
-        """Selects what equals a value, in type too.
+        """Selects parts equal to a value, in type too.
 
         So ``1``, ``True`` and ``1.0`` are three values.
 
@@ -228,7 +228,7 @@ class Selection(Shown):
         return self._search(predicates.equals(value), innermost=False)
 
     def at_keypaths(self, *paths: Path | str) -> Selection:
-        """Selects what stands at some paths, in their order.
+        """Selects the parts at some paths, in their order.
 
         Args:
             *paths: From the root of the tree; as tuples, or as text: ``".layers[0].kernel"``.
@@ -248,7 +248,7 @@ class Selection(Shown):
         return selection
 
     def at_children(self) -> Selection:
-        """Selects everything directly in what is selected: attributes, items, entries.
+        """Selects the direct parts of the selection: attributes, items, entries.
 
         Example:
             >>> import jax, shardax as sx
@@ -261,7 +261,7 @@ class Selection(Shown):
         )
 
     def at_pytree_leaves(self) -> Selection:
-        """Selects the leaves that ``jax.tree.leaves`` finds in what is selected.
+        """Selects the leaves of the selection, as ``jax.tree.leaves`` finds them.
 
         Example:
             >>> import shardax as sx
@@ -272,7 +272,7 @@ class Selection(Shown):
         return self._search(is_leaf, innermost=False)
 
     def at_childless(self) -> Selection:
-        """Selects all that has no parts: leaves, configuration, empty containers.
+        """Selects all without parts: leaves, configuration, empty containers.
 
         Example:
             >>> import shardax as sx
@@ -282,7 +282,7 @@ class Selection(Shown):
         return self._search(lambda place: not children(place), innermost=False)
 
     def where(self, fn: Any) -> Selection:
-        """Keeps what a test holds for.
+        """Keeps the parts with a true test.
 
         Args:
             fn: A function of the value, or of path and value; or a filter.
@@ -318,7 +318,7 @@ class Selection(Shown):
         return self._narrowed([self._places[n]])
 
     def refine(self, fn: Callable[[Any], Selection]) -> Selection:
-        """Selects, in each selected part, what a selection of that part selects.
+        """Selects, in each selected part, by a function of that part.
 
         Args:
             fn: Given what is selected, each in turn, returns a selection of it.
@@ -351,7 +351,7 @@ class Selection(Shown):
         return self._narrowed(places)
 
     def invert(self) -> Selection:
-        """Selects the largest parts that hold nothing selected.
+        """Selects the largest parts without anything selected.
 
         Example:
             >>> import shardax as sx
@@ -371,7 +371,7 @@ class Selection(Shown):
         return self._tree
 
     def get(self) -> Any:
-        """Returns what is selected, which must be one place.
+        """Returns the one selected value.
 
         Raises:
             SelectionCountError: If nothing is selected, or more than one place.
@@ -386,11 +386,11 @@ class Selection(Shown):
         return self._read(self._places[0])
 
     def get_all(self) -> tuple[Any, ...]:
-        """Returns all that is selected, in order."""
+        """Returns all selected values, in order."""
         return tuple(map(self._read, self._places))
 
     def get_by_path(self) -> dict[Path, Any]:
-        """Returns all that is selected, by path."""
+        """Returns all selected values, by path."""
         return {place.path: self._read(place) for place in self._places}
 
     def keypaths(self) -> tuple[Path, ...]:
@@ -398,11 +398,11 @@ class Selection(Shown):
         return tuple(place.path for place in self._places)
 
     def count(self) -> int:
-        """Returns how many places are selected."""
+        """Returns the number of selected places."""
         return len(self._places)
 
     def assert_count(self, n: int) -> Selection:
-        """Checks how many places are selected, and returns the selection.
+        """Checks the number of selected places, and returns the selection.
 
         Args:
             n: How many there should be.
@@ -431,7 +431,7 @@ class Selection(Shown):
         return selection_text(self._tree, self._places, self._every_path)
 
     def _found(self) -> str:
-        """Describes what is selected, for errors."""
+        """Describes the selection, for errors."""
         places = self._places
         kind = type(self._tree).__name__
         if not places:
@@ -488,7 +488,7 @@ class Selection(Shown):
         inplace: bool = False,
         allow_empty: bool = False,
     ) -> Any:
-        """Replaces what is selected by a function of it.
+        """Replaces each selected value by a function of it.
 
         The function is called once for each place.
 
@@ -558,7 +558,7 @@ class Selection(Shown):
     def set_by_path(
         self, values: Mapping[Any, Any] | Callable[[Path], Any], *, inplace: bool = False
     ) -> Any:
-        """Puts values at paths at or below what is selected.
+        """Puts values at paths at or below the selection.
 
         Args:
             values: Path, from the root of the tree and as for ``at_keypaths``, to value; or a
@@ -628,7 +628,7 @@ class Selection(Shown):
         return self._insert(value, make, lambda new: [OLD, new], inplace, allow_empty)
 
     def remove(self, *, inplace: bool = False, allow_empty: bool = False) -> Any:
-        """Removes what is selected: items of lists and tuples, dict entries, attributes.
+        """Removes the selection: items of lists and tuples, dict entries, attributes.
 
         Args:
             inplace: Whether to change the tree itself.
@@ -650,7 +650,7 @@ class Selection(Shown):
     # --- taking apart -----------------------------------------------------------------------------
 
     def partition(self) -> tuple[Any, Any]:
-        """Splits the tree into what is selected and the rest.
+        """Splits the tree into the selection and the rest.
 
         The objects in both are those of the tree; only the Modules around what is selected are
         copied, once for each part. An object within something selected is in its part, wherever
@@ -700,7 +700,7 @@ class Selection(Shown):
     # --- finding places ---------------------------------------------------------------------------
 
     def _at_path(self, path: Path | str) -> Place:
-        """Returns the place at a path, at or below what is selected."""
+        """Returns the place at a path, at or below the selection."""
         target = _as_given(path)
         starts = [(place, rest_of(target, place.path)) for place in self._places]
         for place, remaining in starts:  # first what is selected: what a method wraps has its path

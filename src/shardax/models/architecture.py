@@ -65,7 +65,7 @@ _ADVICE = "sx.train.checkpoint.save(model, folder) saves any model as it is."
 
 
 class LayerPlace(NamedTuple):
-    """A layer of a model, which may stand in a stack."""
+    """A layer of a model, alone or in a stack."""
 
     module: Any
     path: Path
@@ -83,7 +83,7 @@ class ParameterPlace(NamedTuple):
 
 
 def config_of(model: Any) -> TransformerConfig:
-    """Returns the config that a model was made of."""
+    """Returns the config of a model."""
     config = getattr(model, "config", None)
     parts = getattr(config, "transformer", config)
     if not isinstance(parts, TransformerConfig) or not isinstance(model, Transformer):
@@ -378,7 +378,7 @@ def _said(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _written(family: Family, content: Mapping[str, Any], config: TransformerConfig) -> Any:
-    """Returns a ``config.json`` that is changed to say a config."""
+    """Returns a ``config.json``, changed to a config."""
     # Fields that cannot say it stay as they are: callers read the result back and compare.
     read, result = family.config(content, "config.json"), dict(content)
     names = family.fields_read(content)
@@ -557,7 +557,7 @@ class _ArchitectureCheck:
         path: Path = (),
         within: Path = (),
     ) -> None:
-        """Compares a Module with the built one, and what is below them."""
+        """Compares a Module with the built one, and their parts."""
         where = (*place.path, *within)
         if self._is_another_class(module, built, where):
             return
@@ -581,7 +581,7 @@ class _ArchitectureCheck:
     def _take(
         self, variable: Any, expected: Any, place: LayerPlace, path: Path, within: Path
     ) -> None:
-        """Notes a parameter, or what is wrong with it."""
+        """Notes a parameter, or its fault."""
         where = (*place.path, *within)
         if not isinstance(variable, Variable):
             self.wrong[where] = f"is {_text(variable)}, not a Param"

@@ -105,7 +105,7 @@ class DecoderConfig:
 
     @property
     def transformer(self) -> TransformerConfig:
-        """The config of the ``Transformer`` that it is."""
+        """The config of the ``Transformer``."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         return TransformerConfig(rope=Rope(options.pop("rope_base")), **options)
 

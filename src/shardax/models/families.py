@@ -25,7 +25,7 @@ from shardax.models.family import ACTIVATION_NAMES, Family, PretrainedError, Tak
 
 
 def _windows(take: Taker, layers: Callable[[int, int], bool]) -> dict[str, Any]:
-    """Reads the window, and which layers have it."""
+    """Reads the window, and its layers."""
     window, types = take("sliding_window", None), take("layer_types", None)
     count = take("num_hidden_layers")
     if types is not None:
@@ -44,7 +44,7 @@ def _windows(take: Taker, layers: Callable[[int, int], bool]) -> dict[str, Any]:
 
 
 def _window(take: Taker) -> dict[str, Any]:
-    """Reads the window of a family whose layers are all alike."""
+    """Reads the window of a family with equal layers."""
     window, types = take("sliding_window", None), take("layer_types", None)
     kind = "full_attention" if window is None else "sliding_attention"
     if types is not None and set(types) != {kind}:
@@ -86,7 +86,7 @@ def _experts(take: Taker) -> dict[str, Any]:
 
 
 def _gemma(take: Taker, name: str = "hidden_activation") -> dict[str, Any]:
-    """Reads what the Gemmas share; ``name`` is the field of the activation."""
+    """Reads the common fields of Gemma; ``name`` is the activation's."""
     size, activation = take("hidden_size"), take(name)
     alias = take({"hidden_act", "hidden_activation"}.difference([name]).pop(), None)
     names = {function for function in (activation, alias) if function is not None}

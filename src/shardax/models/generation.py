@@ -46,7 +46,7 @@ class GenerationError(ShardaxError, ValueError):
 
 
 class _Filters(NamedTuple):
-    """Options that are part of the program."""
+    """Static options of the program."""
 
     greedy: bool
     top_k: int | None
@@ -56,7 +56,7 @@ class _Filters(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """What goes from token to token, one row per prompt."""
+    """State from token to token, one row per prompt."""
 
     step: jax.Array  # how many tokens were added
     added: jax.Array  # (batch, bucket), -1 after a row has stopped
@@ -152,7 +152,7 @@ def generate(
 
 
 class _Steps:
-    """One generation: its cache and how far it is."""
+    """One generation: its cache and progress."""
 
     def __init__(
         self, model: Any, rows: list[np.ndarray], limit: int, filters: _Filters, numbers: Any
@@ -161,7 +161,7 @@ class _Steps:
         self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
 
     def run(self) -> np.ndarray:
-        """Returns what was added, -1 where a row has ended."""
+        """Returns the added tokens, -1 after a row's end."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
         with self._scope():
@@ -330,7 +330,7 @@ def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Arr
 
 
 class _ReadTokens(Module):
-    """What a model without a cache has read."""
+    """Tokens read by a model without a cache."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.tokens = Cache(jnp.zeros((batch, length), np.int32), axes=("batch", "cache"))
@@ -338,7 +338,7 @@ class _ReadTokens(Module):
 
 
 class _Uncached(Module):
-    """A model that computes everything anew, called as one with a cache."""
+    """A model without cache, with the calls of one."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -75,7 +75,7 @@ def blockwise_cross_entropy(
     block_size: int = 512,
     ignore_index: int | None = IGNORE_INDEX,
 ) -> jax.Array:
-    """Cross-entropy of ``hidden @ kernel`` that never holds all logits.
+    """Cross-entropy of ``hidden @ kernel``, without holding all logits.
 
     The same loss and gradients as ``cross_entropy(hidden @ kernel, targets, mask)``, computed block
     by block over tokens, and again in the backward pass. The memory for logits is that of a block.
@@ -165,7 +165,7 @@ def _mean(losses: jax.Array, weights: Any) -> jax.Array:
 
 
 def _pick(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the entries at the targets, NaN where there is none."""
+    """Returns the entries at the targets, NaN if out of range."""
     if explicit_entries(scores) is None:
         size = scores.shape[-1]
         places = jnp.where(targets < 0, jnp.asarray(size, targets.dtype), targets)
@@ -181,7 +181,7 @@ def _pick_by_sum(scores: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _hits(scores: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns where the targets are, and which of them are anywhere."""
+    """Returns the places of the targets, and whether there is one."""
     size = scores.shape[-1]
     shape = (*(1,) * targets.ndim, size)
     vocab = jax.lax.broadcasted_iota(targets.dtype, shape, targets.ndim)
@@ -189,7 +189,7 @@ def _hits(scores: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class _Blocks(NamedTuple):
-    """How tokens are cut, for each of their dimensions."""
+    """Blocks of tokens, along each of their dimensions."""
 
     groups: tuple[int, ...]  # parts that may be on different devices
     sizes: tuple[int, ...]  # of a part
@@ -212,7 +212,7 @@ class _Blocks(NamedTuple):
         return tuple(axis_entry for entry in self.entries for axis_entry in (entry, None))
 
     def lay_out(self, array: jax.Array, *entries: SpecEntry) -> jax.Array:
-        """Constrains an array where the layout is known."""
+        """Constrains an array, if the layout is known."""
         if self.mesh is None:
             return array
         inside = jax.sharding.get_abstract_mesh()
@@ -221,7 +221,7 @@ class _Blocks(NamedTuple):
         return jax.lax.with_sharding_constraint(array, place)
 
     def starts(self, index: Any) -> tuple[list[Any], list[Any]]:
-        """Returns where a block begins, and what is new in it."""
+        """Returns the start of a block, and of its new part."""
         starts, news = [], []
         for axis, (size, cut, count) in enumerate(
             zip(self.sizes, self.cuts, self.counts, strict=True)
@@ -246,7 +246,7 @@ class _Blocks(NamedTuple):
         return jax.lax.dynamic_update_slice(array, block.astype(array.dtype), [*starts, *trailing])
 
     def is_new(self, index: Any) -> Any:
-        """Returns which tokens of a block were in none before."""
+        """Returns a mask of the tokens in no block before."""
         is_unseen: Any = jnp.ones((1,) * (2 * len(self.cuts)), bool)
         starts, news = self.starts(index)
         for axis, (cut, new) in enumerate(zip(self.cuts, news, strict=True)):
@@ -257,7 +257,7 @@ class _Blocks(NamedTuple):
         return is_unseen
 
     def loop(self, body: Any, carry: Any, *operands: jax.Array) -> Any:
-        """Runs ``body(carry, index)``, which reads operands, over all blocks."""
+        """Runs ``body(carry, index)`` over all blocks of operands."""
         # Inside of shard_map what differs between devices does so from the first block on.
         varying = frozenset[str]().union(*map(varying_axes, operands))
         missing = [tuple(varying - varying_axes(leaf)) for leaf in carry]

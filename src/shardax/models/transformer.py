@@ -238,7 +238,7 @@ class TransformerConfig:
 
     @property
     def period(self) -> int:
-        """After how many layers their kinds repeat."""
+        """Number of layers before their kinds repeat."""
         kinds = [self.kind_of(index) for index in range(self.num_layers)]
         return next(
             period
@@ -290,7 +290,7 @@ def _dtype_name(where: str, name: str, dtype: Any) -> str:
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Root mean square normalization whose scale is added to 1."""
+    """Root mean square normalization with 1 added to the scale."""
 
     def __init__(self, features: int, **options: Any) -> None:
         super().__init__(features, scale_init=zeros, **options)
@@ -410,7 +410,7 @@ class TransformerLayer(Module):
 
 
 class TransformerBlock(Module):
-    """Layers of different kinds that repeat together, for a stack of such."""
+    """Layers of different kinds, as one repeated layer of a stack."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -565,7 +565,7 @@ class Transformer(Module):
         return self._logits(self._states(as_array(tokens), *side_inputs))
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
-        """Computes what the head's kernel is applied to.
+        """Computes the head's inputs.
 
         Times ``head_kernel`` it is the logits; see ``blockwise_cross_entropy``.
 
@@ -619,7 +619,7 @@ class Transformer(Module):
         token_types: Any = None,
         segment_ids: Any = None,
     ) -> jax.Array:
-        """Returns what comes out of the layers and the last norm."""
+        """Returns the outputs of the layers and the last norm."""
         if self.embed is None:
             return self._run(self._embed_images(tokens), {}, cache)
         if tokens.ndim not in (1, 2):
@@ -640,7 +640,7 @@ class Transformer(Module):
     def _given(
         self, tokens: jax.Array, mask: Any, positions: Any, cache: Any
     ) -> tuple[dict[str, Any], Any]:
-        """Returns what every layer is given, and the positions."""
+        """Returns the arguments of every layer, and the positions."""
         config = self._parts
         if mask is not None:
             mask = as_array(mask).astype(bool)
@@ -712,7 +712,7 @@ class Transformer(Module):
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def make_cache(self, batch: int, length: int, dtype: Any = None) -> Any:
-        """Makes what ``cache=`` takes: keys and values of all layers, lazy.
+        """Makes a cache: keys and values of all layers, lazy.
 
         Args:
             batch: How many rows.
@@ -858,7 +858,7 @@ def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
 
 
 def _constrain(x: jax.Array) -> jax.Array:
-    """Lays activations out by rules in scope that map batch or sequence."""
+    """Lays activations out by the scope's rules for batch and sequence."""
     # Rules about parameters alone leave activations to the compiler. So does a dimension that the
     # mesh does not divide, such as the batch of one while sampling.
     rules = current_rules()

@@ -321,7 +321,7 @@ def _part(text: str) -> str | tuple[int, int]:
 
 
 class _Entry(NamedTuple):
-    """A parameter, its row, and the layers that it holds."""
+    """A parameter, its row, and its layers."""
 
     path: VariablePath
     variable: Any
@@ -342,7 +342,7 @@ class _Entry(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """How many tensors a layer has, each for one expert."""
+        """Number of tensors of a layer, each for one expert."""
         return self.sizes[self.row.here[0]] if "@" in self.row.name else 1
 
     def names(self) -> list[str]:
@@ -351,13 +351,13 @@ class _Entry(NamedTuple):
         return [self.name(i, x) for i in self.layers or (0,) for x in experts]
 
     def axis_sizes(self) -> list[int]:
-        """Returns the shape of its tensor, of which others may have parts."""
+        """Returns the shape of its tensor, possibly shared with others."""
         ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
         return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.row.there]
 
 
 class _Table:
-    """Where each parameter of a model stands in the files."""
+    """Places of the parameters of a model in the files."""
 
     def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
         self.rows = {row.path: row for row in _rows(family.tensors)}
@@ -374,7 +374,7 @@ class _Table:
 
     @classmethod
     def of_built(cls, model: Transformer, family: Family, names: Any) -> _Table:
-        """Returns the table of a model that was just made."""
+        """Returns the table of a new model."""
         table = cls(model.config, family, names)
         for path, variable in iter_variables(model, Param):
             place, layers, stacked = _place(path, model, model.config)
@@ -427,7 +427,7 @@ class _Table:
                 self.by_name.setdefault(entry.name(layer, expert), []).append(place)
 
     def check_complete(self) -> None:
-        """Raises if there are parameters that no row is for."""
+        """Raises if there are parameters without a row."""
         if self.unknown:
             raise PretrainedError(
                 f"The model has parameters that its family has no tensors for: "
@@ -444,7 +444,7 @@ class _Table:
         )
 
     def offset(self, entry: _Entry, layer: int, axis: int) -> int:
-        """Returns where a parameter begins on an axis that it shares."""
+        """Returns the start of a parameter on a shared axis."""
         if not entry.row.there[axis].joined:
             return 0
         entries = [sibling for sibling, _, _ in self.by_name[entry.name(layer)]]
@@ -501,12 +501,12 @@ class _Table:
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _beside(self, name: str) -> Iterator[str]:
-        """Yields the tensors that are read into the same parameters as another."""
+        """Yields the tensors read into the same parameters as another."""
         for entry, _, _ in self.by_name[name]:
             yield from entry.names()
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
-        """Yields tensors of a tied head, which are the embedding's."""
+        """Yields tensors of a tied head, equal to the embedding's."""
         rows = [
             self.rows[place] for place in ("head.kernel", "embed.embedding") if place in self.rows
         ]
@@ -586,7 +586,7 @@ class _Files(contextlib.ExitStack):
                     self.names[name], self._stored_names[name] = file, stored
 
     def slice(self, name: str) -> Any:
-        """Returns what reads parts of a tensor."""
+        """Returns a reader of parts of a tensor."""
         return self.names[name].get_slice(self._stored_names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -742,7 +742,7 @@ def _read_tensor(
 def _cut(
     entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[int]
 ) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
-    """Returns what to read of each axis, sizes, and their order."""
+    """Returns the parts to read of each axis, sizes, and their order."""
     row, sizes = entry.row, entry.sizes
     ranges = {name: (sizes[name], *bound) for name, bound in zip(row.here, bounds, strict=True)}
     runs, shape, names = [], [], []
@@ -758,7 +758,7 @@ def _cut(
 
 
 def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Returns the contiguous parts of an axis that is made of several."""
+    """Returns the contiguous parts of an axis made of several."""
     if not factors:
         return [(0, 1)]
     inner, size = _runs(factors[1:]), math.prod(factor[0] for factor in factors[1:])

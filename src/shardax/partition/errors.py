@@ -68,7 +68,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """The name that another looks like a misspelling of, or None."""
+    """The likely spelling of a misspelt name, or None."""
     near = difflib.get_close_matches(name, names, 1, NEAR)
     # In a short name one exchange of letters is a large part of it: "mpl" for "mlp".
     exchanged = [item for item in names if item != name and sorted(item) == sorted(name)]
@@ -92,7 +92,7 @@ class UnmappedAxisError(ShardaxError, ValueError):
 
 
 class ParallelError(ShardaxError, ValueError):
-    """A setting of ``sx.parallel`` that has no meaning."""
+    """A setting of ``sx.parallel`` without meaning."""
 
 
 class NoRulesError(ShardaxError, ValueError):

@@ -322,7 +322,7 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
 
 
 def with_mapped_axes(mapped: Sequence[Any], own_names: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns names with those of mapped dimensions, which stand in front."""
+    """Returns names with those of mapped dimensions in front."""
     named = [new if old is None else old for new, old in zip(mapped, own_names, strict=False)]
     return (*named, *own_names[len(named) :])
 

@@ -110,7 +110,7 @@ def check(
 
 
 def _of_modules(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:
-    """Yields warnings of Modules about how they run under a layout."""
+    """Yields warnings of Modules about their runs under a layout."""
     for subtree in layout.inventory.subtrees:
         if not isinstance(subtree.value, Object):
             continue

@@ -74,7 +74,7 @@ _STATE_HINT = (
 
 
 class Override(NamedTuple):
-    """What holds for one leaf apart from the layout's rules."""
+    """Rules, spec and memory of one leaf, before the layout's rules."""
 
     rules: logical.Rules | None = None  # before the layout's
     spec: PartitionSpec | NamedSharding | None = None
@@ -322,7 +322,7 @@ class TreeLayout:
         return specs, diagnostics
 
     def _of_other_ranks(self, leaves: Sequence[LeafInfo]) -> dict[int, LeafInfo]:
-        """Boxes whose arrays have more dimensions than names, by position."""
+        """Boxes with more array dimensions than names, by position."""
         # Dimensions after the last name are not split, as in a PartitionSpec. The one spec of a box
         # around several arrays has the rank of the least, and alone may be of any.
         changed: dict[int, LeafInfo] = {}
@@ -411,7 +411,7 @@ class TreeLayout:
         return self
 
     def warn_of_names(self) -> None:
-        """Warns of names in rules and arrays that look misspelt."""
+        """Warns of misspelt names in rules and arrays."""
         if all(name == target for name, target in self.rules.pairs):
             return  # replicated on purpose, or by names of mesh axes alone
         paths: dict[str, list[Path]] = {}
@@ -445,7 +445,7 @@ class TreeLayout:
 
 
 def _names_in(axes: Any) -> set[str]:
-    """Names among entries that may be malformed."""
+    """Names among possibly malformed entries."""
     parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
     return {part for part in parts if isinstance(part, str)}
 
@@ -513,7 +513,7 @@ def _large_replicated(
 
 
 def paths_text(paths: Sequence[Path]) -> str:
-    """The first of some paths, and how many others there are."""
+    """The first of some paths, and the number of others."""
     return first_of([format_path(path) for path in paths], most=4)
 
 

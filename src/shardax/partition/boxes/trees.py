@@ -441,7 +441,7 @@ def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
 
 
 def _renamed_box(box: Any, rename: Callable[[Any], Any]) -> Any:
-    """A box with the names that another has after a change."""
+    """A box with another's names after a change."""
     if isinstance(box, boxes.AxisMetadata) or not hasattr(box, "names"):
         return rename(box)
     # Flax counts negative positions from the end of the names without the new one.
