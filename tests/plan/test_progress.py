@@ -50,7 +50,7 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
 
 def test_line_shows_time_or_reason_and_duration() -> None:
     assert outcome_text(FITS) == "dp: fits, 500 ms to 750 ms a step (6.2 s)"
-    assert outcome_text(FITS, kept=True) == "dp: fits, 500 ms to 750 ms a step (kept)"
+    assert outcome_text(FITS, is_cached=True) == "dp: fits, 500 ms to 750 ms a step (kept)"
     assert outcome_text(FAILED) == "tp: failed, it crashed (0.0 s)"
 
 

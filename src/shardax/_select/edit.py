@@ -52,7 +52,7 @@ def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[Any
 
 
 def check_count(child: places.Place, items: Sequence[Any], content: Any, removable: bool) -> None:
-    """Raises if a place cannot hold that many items."""
+    """Raises if a place cannot hold so many items."""
     if len(items) == 1 or (not items and removable):
         return
     where, kind = format_path(child.path), class_of(content).__name__
@@ -120,7 +120,7 @@ def is_hole(stored: Any) -> bool:
 
 
 def hole_for(stored: Any) -> Any:
-    """Returns the hole that takes the place of a stored value."""
+    """Returns the hole for a stored value."""
     return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if is_boxed(stored) else HOLE
 
 
@@ -154,10 +154,10 @@ def combine(*parts: Any) -> Any:
     whole = merge.merged(parts, ())
     missing = merge.missing
     if missing:
-        shown = ", ".join(map(format_path, missing[:5]))
+        listed = ", ".join(map(format_path, missing[:5]))
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise places.CombineError(
-            f"No part has anything at {shown}{more}: every part has a hole there. Pass all parts "
+            f"No part has anything at {listed}{more}: every part has a hole there. Pass all parts "
             f"that partition returned."
         )
     return whole
@@ -210,19 +210,21 @@ class _Merge:
             return first
         if not is_holder:
             return self._immutable(present, path)
-        made = self._made.get(id(first))
-        if made is not None:
-            return made
+        merged_value = self._made.get(id(first))
+        if merged_value is not None:
+            return merged_value
         if isinstance(first, Variable):
             ((_, value),) = self._below(present, path)
-            made = first._make(as_value(value, "array"), first._here()._metadata, owner_here())
-            self._made.update((id(v), made) for v in present)
-            return made
+            merged_value = first._make(
+                as_value(value, "array"), first._here()._metadata, owner_here()
+            )
+            self._made.update((id(v), merged_value) for v in present)
+            return merged_value
         handler = handler_of(first)
-        made = handler.empty(first)
-        self._made.update((id(v), made) for v in present)
-        handler.fill(made, self._below(present, path))
-        return made
+        merged_value = handler.empty(first)
+        self._made.update((id(v), merged_value) for v in present)
+        handler.fill(merged_value, self._below(present, path))
+        return merged_value
 
     def _immutable(self, present: tuple[Any, ...], path: Path) -> Any:
         old = _aligned(present, path)
@@ -239,7 +241,7 @@ class _Merge:
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the distinct values that are no holes, else one hole."""
+    """Returns the distinct values except holes, else one hole."""
     present = {id(value): value for value in values if not is_hole(value)}
     return tuple(present.values()) or values[:1]
 
@@ -247,10 +249,10 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
     """Returns the children of like containers, by key."""
     contents = [dict(places.parts(value)) for value in present]
-    first, *others = contents
-    if any(other.keys() != first.keys() for other in others):
+    first, *more_contents = contents
+    if any(more.keys() != first.keys() for more in more_contents):
         raise _conflict(path, present)
-    if others and not first and not all(_same(value, present[0]) for value in present):
+    if more_contents and not first and not all(_same(value, present[0]) for value in present):
         raise _conflict(path, present)
     return [(key, tuple(content[key] for content in contents)) for key in first]
 
@@ -267,9 +269,9 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _conflict(path: Path, present: tuple[Any, ...]) -> places.CombineError:
-    shown = " and ".join(f"{value!r}"[:80] for value in present)
+    listed = " and ".join(f"{value!r}"[:80] for value in present)
     return places.CombineError(
-        f"The parts differ at {format_path(path)}: {shown}. Where one part has something, all "
+        f"The parts differ at {format_path(path)}: {listed}. Where one part has something, all "
         f"others must have a hole; combine what partition returned, with values changed at most."
     )
 
@@ -300,7 +302,7 @@ def edit_tree(
 
 
 class _Edit:
-    """One edit of one tree: what both ways have in common."""
+    """One edit of one tree, base of both ways."""
 
     def __init__(
         self, tree: Any, edits: Sequence[tuple[places.Place, Items]], every_path: bool
@@ -308,25 +310,25 @@ class _Edit:
         self.tree = tree
         self.every_path = every_path
         self.items: Mapping[Hashable, Items] = {p.key(every_path): items for p, items in edits}
-        kept = {key for key, items in self.items.items() if any(item is OLD for item in items)}
-        self.graph = places.HolderGraph(tree, [place for place, _ in edits], every_path, kept)
+        parents = {key for key, items in self.items.items() if any(item is OLD for item in items)}
+        self.graph = places.HolderGraph(tree, [place for place, _ in edits], every_path, parents)
         for place, _ in edits:
             if place.key(every_path) not in self.graph.met:
                 raise _unmet(tree, place, every_path)
 
     def result(self, node: places.Holder) -> Any:
-        """Returns what stands for a holder after the edit."""
+        """Returns the holder after the edit."""
         raise NotImplementedError
 
     def content(self, node: places.Holder, place: places.Place) -> Any:
-        """Returns what stands at an immutable place, with its parts edited."""
+        """Returns the content of an immutable place, with its parts edited."""
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
         return handler_of(place.content).remake(place.content, arranged(place, new))
 
     def contents(self, node: places.Holder) -> Pairs:
-        """Returns what a mutable holder stores after the edit."""
+        """Returns the contents of a mutable holder after the edit."""
         new = self.parts(node, node.place)
         if isinstance(node.place.stored, Object):
             new = [(child, [_stored(child, item) for item in items]) for child, items in new]
@@ -346,7 +348,7 @@ class _Edit:
         return [(child, self.after(node, child)) for child in places.children(place)]
 
     def after(self, node: places.Holder, child: places.Place) -> list[Any]:
-        """Returns the items that stand at a place afterwards."""
+        """Returns the items at a place afterwards."""
         items = self.items.get(child.key(self.every_path), (OLD,))
         if isinstance(node.place.stored, Object):
             for item in items:
@@ -363,10 +365,10 @@ class _Edit:
 
 
 def _unmet(tree: Any, place: places.Place, every_path: bool) -> places.SelectionError:
-    """Returns the error for a place that the walk did not find."""
+    """Returns the error for a place not met by the walk."""
     where = format_path(place.path)
-    found = places.locate(places.root_place(tree), place.path)
-    if found is not None and found.key(every_path) == place.key(every_path):
+    current = places.locate(places.root_place(tree), place.path)
+    if current is not None and current.key(every_path) == place.key(every_path):
         return places.SelectionError(
             f"What is at {where} lies within something else that is selected, so an edit could "
             f"not change both. Nothing was changed. Edit them one after the other."
@@ -415,7 +417,7 @@ def _like(variable: Variable[Any], value: Any) -> Variable[Any]:
 
 
 class _Copying(_Edit):
-    """An edit that makes a new tree."""
+    """An edit into a new tree."""
 
     def run(self) -> Any:
         """Returns the new tree."""
@@ -434,7 +436,7 @@ class _Copying(_Edit):
         return self.content(root, root.place)
 
     def _check(self) -> None:
-        """Raises what the edit in place would raise first."""
+        """Raises the first error of the edit in place."""
         self._checking = True
         for node in self.graph.nodes:
             stored = node.place.stored
@@ -448,10 +450,10 @@ class _Copying(_Edit):
         """Returns a holder's copy, or the holder itself."""
         if self._checking:
             return node.place.stored
-        made = self._made.get(id(node))
-        if made is None:
-            made = self._made[id(node)] = self._variable(node)
-        return made
+        new_variable = self._made.get(id(node))
+        if new_variable is None:
+            new_variable = self._made[id(node)] = self._variable(node)
+        return new_variable
 
     def _variable(self, node: places.Holder) -> Any:
         stored = node.place.stored
@@ -463,10 +465,10 @@ class _Copying(_Edit):
 
 
 class _Changing(_Edit):
-    """An edit that changes the tree in place."""
+    """An edit of the tree in place."""
 
     def run(self, journal: Journal) -> Any:
-        """Changes the tree, notes in the journal how to undo it."""
+        """Changes the tree, with notes in the journal for undoing."""
         self._check_single()
         self._writes: list[tuple[Variable[Any], Any]] = []
         changes: list[tuple[places.Place, Pairs]] = []
@@ -483,8 +485,8 @@ class _Changing(_Edit):
         changes = [(place, pairs) for place, pairs in changes if _differ(place.stored, pairs)]
         for place, _ in changes:
             if isinstance(place.stored, Object):
-                what = f"{format_path(place.path)}, a {type(place.stored).__name__},"
-                check_structural_write(place.stored, what)
+                description = f"{format_path(place.path)}, a {type(place.stored).__name__},"
+                check_structural_write(place.stored, description)
         done: Journal = []
         try:
             for variable, value in self._writes:
@@ -498,11 +500,11 @@ class _Changing(_Edit):
         return self.tree
 
     def result(self, node: places.Holder) -> Any:
-        """Returns the holder, which stays."""
+        """Returns the holder itself."""
         return node.place.stored
 
     def after(self, node: places.Holder, child: places.Place) -> list[Any]:
-        """Returns the items that stand at a place afterwards."""
+        """Returns the items at a place afterwards."""
         items = super().after(node, child)
         attribute = child.stored
         is_write = len(items) == 1 and isinstance(items[0], ARRAY_TYPES)
@@ -517,12 +519,13 @@ class _Changing(_Edit):
         for node in self.graph.nodes:
             paths.setdefault(id(node.place.holder), []).append(node.place.path)
         for node in self.graph.nodes:
-            first, *others = paths[id(node.place.holder)]
-            if node.chosen and others:
+            first, *more_paths = paths[id(node.place.holder)]
+            if node.chosen and more_paths:
                 raise places.SelectionError(
                     f"What is to be edited stands in one object that is reached by both "
-                    f"{format_path(first)} and {format_path(others[0])}, so it cannot be changed "
-                    f"in place at one of the two. Leave inplace out: in the new tree they are two."
+                    f"{format_path(first)} and {format_path(more_paths[0])}, so it cannot be "
+                    "changed in place at one of the two. Leave inplace out: in the new tree they "
+                    "are two."
                 )
 
 
@@ -561,7 +564,7 @@ def _refill(holder: Any, pairs: Pairs, done: Journal) -> None:
 
 
 def undo(journal: Journal) -> None:
-    """Undoes what a journal tells of."""
+    """Undoes the changes in a journal."""
     for back in reversed(journal):
         back()
     journal.clear()

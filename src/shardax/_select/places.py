@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of a tree: how selections find, read, split and print.
+"""Places of a tree: finding, reading, splitting and printing.
 
 A *tree* is a Module, a Variable, or any pytree with or without these. A *place* is somewhere in it:
 an attribute, an item, a dict entry, or part of a Variable's value, such as ``.layers[0].w.value``.
@@ -37,7 +37,7 @@ class SelectionError(ShardaxError, ValueError):
 
 
 class EmptySelectionError(SelectionError):
-    """A selection was edited that has no places."""
+    """An empty selection was edited."""
 
 
 class SelectionCountError(SelectionError):
@@ -45,15 +45,15 @@ class SelectionCountError(SelectionError):
 
 
 class SelectionPathError(SelectionError, LookupError):
-    """There is no such place among what is selected."""
+    """There is no such place in the selection."""
 
 
 class SelectionIndexError(SelectionError, IndexError):
-    """A selection has no place of that number."""
+    """A selection has no place of this number."""
 
 
 class StaleSelectionError(SelectionError, LookupError):
-    """What was selected is no longer in the tree."""
+    """A selected place is no longer in the tree."""
 
 
 class CombineError(SelectionError):
@@ -83,19 +83,19 @@ class Place(NamedTuple):
 
     @property
     def named(self) -> bool:
-        """Whether the path leads just here, so that this can be selected."""
+        """Whether the path leads just here, for selecting."""
         return not self.wrapped
 
     @property
     def content(self) -> Any:
-        """What stands here, without materialising it: the array of an array attribute."""
+        """The content, not materialised: the array of an array attribute."""
         return content_of(self.stored) if isinstance(self.stored, BOXES) else self.stored
 
     def key(self, every_path: bool) -> Hashable:
-        """What two places that are the same have in common."""
+        """The key of a place, equal for equal places."""
         # The root is a place of its own, apart from attributes that lead back to it.
-        known = (id(self.holder), self.local, self.wrapped, not self.path)
-        return (self.path, *known) if every_path else known
+        identity = (id(self.holder), self.local, self.wrapped, not self.path)
+        return (self.path, *identity) if every_path else identity
 
 
 def root_place(tree: Any) -> Place:
@@ -116,19 +116,19 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
         return []
     inside = place.inside or isinstance(stored, Variable)
     above = (*place.above, id(place.holder)) if place.is_holder else place.above
-    found: list[Place] = []
+    places: list[Place] = []
     for key, child in parts(place.content):
         if not into_values and isinstance(child, BOXES):
             continue
         steps = () if key is None else (key,)
         path = (*place.path, *steps)
         if not inside and handler_of(child).has_identity:
-            found.append(Place(path, child, child, (), False, 0, above))
+            places.append(Place(path, child, child, (), False, 0, above))
         else:
             local = (*place.local, *steps)
             wrapped = 0 if steps else place.wrapped + 1
-            found.append(Place(path, child, place.holder, local, inside, wrapped, above))
-    return found
+            places.append(Place(path, child, place.holder, local, inside, wrapped, above))
+    return places
 
 
 def is_leaf(place: Place) -> bool:
@@ -150,12 +150,12 @@ def parts(value: Any) -> Pairs:
 
 
 def shown(value: Any) -> Any:
-    """Returns what is stored as the user sees it, with nothing materialised."""
+    """Returns a stored value in the user's form, nothing materialised."""
     if isinstance(value, BOXES):
         return content_of(value)
     if handler_of(value).stores_items and has_parts(value):
-        made = map_children(shown, value)
-        return made.read() if isinstance(made, ChangeableNode) else made
+        tree = map_children(shown, value)
+        return tree.read() if isinstance(tree, ChangeableNode) else tree
     return value
 
 
@@ -171,15 +171,15 @@ def read(place: Place) -> Any:
 
 
 def descend(value: Any, path: Path | str) -> Any:
-    """Returns what is stored below a value at a path, or ``ABSENT``."""
+    """Returns the value below another at a path, or ``ABSENT``."""
     if not path:
         return value
     for key, child in parts(value):
-        rest = rest_of(path, () if key is None else (key,))
-        if rest is not None:
-            found = descend(child, rest)
-            if found is not ABSENT:
-                return found
+        remaining = rest_of(path, () if key is None else (key,))
+        if remaining is not None:
+            value_below = descend(child, remaining)
+            if value_below is not ABSENT:
+                return value_below
     return ABSENT
 
 
@@ -188,11 +188,11 @@ def locate(place: Place, path: Path | str) -> Place | None:
     if not path and place.named:
         return place
     for child in children(place):
-        rest = rest_of(path, child.path[len(place.path) :])
-        if rest is not None:
-            found = locate(child, rest)
-            if found is not None:
-                return found
+        remaining = rest_of(path, child.path[len(place.path) :])
+        if remaining is not None:
+            place_below = locate(child, remaining)
+            if place_below is not None:
+                return place_below
     return None
 
 
@@ -216,31 +216,31 @@ def search(
     into_values: bool = True,
     barred: Collection[Hashable] = (),
 ) -> list[Place]:
-    """Returns the outermost (or innermost) places that pass a test."""
-    found: list[Place] = []
-    known: dict[Hashable, bool] = {}
+    """Returns the outermost (or innermost) places with a true test."""
+    places: list[Place] = []
+    is_inside: dict[Hashable, bool] = {}
 
     def visit(place: Place) -> bool:
         """Returns whether something wanted is here or below."""
         key = place.key(every_path)
-        if key in known:
-            return known[key]
+        if key in is_inside:
+            return is_inside[key]
         if key in barred or (place.is_holder and id(place.holder) in place.above):
             return False
-        known[key] = False  # until it is known better: what leads back here is no second place
-        wanted = not innermost and place.named and test(place)
-        if not wanted:
+        is_inside[key] = False  # until it is known better: what leads back here is no second place
+        is_chosen = not innermost and place.named and test(place)
+        if not is_chosen:
             below = [visit(child) for child in children(place, into_values)]
-            known[key] = any(below)
-            wanted = innermost and not known[key] and place.named and test(place)
-        if wanted:
-            known[key] = True
-            found.append(place)
-        return known[key]
+            is_inside[key] = any(below)
+            is_chosen = innermost and not is_inside[key] and place.named and test(place)
+        if is_chosen:
+            is_inside[key] = True
+            places.append(place)
+        return is_inside[key]
 
     for start in starts:
         visit(start)
-    return found
+    return places
 
 
 # --- holder graphs --------------------------------------------------------------------------------
@@ -260,23 +260,23 @@ class Holder:
 
 
 class HolderGraph:
-    """A walk over a tree that looks for chosen places."""
+    """A walk over a tree to chosen places."""
 
     def __init__(
         self,
         root: object,
         chosen: Collection[Place],
         every_path: bool,
-        kept: Collection[Hashable] = (),
+        keys_kept: Collection[Hashable] = (),
     ) -> None:
         self.every_path = every_path
         self.chosen = {place.key(every_path) for place in chosen}
         self.met: set[Hashable] = set()  # keys of the chosen places that were found
         self.nodes: list[Holder] = []
-        self._kept = kept  # keys of chosen places below which to go on
+        self._kept = keys_kept  # keys of chosen places below which to go on
         self._holders = {id(place.holder) for place in chosen if place.local}
         start = root_place(root)
-        if self._is_chosen(start) and start.key(every_path) not in kept:
+        if self._is_chosen(start) and start.key(every_path) not in keys_kept:
             self.root = Holder(start)
         else:
             self.root = self._visit(start, {})
@@ -289,30 +289,30 @@ class HolderGraph:
             return True
         return False
 
-    def _visit(self, place: Place, known: dict[int, Holder]) -> Holder:
-        node = known.get(id(place.holder))
+    def _visit(self, place: Place, nodes: dict[int, Holder]) -> Holder:
+        node = nodes.get(id(place.holder))
         if node is None:
             node = Holder(place)
             self.nodes.append(node)
             if self.every_path:  # only what is above is known: anything else is another place
-                known = {**known, id(place.holder): node}
+                nodes = {**nodes, id(place.holder): node}
             else:
-                known[id(place.holder)] = node
-            self._scan(node, place, known)
+                nodes[id(place.holder)] = node
+            self._scan(node, place, nodes)
         return node
 
-    def _scan(self, node: Holder, place: Place, known: dict[int, Holder]) -> None:
+    def _scan(self, node: Holder, place: Place, nodes: dict[int, Holder]) -> None:
         for child in children(place, self.looks_into(node)):
             if self._is_chosen(child):
                 node.chosen = True
                 if child.key(self.every_path) not in self._kept:
                     continue
             if child.is_holder:
-                below = self._visit(child, known)
+                below = self._visit(child, nodes)
                 node.below[child.path] = below
                 below.above.append(node)
             else:
-                self._scan(node, child, known)
+                self._scan(node, child, nodes)
 
     def looks_into(self, node: Holder) -> bool:
         """Whether chosen places can be below a holder."""
@@ -336,15 +336,15 @@ class HolderGraph:
 def split_places(
     tree: Any, places: Sequence[Place], every_path: bool
 ) -> tuple[list[Place], list[Place]]:
-    """Returns the outermost places of what is selected, and of the rest."""
+    """Returns the outermost places of a selection, and of the rest."""
     # Not ``group_by_filter`` and ``assemble``: they sort and put together the Variables of a
     # definition, each once. Here configuration, a leaf of any pytree or a whole Module may be on
     # one side, one object may be on both (``every_path``), and what stays must stay the same
     # object, all of which a definition does not tell.
     root = (root_place(tree),)
     keys = _held(places, HolderGraph(tree, places, every_path))
-    held = search(root, lambda place: place.key(every_path) in keys, every_path=every_path)
-    graph = HolderGraph(tree, held, every_path)
+    chosen = search(root, lambda place: place.key(every_path) in keys, every_path=every_path)
+    graph = HolderGraph(tree, chosen, every_path)
     leading = _leading(graph)
 
     def leads(place: Place) -> bool:
@@ -355,26 +355,28 @@ def split_places(
             return _holder_key(place, every_path) in leading
         return any(map(leads, children(place)))
 
-    rest = search(root, lambda place: not leads(place), every_path=every_path, barred=graph.chosen)
-    return held, rest
+    remaining = search(
+        root, lambda place: not leads(place), every_path=every_path, barred=graph.chosen
+    )
+    return chosen, remaining
 
 
 def _held(places: Sequence[Place], graph: HolderGraph) -> set[Hashable]:
     """Returns the keys of selected places and of the objects they hold."""
-    held = set(graph.chosen)
+    leading_keys = set(graph.chosen)
     if graph.every_path:  # by path, nothing is reached from elsewhere
-        return held
+        return leading_keys
     leading = _leading(graph)
     waiting = list(places)
     for place in waiting:
         for child in children(place, into_values=False):
             if child.is_holder:
                 key = child.key(graph.every_path)
-                if key in held or _holder_key(child, graph.every_path) in leading:
+                if key in leading_keys or _holder_key(child, graph.every_path) in leading:
                     continue
-                held.add(key)
+                leading_keys.add(key)
             waiting.append(child)
-    return held
+    return leading_keys
 
 
 def _leading(graph: HolderGraph) -> set[Hashable]:
@@ -412,7 +414,7 @@ class _Text:
         self._shown: dict[int, Path] = {}
 
     def lines(self, place: Place, label: str, depth: int) -> Iterator[str]:
-        """Yields the lines for one place and what is below it."""
+        """Yields the lines for one place and its parts."""
         marked = place.path in self._paths or (
             place.path != () and place.is_holder and id(place.holder) in self._objects
         )
@@ -450,6 +452,6 @@ def _folded(place: Place) -> str:
 
 
 def _label(content: Any, place: Place, child: Place) -> str:
-    """Returns what is written before a part of a container."""
+    """Returns the label before a part of a container."""
     steps = child.path[len(place.path) :]
     return handler_of(content).text(content, steps[0])[0] if steps else ""

@@ -41,11 +41,11 @@ def to_test(item: Any) -> Test:
     classes = classes_in(item)
     if classes is not None:
         return lambda place: is_instance(place, classes)
-    wanted = with_path(item) if _is_function(item) else to_predicate(item)
+    predicate = with_path(item) if _is_function(item) else to_predicate(item)
 
     def test(place: Place) -> bool:
         try:
-            return bool(wanted(place.path, shown(place.stored)))
+            return bool(predicate(place.path, shown(place.stored)))
         except Exception as error:
             error.add_note(f"(while a selection was looking at {format_path(place.path)})")
             raise
@@ -80,12 +80,16 @@ def classes_in(item: Any) -> tuple[type, ...] | None:
     if isinstance(item, type) and not isinstance(item, types.GenericAlias):
         return (item,)
     if isinstance(item, types.UnionType) or typing.get_origin(item) is typing.Union:
-        found = [classes_in(part) for part in typing.get_args(item)]
+        classes_of_parts = [classes_in(part) for part in typing.get_args(item)]
     elif isinstance(item, tuple) and item:
-        found = [classes_in(part) for part in item]
+        classes_of_parts = [classes_in(part) for part in item]
     else:
         return None
-    return None if None in found else tuple(cls for classes in found for cls in classes or ())
+    return (
+        None
+        if None in classes_of_parts
+        else tuple(cls for classes in classes_of_parts for cls in classes or ())
+    )
 
 
 def is_instance(place: Place, classes: tuple[type, ...]) -> bool:
@@ -99,17 +103,17 @@ def may_be_values(classes: tuple[type, ...]) -> bool:
     return not all(issubclass(item, Object) for item in classes)
 
 
-def equals(wanted: Any) -> Test:
+def equals(target: Any) -> Test:
     """Returns a test for exact equality with a value."""
-    if isinstance(wanted, Object):
-        return lambda place: place.stored is wanted
-    if isinstance(wanted, (jax.Array, np.ndarray, np.generic)):
-        return lambda place: _same_array(shown(place.stored), wanted)
+    if isinstance(target, Object):
+        return lambda place: place.stored is target
+    if isinstance(target, (jax.Array, np.ndarray, np.generic)):
+        return lambda place: _same_array(shown(place.stored), target)
     try:
-        key = exact_key(wanted)
+        key = exact_key(target)
     except TypeError as error:
         raise SelectionError(
-            f"Nothing in a model can be compared with {wanted!r} of type {type(wanted).__name__} "
+            f"Nothing in a model can be compared with {target!r} of type {type(target).__name__} "
             f"({error}). Use at_subtrees_where(lambda value: ...)."
         ) from error
 
@@ -122,18 +126,18 @@ def equals(wanted: Any) -> Test:
     return test
 
 
-def _same_array(value: Any, wanted: Any) -> bool:
+def _same_array(value: Any, target: Any) -> bool:
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return False
-    same_form = value.dtype == wanted.dtype and value.shape == wanted.shape
-    return same_form and (value is wanted or bool((value == wanted).all()))
+    same_form = value.dtype == target.dtype and value.shape == target.shape
+    return same_form and (value is target or bool((value == target).all()))
 
 
 # --- accessors ------------------------------------------------------------------------------------
 
 
 def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
-    """Returns the places that an accessor points at."""
+    """Returns the places returned by an accessor."""
     try:
         return list(_places(place, accessor(StandIn(place))))
     except Exception as error:
@@ -158,11 +162,11 @@ def _places(start: Place, result: Any) -> Iterator[Place]:
 
 
 def _found(start: Place, item: Object) -> Place:
-    found = search(
+    matches = search(
         (start,), lambda place: place.stored is item, every_path=False, into_values=False
     )
-    if found:
-        return found[0]
+    if matches:
+        return matches[0]
     if item._lock is VIEW_LOCK or getattr(item, "_parent", None) is not None:
         raise SelectionError(
             "The accessor returned a view of one layer of a stack, which is no part of the model: "
@@ -178,7 +182,7 @@ def _found(start: Place, item: Object) -> Place:
 
 
 def place_of(stand_in: Any) -> Place:
-    """Returns the place that a stand-in stands for."""
+    """Returns the place of a stand-in."""
     return object.__getattribute__(stand_in, "_place")
 
 
@@ -265,12 +269,12 @@ class StandIn:
 
 def _below(place: Place) -> dict[tuple[type, Any], Place]:
     """Returns the places directly below one, by exact step."""
-    found = {}
+    children_by_key = {}
     for child in children(place):
         steps = child.path[len(place.path) :]
         if len(steps) == 1:
-            found[type(steps[0]), steps[0]] = child
-    return found
+            children_by_key[type(steps[0]), steps[0]] = child
+    return children_by_key
 
 
 def _entries(place: Place) -> dict[Any, StandIn]:

@@ -114,7 +114,7 @@ class Selection(Shown):
         self._places: tuple[Place, ...] = self._once(places)
 
     def _once(self, places: Iterable[Place]) -> tuple[Place, ...]:
-        """Returns the places without those that are the same as one before."""
+        """Returns the places, each once."""
         first: dict[Hashable, Place] = {}
         for place in places:
             first.setdefault(place.key(self._every_path), place)
@@ -139,7 +139,7 @@ class Selection(Shown):
     # --- narrowing --------------------------------------------------------------------------------
 
     def at(self, accessor: Callable[[Any], Any]) -> Selection:
-        """Selects the parts that an accessor returns.
+        """Selects the parts returned by an accessor.
 
         Args:
             accessor: Given what is selected, each in turn, returns a part of it, or several as a
@@ -161,11 +161,11 @@ class Selection(Shown):
                 f"at() takes a function that points at parts, at(lambda m: m.layers[0]), but was "
                 f"given {accessor!r}. For paths there is at_keypaths('.layers[0]')."
             )
-        found = self._narrowed(
+        selection = self._narrowed(
             p for place in self._places for p in predicates.accessed(place, accessor)
         )
-        found._check_disjoint()
-        return found
+        selection._check_disjoint()
+        return selection
 
     def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Selection:
         """Selects the outermost instances of a class.
@@ -194,7 +194,7 @@ class Selection(Shown):
         )
 
     def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
-        """Selects the outermost parts for which a test holds.
+        """Selects the outermost parts with a true test.
 
         Args:
             fn: A function of the value, or of path and value; or a filter, as ``sx.state`` takes.
@@ -212,7 +212,7 @@ class Selection(Shown):
         return self._search(predicates.to_test(fn), innermost)
 
     def at_equal_to(self, value: Any) -> Selection:
-        """Selects what equals a value, in type too.
+        """Selects parts equal to a value, in type too.
 
         So ``1``, ``True`` and ``1.0`` are three values.
 
@@ -228,7 +228,7 @@ class Selection(Shown):
         return self._search(predicates.equals(value), innermost=False)
 
     def at_keypaths(self, *paths: Path | str) -> Selection:
-        """Selects what stands at some paths, in their order.
+        """Selects the parts at some paths, in their order.
 
         Args:
             *paths: From the root of the tree; as tuples, or as text: ``".layers[0].kernel"``.
@@ -243,12 +243,12 @@ class Selection(Shown):
             >>> sx.select(mlp).at_keypaths(".up.kernel", ("down", "kernel")).count()
             2
         """
-        found = self._narrowed([self._at_path(path) for path in paths])
-        found._check_disjoint()
-        return found
+        selection = self._narrowed([self._at_path(path) for path in paths])
+        selection._check_disjoint()
+        return selection
 
     def at_children(self) -> Selection:
-        """Selects everything directly in what is selected: attributes, items, entries.
+        """Selects the direct parts of the selection: attributes, items, entries.
 
         Example:
             >>> import jax, shardax as sx
@@ -261,7 +261,7 @@ class Selection(Shown):
         )
 
     def at_pytree_leaves(self) -> Selection:
-        """Selects the leaves that ``jax.tree.leaves`` finds in what is selected.
+        """Selects the leaves of the selection, as ``jax.tree.leaves`` finds them.
 
         Example:
             >>> import shardax as sx
@@ -272,7 +272,7 @@ class Selection(Shown):
         return self._search(is_leaf, innermost=False)
 
     def at_childless(self) -> Selection:
-        """Selects all that has no parts: leaves, configuration, empty containers.
+        """Selects all without parts: leaves, configuration, empty containers.
 
         Example:
             >>> import shardax as sx
@@ -282,7 +282,7 @@ class Selection(Shown):
         return self._search(lambda place: not children(place), innermost=False)
 
     def where(self, fn: Any) -> Selection:
-        """Keeps what a test holds for.
+        """Keeps the parts with a true test.
 
         Args:
             fn: A function of the value, or of path and value; or a filter.
@@ -318,7 +318,7 @@ class Selection(Shown):
         return self._narrowed([self._places[n]])
 
     def refine(self, fn: Callable[[Any], Selection]) -> Selection:
-        """Selects, in each selected part, what a selection of that part selects.
+        """Selects, in each selected part, by a function of that part.
 
         Args:
             fn: Given what is selected, each in turn, returns a selection of it.
@@ -334,22 +334,24 @@ class Selection(Shown):
             Selection of 2 places in a Sequential:
             ...
         """
-        found: list[Place] = []
+        places: list[Place] = []
         for place in self._places:
             value = self._read(place)
             inner = fn(value)
             if not isinstance(inner, Selection) or inner._tree is not value:
-                what = "a selection of something else" if isinstance(inner, Selection) else inner
+                returned = (
+                    "a selection of something else" if isinstance(inner, Selection) else inner
+                )
                 raise SelectionError(
                     f"refine needs a selection of the {type(value).__name__} at "
-                    f"{format_path(place.path)}, but the function returned {what!r}. Write "
+                    f"{format_path(place.path)}, but the function returned {returned!r}. Write "
                     f"refine(lambda part: sx.select(part).at...)."
                 )
-            found.extend(_within(place, below, value) for below in inner._places)
-        return self._narrowed(found)
+            places.extend(_within(place, below, value) for below in inner._places)
+        return self._narrowed(places)
 
     def invert(self) -> Selection:
-        """Selects the largest parts that hold nothing selected.
+        """Selects the largest parts without anything selected.
 
         Example:
             >>> import shardax as sx
@@ -358,8 +360,8 @@ class Selection(Shown):
             >>> rest.keypaths()
             (('activation',),)
         """
-        _, rest = split_places(self._tree, self._places, self._every_path)
-        return self._narrowed(rest)
+        _, remaining = split_places(self._tree, self._places, self._every_path)
+        return self._narrowed(remaining)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -369,7 +371,7 @@ class Selection(Shown):
         return self._tree
 
     def get(self) -> Any:
-        """Returns what is selected, which must be one place.
+        """Returns the one selected value.
 
         Raises:
             SelectionCountError: If nothing is selected, or more than one place.
@@ -384,11 +386,11 @@ class Selection(Shown):
         return self._read(self._places[0])
 
     def get_all(self) -> tuple[Any, ...]:
-        """Returns all that is selected, in order."""
+        """Returns all selected values, in order."""
         return tuple(map(self._read, self._places))
 
     def get_by_path(self) -> dict[Path, Any]:
-        """Returns all that is selected, by path."""
+        """Returns all selected values, by path."""
         return {place.path: self._read(place) for place in self._places}
 
     def keypaths(self) -> tuple[Path, ...]:
@@ -396,11 +398,11 @@ class Selection(Shown):
         return tuple(place.path for place in self._places)
 
     def count(self) -> int:
-        """Returns how many places are selected."""
+        """Returns the number of selected places."""
         return len(self._places)
 
     def assert_count(self, n: int) -> Selection:
-        """Checks how many places are selected, and returns the selection.
+        """Checks the number of selected places, and returns the selection.
 
         Args:
             n: How many there should be.
@@ -429,7 +431,7 @@ class Selection(Shown):
         return selection_text(self._tree, self._places, self._every_path)
 
     def _found(self) -> str:
-        """Describes what is selected, for errors."""
+        """Describes the selection, for errors."""
         places = self._places
         kind = type(self._tree).__name__
         if not places:
@@ -486,7 +488,7 @@ class Selection(Shown):
         inplace: bool = False,
         allow_empty: bool = False,
     ) -> Any:
-        """Replaces what is selected by a function of it.
+        """Replaces each selected value by a function of it.
 
         The function is called once for each place.
 
@@ -510,11 +512,11 @@ class Selection(Shown):
             >>> rates.apply(lambda i, rate: i, with_index=True, keep_selected=True).get_all()
             (0, 1)
         """
-        made: Callable[..., Any] = fn if with_index else predicates.with_path(fn)
+        function: Callable[..., Any] = fn if with_index else predicates.with_path(fn)
         counted = iter(range(len(self)))
 
         def items(place: Place) -> Items:
-            return [made(next(counted) if with_index else place.path, self._read(place))]
+            return [function(next(counted) if with_index else place.path, self._read(place))]
 
         tree = self._edit(items, inplace, allow_empty)
         if not keep_selected:
@@ -543,20 +545,20 @@ class Selection(Shown):
             >>> sx.select((1, "a", 2)).at_instances_of(int).set_all([3, 4])
             (3, 'a', 4)
         """
-        given = list(values)
-        if len(given) != len(self):
+        new_values = list(values)
+        if len(new_values) != len(self):
             raise SelectionCountError(
-                f"set_all was given {len(given)} value{'' if len(given) == 1 else 's'} for "
-                f"{len(self)} place{'' if len(self) == 1 else 's'}; nothing was changed. This is a "
-                f"{self._found()}"
+                f"set_all was given {len(new_values)} value{'' if len(new_values) == 1 else 's'} "
+                f"for {len(self)} place{'' if len(self) == 1 else 's'}; nothing was changed. "
+                f"This is a {self._found()}"
             )
-        remaining = iter(given)
+        remaining = iter(new_values)
         return self._edit(lambda place: [next(remaining)], inplace, allow_empty)
 
     def set_by_path(
         self, values: Mapping[Any, Any] | Callable[[Path], Any], *, inplace: bool = False
     ) -> Any:
-        """Puts values at paths at or below what is selected.
+        """Puts values at paths at or below the selection.
 
         Args:
             values: Path, from the root of the tree and as for ``at_keypaths``, to value; or a
@@ -626,7 +628,7 @@ class Selection(Shown):
         return self._insert(value, make, lambda new: [OLD, new], inplace, allow_empty)
 
     def remove(self, *, inplace: bool = False, allow_empty: bool = False) -> Any:
-        """Removes what is selected: items of lists and tuples, dict entries, attributes.
+        """Removes the selection: items of lists and tuples, dict entries, attributes.
 
         Args:
             inplace: Whether to change the tree itself.
@@ -648,7 +650,7 @@ class Selection(Shown):
     # --- taking apart -----------------------------------------------------------------------------
 
     def partition(self) -> tuple[Any, Any]:
-        """Splits the tree into what is selected and the rest.
+        """Splits the tree into the selection and the rest.
 
         The objects in both are those of the tree; only the Modules around what is selected are
         copied, once for each part. An object within something selected is in its part, wherever
@@ -665,8 +667,8 @@ class Selection(Shown):
             >>> sx.combine(jax.tree.map(lambda x: 2 * x, floats), rest)
             {'steps': 3, 'w': 2.0}
         """
-        held, rest = split_places(self._tree, self._places, self._every_path)
-        return self._without(rest), self._without(held)
+        selected, remaining = split_places(self._tree, self._places, self._every_path)
+        return self._without(remaining), self._without(selected)
 
     def _without(self, places: Iterable[Place]) -> Any:
         """Returns the tree with holes at some places."""
@@ -698,17 +700,17 @@ class Selection(Shown):
     # --- finding places ---------------------------------------------------------------------------
 
     def _at_path(self, path: Path | str) -> Place:
-        """Returns the place at a path, at or below what is selected."""
-        wanted = _as_given(path)
-        starts = [(place, rest_of(wanted, place.path)) for place in self._places]
-        for place, rest in starts:  # first what is selected: what a method wraps has its path
-            if rest is not None and not rest:
+        """Returns the place at a path, at or below the selection."""
+        target = _as_given(path)
+        starts = [(place, rest_of(target, place.path)) for place in self._places]
+        for place, remaining in starts:  # first what is selected: what a method wraps has its path
+            if remaining is not None and not remaining:
                 return place
-        for place, rest in starts:
-            found = None if rest is None else locate(place, rest)
-            if found is not None:
-                return found
-        raise self._no_place(wanted if isinstance(wanted, str) else format_path(wanted))
+        for place, remaining in starts:
+            match = None if remaining is None else locate(place, remaining)
+            if match is not None:
+                return match
+        raise self._no_place(target if isinstance(target, str) else format_path(target))
 
     def _no_place(self, text: str) -> SelectionPathError:
         names: list[str] = []
@@ -755,9 +757,9 @@ class Selection(Shown):
             )
         if make is None:
             return self._edit(lambda place: arrange(value), inplace, allow_empty)
-        made = predicates.with_path(make)
+        make_one = predicates.with_path(make)
         return self._edit(
-            lambda place: arrange(made(place.path, self._read(place))), inplace, allow_empty
+            lambda place: arrange(make_one(place.path, self._read(place))), inplace, allow_empty
         )
 
     def _edit(self, items: Callable[[Place], Items], inplace: bool, allow_empty: bool) -> Any:

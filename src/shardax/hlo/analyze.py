@@ -62,24 +62,24 @@ def hbm_bytes(program: Program, runs: Mapping[str, int]) -> float:
     inner = {
         name
         for inside in program.computations.values()
-        for each in inside.instructions
-        if each.opcode not in _INSIDE
-        for name in each.computations("calls", "to_apply", "called_computations")
+        for op in inside.instructions
+        if op.opcode not in _INSIDE
+        for name in op.computations("calls", "to_apply", "called_computations")
     }
     total = 0
     for name in runs.keys() - inner:
         inside = program.computations[name]
-        total += runs[name] * sum(_bytes(program, inside, each) for each in inside.instructions)
+        total += runs[name] * sum(_bytes(program, inside, op) for op in inside.instructions)
     return float(total)
 
 
-def _bytes(program: Program, inside: Computation, each: Instruction) -> int:
-    """Bytes that one run of an instruction reads and writes."""
-    if each.opcode in _FREE or each.opcode.endswith(_LATER):
+def _bytes(program: Program, inside: Computation, op: Instruction) -> int:
+    """Bytes read and written by one run of an instruction."""
+    if op.opcode in _FREE or op.opcode.endswith(_LATER):
         return 0
-    operands = inside.operands(each)
-    if each.opcode == "fusion":
-        (name,) = each.computations("calls")
+    operands = inside.operands(op)
+    if op.opcode == "fusion":
+        (name,) = op.computations("calls")
         fused = program.computations[name]
         results = fused.operands(fused.root) if fused.root.opcode == "tuple" else (fused.root,)
         read = sum(
@@ -87,27 +87,27 @@ def _bytes(program: Program, inside: Computation, each: Instruction) -> int:
             for number, operand in enumerate(operands)
         )
         return read + sum(_written(fused, result) for result in results)
-    if each.opcode in _SLICES:
-        return 2 * each.bytes + _sum(operands[1:])
-    if each.opcode == "dynamic-update-slice":
+    if op.opcode in _SLICES:
+        return 2 * op.bytes + _sum(operands[1:])
+    if op.opcode == "dynamic-update-slice":
         return 2 * operands[1].bytes + _sum(operands[2:])
-    if each.opcode == "scatter":
+    if op.opcode == "scatter":
         arrays = len(operands) // 2
         return 3 * _sum(operands[arrays + 1 :]) + operands[arrays].bytes
-    if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
-        return each.bytes  # its result holds what it takes too
-    if each.opcode == "custom-call" and len(each.shapes) > 1 and each.shapes[-1].dtype == "s8":
+    if op.opcode.endswith("-start") and op.opcode != "all-reduce-start":
+        return op.bytes  # its result holds what it takes too
+    if op.opcode == "custom-call" and len(op.shapes) > 1 and op.shapes[-1].dtype == "s8":
         # The last result is room that a library's matrix product works in.
-        return sum(shape.bytes for shape in each.shapes[:-1]) + _sum(operands)
-    return each.bytes + _sum(operands)
+        return sum(shape.bytes for shape in op.shapes[:-1]) + _sum(operands)
+    return op.bytes + _sum(operands)
 
 
 def _sum(instructions: Iterable[Instruction]) -> int:
-    return sum(each.bytes for each in instructions)
+    return sum(op.bytes for op in instructions)
 
 
 def _read(program: Program, inside: Computation, value: Instruction, whole: int) -> int:
-    """Bytes of a value that a fusion reads: of slices, these."""
+    """Bytes of a value read by a fusion: of slices, these."""
     total = 0
     for user in inside.users[value.name]:
         first = user.operands[0] == value.name and user.operands.count(value.name) == 1
@@ -131,7 +131,7 @@ def _read(program: Program, inside: Computation, value: Instruction, whole: int)
 
 
 def _written(inside: Computation, result: Instruction) -> int:
-    """Bytes of a result that a fusion writes: of updates, the slice."""
+    """Bytes of a result written by a fusion: of updates, the slice."""
     while result.opcode in _FUSED_VIEWS:
         (result,) = inside.operands(result)
     if result.opcode == "dynamic-update-slice":
@@ -148,18 +148,18 @@ def _estimated_bytes(inside: Computation) -> int:
     buffers = BufferTable(inside, {})
     total = 0
     reduced: dict[str, int] = {}
-    for each in buffers.scheduled():
-        if each.opcode in _INSIDE:
+    for op in buffers.scheduled():
+        if op.opcode in _INSIDE:
             continue
         # Reductions of one array are mostly done together, as in a softmax: it is read once.
-        read = reduced if each.opcode == "reduce" else {}
-        for place, name in enumerate(each.inputs):
-            if place > 0 or each.opcode not in UPDATES:
-                limit = each.bytes if each.opcode in _SLICES and place == 0 else None
+        read = reduced if op.opcode == "reduce" else {}
+        for place, name in enumerate(op.inputs):
+            if place > 0 or op.opcode not in UPDATES:
+                limit = op.bytes if op.opcode in _SLICES and place == 0 else None
                 _add_read(inside, buffers, inside.by_name[name], limit, read)
-        written = each
-        if each.opcode in UPDATES:
-            written = inside.by_name[each.operands[-1 if each.opcode == "scatter" else 1]]
+        written = op
+        if op.opcode in UPDATES:
+            written = inside.by_name[op.operands[-1 if op.opcode == "scatter" else 1]]
         total += written.bytes + (sum(read.values()) if read is not reduced else 0)
     return total + sum(reduced.values())
 
@@ -167,21 +167,21 @@ def _estimated_bytes(inside: Computation) -> int:
 def _add_read(
     inside: Computation,
     buffers: BufferTable,
-    each: Instruction,
+    op: Instruction,
     limit: int | None,  # of bytes: of an array that is sliced, those of the slice
     read: dict[str, int],
 ) -> None:
     """Adds the bytes read for a value, by buffer."""
-    if each.opcode in VIEWS:
-        _add_read(inside, buffers, inside.by_name[each.operands[0]], limit, read)
-    elif each.opcode in ("parameter", "get-tuple-element") or buffers.fills_buffer(each):
-        size = each.bytes if limit is None else min(limit, each.bytes)
-        read[each.name] = max(size, read.get(each.name, 0))
-    elif each.opcode not in ("constant", "tuple"):
-        for place, name in enumerate(each.operands):
+    if op.opcode in VIEWS:
+        _add_read(inside, buffers, inside.by_name[op.operands[0]], limit, read)
+    elif op.opcode in ("parameter", "get-tuple-element") or buffers.fills_buffer(op):
+        size = op.bytes if limit is None else min(limit, op.bytes)
+        read[op.name] = max(size, read.get(op.name, 0))
+    elif op.opcode not in ("constant", "tuple"):
+        for place, name in enumerate(op.operands):
             least = limit
-            if each.opcode in _SLICES and place == 0:
-                least = each.bytes if limit is None else min(limit, each.bytes or limit)
+            if op.opcode in _SLICES and place == 0:
+                least = op.bytes if limit is None else min(limit, op.bytes or limit)
             _add_read(inside, buffers, inside.by_name[name], least, read)
 
 
@@ -193,46 +193,46 @@ _GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([\d", ]*)\]')
 _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
 
-def own_flops(inside: Computation, each: Instruction) -> float:
+def own_flops(inside: Computation, op: Instruction) -> float:
     """Counts operations of a matrix product or convolution itself."""
-    if each.opcode in _DOTS:
-        contracted = each.attribute("lhs_contracting_dims")
+    if op.opcode in _DOTS:
+        contracted = op.attribute("lhs_contracting_dims")
         if contracted is None:
-            contracted = each.attribute("lhs_contracting_dimensions")
-        return _dot(inside, each, contracted)
-    if each.opcode == "convolution" or _cudnn(each):
-        return _convolution(inside, each)
-    if each.opcode == "custom-call" and _GEMM.match(each.call_target):
-        found = _GEMM_CONTRACTED.search(each.attributes)
-        return _dot(inside, each, found[1] if found else None)
+            contracted = op.attribute("lhs_contracting_dimensions")
+        return _dot(inside, op, contracted)
+    if op.opcode == "convolution" or _cudnn(op):
+        return _convolution(inside, op)
+    if op.opcode == "custom-call" and _GEMM.match(op.call_target):
+        contraction = _GEMM_CONTRACTED.search(op.attributes)
+        return _dot(inside, op, contraction[1] if contraction else None)
     return 0.0
 
 
-def is_counted(each: Instruction) -> bool:
+def is_counted(op: Instruction) -> bool:
     """Whether a custom call is a product or convolution of NVIDIA's libraries."""
-    return bool(_GEMM.match(each.call_target) or _CUDNN.match(each.call_target))
+    return bool(_GEMM.match(op.call_target) or _CUDNN.match(op.call_target))
 
 
-def _cudnn(each: Instruction) -> str:
+def _cudnn(op: Instruction) -> str:
     """The kind of a convolution of cuDNN: Forward, BackwardInput, BackwardFilter, or ""."""
-    found = _CUDNN.match(each.call_target)
-    return found[1] if found else ""
+    target = _CUDNN.match(op.call_target)
+    return target[1] if target else ""
 
 
-def _dot(inside: Computation, each: Instruction, contracted: str | None) -> float:
+def _dot(inside: Computation, op: Instruction, contracted: str | None) -> float:
     if contracted is None:
-        raise _unread(each, "it names no contracted dimensions")
-    left = _operand(inside, each, 0)
+        raise _unread(op, "it names no contracted dimensions")
+    left = _operand(inside, op, 0)
     dims = [int(dim) for dim in _DIGITS.findall(contracted)]
     if any(dim >= len(left.dims) for dim in dims):
-        raise _unread(each, f"its left operand has no dimension {max(dims)}")
+        raise _unread(op, f"its left operand has no dimension {max(dims)}")
     products = math.prod(left.dims[dim] for dim in dims)
-    times = 2.0 * each.shapes[0].size * products
-    if each.opcode == "ragged-dot":
+    times = 2.0 * op.shapes[0].size * products
+    if op.opcode == "ragged-dot":
         # Each row meets one group's matrix, or each group sums its own rows.
-        ragged = {int(dim) for dim in _DIGITS.findall(each.attribute("lhs_ragged_dims") or "")}
+        ragged = {int(dim) for dim in _DIGITS.findall(op.attribute("lhs_ragged_dims") or "")}
         if ragged & set(dims):
-            return times / (_operand(inside, each, 2).size if len(each.operands) > 2 else 1)
+            return times / (_operand(inside, op, 2).size if len(op.operands) > 2 else 1)
     return times
 
 
@@ -247,7 +247,7 @@ class _ConvolutionWindow:
     window_dilation: int = 1
 
     def places(self, inputs: int, outputs: int) -> int:
-        """How often window places meet an element, over all outputs."""
+        """Number of meetings of window places and elements, over all outputs."""
         last = (inputs - 1) * self.input_dilation
         common = math.gcd(self.stride, self.input_dilation)
         period = self.input_dilation // common
@@ -265,27 +265,30 @@ class _ConvolutionWindow:
         return count
 
 
-def _convolution(inside: Computation, each: Instruction) -> float:
-    labels = _LABELS.search(each.attribute("dim_labels") or "")
-    left, right, out = _operand(inside, each, 0), _operand(inside, each, 1), each.shapes[0]
-    kind = _cudnn(each)  # labels and window are those of the forward convolution
+def _convolution(inside: Computation, op: Instruction) -> float:
+    labels = _LABELS.search(op.attribute("dim_labels") or "")
+    left, right, out = _operand(inside, op, 0), _operand(inside, op, 1), op.shapes[0]
+    kind = _cudnn(op)  # labels and window are those of the forward convolution
     if kind == "BackwardInput":
         left, out = out, left
     elif kind == "BackwardFilter":
         right, out = out, right
     pairs = list(zip(labels.groups() if labels else (), (left, right, out), strict=False))
     if not pairs or any(len(text) != len(shape.dims) for text, shape in pairs):
-        raise _unread(each, f"its dim_labels are {each.attribute('dim_labels')!r}")
-    given, kernel, result = [dict(zip(text, shape.dims, strict=True)) for text, shape in pairs]
-    windows = _windows(each, len(left.dims) - 2)
+        raise _unread(op, f"its dim_labels are {op.attribute('dim_labels')!r}")
+    input_dims, kernel_dims, output_dims = [
+        dict(zip(text, shape.dims, strict=True)) for text, shape in pairs
+    ]
+    windows = _windows(op, len(left.dims) - 2)
     places = math.prod(
-        window.places(given[str(index)], result[str(index)]) for index, window in enumerate(windows)
+        window.places(input_dims[str(index)], output_dims[str(index)])
+        for index, window in enumerate(windows)
     )
-    return 2.0 * places * result["b"] * result["f"] * kernel["i"]
+    return 2.0 * places * output_dims["b"] * output_dims["f"] * kernel_dims["i"]
 
 
-def _windows(each: Instruction, count: int) -> list[_ConvolutionWindow]:
-    text = (each.attribute("window") or "").strip("{}")
+def _windows(op: Instruction, count: int) -> list[_ConvolutionWindow]:
+    text = (op.attribute("window") or "").strip("{}")
     fields = dict(field.split("=", 1) for field in text.split() if "=" in field)
 
     def numbers(key: str, default: int) -> list[int]:
@@ -297,20 +300,20 @@ def _windows(each: Instruction, count: int) -> list[_ConvolutionWindow]:
     sizes = numbers("size", 1)
     columns = [sizes, numbers("stride", 1), low, numbers("lhs_dilate", 1), numbers("rhs_dilate", 1)]
     if any(len(column) != count for column in columns):
-        raise _unread(each, f"its window is {text!r}")
+        raise _unread(op, f"its window is {text!r}")
     return [_ConvolutionWindow(*row) for row in zip(*columns, strict=True)]
 
 
-def _operand(inside: Computation, each: Instruction, number: int) -> ArrayShape:
-    found = inside.by_name.get(each.operands[number]) if number < len(each.operands) else None
-    if found is None or not found.shapes:
-        raise _unread(each, f"operand {number} is not in computation {inside.name!r}")
-    return found.shapes[0]
+def _operand(inside: Computation, op: Instruction, number: int) -> ArrayShape:
+    operand = inside.by_name.get(op.operands[number]) if number < len(op.operands) else None
+    if operand is None or not operand.shapes:
+        raise _unread(op, f"operand {number} is not in computation {inside.name!r}")
+    return operand.shapes[0]
 
 
-def _unread(each: Instruction, why: str) -> HloReadError:
+def _unread(op: Instruction, why: str) -> HloReadError:
     return HloReadError(
-        f"The operations of {each.opcode} {each.name!r} cannot be counted: {why}. The text is cut "
+        f"The operations of {op.opcode} {op.name!r} cannot be counted: {why}. The text is cut "
         "or changed, or a version of XLA printed it that shardax does not know."
     )
 
@@ -329,7 +332,7 @@ _FACTORISATION = re.compile(r"Cholesky|Qr|Eigh?|LuDecomposition|Svd|Schur|Triang
 
 @dataclass(frozen=True)
 class ProgramFacts:
-    """What one device does in one run of a program.
+    """The work of one device in one run of a program.
 
     Attributes:
         collectives: All of them, in the program's order.
@@ -350,7 +353,7 @@ class ProgramFacts:
 
     def wire_bytes(self) -> float:
         """Returns the wire bytes of all collectives."""
-        return sum(each.wire_bytes for each in self.collectives)
+        return sum(collective.wire_bytes for collective in self.collectives)
 
 
 def read_program(
@@ -362,7 +365,7 @@ def read_program(
     device_ids: Sequence[int] = (),
     estimate: bool = False,
 ) -> ProgramFacts:
-    """Reads what one device does in one run of a compiled program.
+    """Reads one device's work in one run of a compiled program.
 
     Args:
         text: The program, as ``compiled.as_text()`` gives it, or read by ``parse``.
@@ -407,18 +410,18 @@ def read_program(
             f"has {devices}. Pass the mesh that it was compiled for."
         )
 
-    def cost(inside: hlo.Computation, each: hlo.Instruction) -> float:
-        operations = own_flops(inside, each)
-        base = each.opcode.removesuffix("-start")
+    def cost(inside: hlo.Computation, op: hlo.Instruction) -> float:
+        operations = own_flops(inside, op)
+        base = op.opcode.removesuffix("-start")
         if base in KINDS:
-            sent = wire_bytes(KINDS[base], each.bytes, groups_of(each, devices).size)
+            sent = wire_bytes(KINDS[base], op.bytes, groups_of(op, devices).size)
             operations += _OPERATIONS_PER_BYTE * sent
         return operations
 
     runs = count_executions(program, cost)
-    found = find_collectives(program, runs, mesh, slices, device_ids)
+    located = find_collectives(program, runs, mesh, slices, device_ids)
     return ProgramFacts(
-        attribute(program, found, arguments),
+        attribute(program, located, arguments),
         matmul_flops(program, runs),
         (estimated_hbm_bytes if estimate else hbm_bytes)(program, runs.counts),
         (*runs.warnings, *_uncounted(program, runs)),
@@ -447,7 +450,7 @@ def matmul_flops(program: hlo.Program, runs: ExecutionCounts | None = None) -> f
     runs = runs or count_executions(program, own_flops)
     inside = program.computations
     return sum(
-        count * sum(own_flops(inside[name], each) for each in inside[name].instructions)
+        count * sum(own_flops(inside[name], op) for op in inside[name].instructions)
         for name, count in runs.counts.items()
     )
 
@@ -460,7 +463,7 @@ class ModelFlops(NamedTuple):
 
 
 def model_flops(program: hlo.Program) -> ModelFlops:
-    """Counts the operations of a lowered program, without what is recomputed.
+    """Counts the operations of a lowered program, without recomputed ones.
 
     Args:
         program: One that is only lowered: ``parse(lowered.as_text("hlo", debug_info=True))``. What
@@ -485,11 +488,11 @@ def model_flops(program: hlo.Program) -> ModelFlops:
     by_dtype: dict[str, float] = {}
     for name, count in runs.counts.items():
         inside = program.computations[name]
-        for each in inside.instructions:
-            own = own_flops(inside, each)
-            if own and _RECOMPUTED not in each.op_name:
-                dtype = inside.operands(each)[0].shapes[0].dtype
-                by_dtype[dtype] = by_dtype.get(dtype, 0.0) + count * copies.get(name, 1) * own
+        for op in inside.instructions:
+            flops = own_flops(inside, op)
+            if flops and _RECOMPUTED not in op.op_name:
+                dtype = inside.operands(op)[0].shapes[0].dtype
+                by_dtype[dtype] = by_dtype.get(dtype, 0.0) + count * copies.get(name, 1) * flops
     return ModelFlops(by_dtype, tuple(warnings))
 
 
@@ -500,53 +503,55 @@ _QUOTED = re.compile(r'"([^"]+)"')
 
 
 def _copies(program: hlo.Program) -> dict[str, int]:
-    """Returns on how many devices the computations of each ``shard_map`` run."""
+    """Returns the number of devices of each ``shard_map``, by computation."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(program.header)}
-    found: dict[str, int] = {}
+    copies: dict[str, int] = {}
     for computation in program.computations.values():
-        for each in computation.instructions:
-            bodies = [name for name in called(each) if name.startswith(_MANUAL_BODY)]
-            if each.opcode != "call" or not bodies:
+        for op in computation.instructions:
+            bodies = [name for name in called(op) if name.startswith(_MANUAL_BODY)]
+            if op.opcode != "call" or not bodies:
                 continue
-            manual = _manual_axes(computation, each)
+            manual = _manual_axes(computation, op)
             axes = _QUOTED.findall(manual.replace("\\", ""))
             if absent := [axis for axis in axes if axis not in sizes]:
-                raise _unread(each, f"the size of the mesh axis {absent[0]!r} is not known")
-            copies = math.prod(sizes[axis] for axis in axes)
+                raise _unread(op, f"the size of the mesh axis {absent[0]!r} is not known")
+            mesh_size = math.prod(sizes[axis] for axis in axes)
             waiting, seen = bodies, set[str]()
             while waiting:
                 if (name := waiting.pop()) in seen:
                     continue
                 seen.add(name)
-                found[name] = found.get(name, 1) * copies
+                copies[name] = copies.get(name, 1) * mesh_size
                 inside = program.computations[name]
                 waiting += [callee for e in inside.instructions for callee in called(e)]
-    return found
+    return copies
 
 
-def _manual_axes(computation: hlo.Computation, each: hlo.Instruction) -> str:
+def _manual_axes(computation: hlo.Computation, op: hlo.Instruction) -> str:
     """The axes of a ``shard_map``, by an instruction beside the call."""
-    beside = [*computation.operands(each), *computation.users.get(each.name, ())]
-    beside += [before for near in beside for before in computation.operands(near)]
-    beside += [after for near in beside for after in computation.users.get(near.name, ())]
-    for near in beside:
-        if "manual_axes{" in near.attributes:
-            return near.attributes.partition("manual_axes{")[2].partition("}")[0]
-    raise _unread(each, "it does not say over which mesh axes it runs")
+    neighbors = [*computation.operands(op), *computation.users.get(op.name, ())]
+    neighbors += [operand for neighbor in neighbors for operand in computation.operands(neighbor)]
+    neighbors += [
+        user for neighbor in neighbors for user in computation.users.get(neighbor.name, ())
+    ]
+    for neighbor in neighbors:
+        if "manual_axes{" in neighbor.attributes:
+            return neighbor.attributes.partition("manual_axes{")[2].partition("}")[0]
+    raise _unread(op, "it does not say over which mesh axes it runs")
 
 
 def _uncounted(program: hlo.Program, runs: ExecutionCounts) -> list[str]:
-    """Warnings of what is in a program and counts as nothing."""
+    """Warnings of parts of a program without a known cost."""
     calls: Counter[str] = Counter()
     ragged = promoted = 0
     for name in runs.counts:
-        for each in program.computations[name].instructions:
-            if each.opcode == "custom-call" and not is_counted(each):
-                target = each.call_target
+        for op in program.computations[name].instructions:
+            if op.opcode == "custom-call" and not is_counted(op):
+                target = op.call_target
                 if not _HELPER.fullmatch(target) or _FACTORISATION.search(target):
                     calls[target] += 1
-            ragged += each.opcode in ("ragged-all-to-all", "ragged-all-to-all-start")
-            promoted += "_promoted," in each.attributes and each.opcode in KINDS
+            ragged += op.opcode in ("ragged-all-to-all", "ragged-all-to-all-start")
+            promoted += "_promoted," in op.attributes and op.opcode in KINDS
     warnings = [f"What {name!r} computes is not counted ({n} calls)." for name, n in calls.items()]
     if ragged:
         warnings.append(
@@ -603,12 +608,12 @@ def partitioned_text(lowered: jax.stages.Lowered) -> str:
             folder = Path(name)
             for pattern in _WRITTEN:
                 # Small programs that JAX compiles on the way may be there too; the step is last.
-                found = sorted(folder.glob(pattern))
-                if found:
-                    return found[-1].read_text()
+                paths = sorted(folder.glob(pattern))
+                if paths:
+                    return paths[-1].read_text()
             raise hlo.CompilerFailedError(
                 "XLA compiled the program but did not write it after partitioning; the folder "
-                f"holds {sorted(each.name for each in folder.iterdir())[:5]}. A persistent "
+                f"holds {sorted(path.name for path in folder.iterdir())[:5]}. A persistent "
                 "compilation cache can be why: "
                 'jax.config.update("jax_enable_compilation_cache", False).'
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attribution of collectives: the parameters that they move, and the reason.
+"""Attribution of collectives: the parameters moved, and the reason.
 
 A value is *carried* by instructions that pass on what they are given, as it is or in another form,
 layout or place: conversions, copies, slices, collectives, the state of a loop. Backwards, a value
@@ -51,14 +51,14 @@ class ValueRef(NamedTuple):
 
 
 class ValueSources(NamedTuple):
-    """What a value is carried from."""
+    """Sources of a value."""
 
     arguments: frozenset[int]  # numbers of the program's arguments
     computed: tuple[Instruction, ...]  # instructions that compute
 
 
 class Dataflow:
-    """Where the values of a program come from and go."""
+    """Sources and destinations of a program's values."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -67,11 +67,11 @@ class Dataflow:
         # Of a send through the host, by its place and its meeting, what receives; and the reverse.
         self._meets: dict[tuple[str, str, str], Instruction] = {}
         for name, inside in program.computations.items():
-            for each in inside.instructions:
-                if each.opcode in ("send", "recv"):
-                    self._meets[name, each.opcode, rendezvous(each)] = each
-                for callee in (*called(each), *branches(each)):
-                    self._callers.setdefault(callee, []).append((name, each))
+            for op in inside.instructions:
+                if op.opcode in ("send", "recv"):
+                    self._meets[name, op.opcode, rendezvous(op)] = op
+                for callee in (*called(op), *branches(op)):
+                    self._callers.setdefault(callee, []).append((name, op))
 
     def sources(self, value: ValueRef) -> ValueSources:
         arguments: set[int] = set()
@@ -79,45 +79,45 @@ class Dataflow:
         seen = {value}
         pending = [value]
         while pending:
-            here = pending.pop()
-            each = self._at(here)
-            if each.opcode == "parameter" and here.inside == self._program.entry:
-                arguments.add(int(each.operands[0]))
+            value_ref = pending.pop()
+            op = self._at(value_ref)
+            if op.opcode == "parameter" and value_ref.inside == self._program.entry:
+                arguments.add(int(op.operands[0]))
                 continue
-            before = list(self._before(here, each))
-            if not before and each.opcode not in _NOTHING:
-                computed[each.name] = each
-            for new in before:
-                if new not in seen:
-                    seen.add(new)
-                    pending.append(new)
+            sources = list(self._before(value_ref, op))
+            if not sources and op.opcode not in _NOTHING:
+                computed[op.name] = op
+            for source in sources:
+                if source not in seen:
+                    seen.add(source)
+                    pending.append(source)
         return ValueSources(frozenset(arguments), tuple(computed.values()))
 
     def results(self, value: ValueRef) -> frozenset[int]:
-        """Returns the numbers of the program's results that a value gets to."""
-        return frozenset(each.element for each in self._forwards(value) if each.inside == "")
+        """Returns the numbers of the program's results reached by a value."""
+        return frozenset(result.element for result in self._forwards(value) if result.inside == "")
 
     def needed_by(self, value: ValueRef) -> Instruction | None:
         """Returns the nearest user with a traced operation other than a conversion."""
-        for here in self._forwards(value):
-            inside = self._program.computations.get(here.inside)
-            for user in inside.users[here.name] if inside else ():
+        for value_ref in self._forwards(value):
+            inside = self._program.computations.get(value_ref.inside)
+            for user in inside.users[value_ref.name] if inside else ():
                 named = user.op_name and not user.op_name.endswith(_CONVERTS)
                 if named and user.opcode not in ("while", "call", "conditional"):
                     return user
         return None
 
     def _forwards(self, value: ValueRef) -> Iterator[ValueRef]:
-        """Yields a value and what it is carried to, nearest first."""
+        """Yields a value and its destinations, nearest first."""
         seen = {value}
         pending = deque([value])
         while pending:
-            here = pending.popleft()
-            yield here
-            for new in self._after(here) if here.inside else ():
-                if new not in seen:
-                    seen.add(new)
-                    pending.append(new)
+            value_ref = pending.popleft()
+            yield value_ref
+            for next_ref in self._after(value_ref) if value_ref.inside else ():
+                if next_ref not in seen:
+                    seen.add(next_ref)
+                    pending.append(next_ref)
 
     def _at(self, value: ValueRef) -> Instruction:
         return self._program.computations[value.inside].by_name[value.name]
@@ -131,120 +131,120 @@ class Dataflow:
     def _root(self, name: str, element: int) -> ValueRef:
         return ValueRef(name, self._program.computations[name].root.name, element)
 
-    def _before(self, here: ValueRef, each: Instruction) -> Iterator[ValueRef]:
-        """What a value is carried from directly."""
-        inside, element = here.inside, here.element
-        opcode = each.opcode
+    def _before(self, value_ref: ValueRef, op: Instruction) -> Iterator[ValueRef]:
+        """Direct sources of a value."""
+        inside, element = value_ref.inside, value_ref.element
+        opcode = op.opcode
         base = opcode.removesuffix("-start")
         if opcode == "parameter":
-            yield from self._before_parameter(here, each)
+            yield from self._before_parameter(value_ref, op)
         elif opcode == "get-tuple-element":
-            yield ValueRef(inside, each.operands[0], each.element)
+            yield ValueRef(inside, op.operands[0], op.element)
         elif opcode == "tuple":
-            chosen = each.operands if element == _ALL else each.operands[element : element + 1]
+            chosen = op.operands if element == _ALL else op.operands[element : element + 1]
             yield from (ValueRef(inside, name) for name in chosen)
         elif opcode == "while" and element != _ALL:
-            if self._keeps(each, element):
-                yield ValueRef(inside, each.operands[0], element)
+            if self._keeps(op, element):
+                yield ValueRef(inside, op.operands[0], element)
             else:
-                yield self._root(each.computations("body")[0], element)
+                yield self._root(op.computations("body")[0], element)
         elif opcode in ("fusion", "call", "async-start", "conditional"):
-            for name in (*called(each), *branches(each)):
+            for name in (*called(op), *branches(op)):
                 yield self._root(name, element)
         elif opcode.endswith(("-done", "-update")):
-            yield ValueRef(inside, each.operands[0], element)
+            yield ValueRef(inside, op.operands[0], element)
         elif opcode == "recv":
-            sender = self._meets.get((inside, "send", rendezvous(each)))
+            sender = self._meets.get((inside, "send", rendezvous(op)))
             if sender is not None:
                 yield ValueRef(inside, sender.operands[0])
         elif base in KINDS or base == "copy":
-            several = len(each.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all"))
+            several = len(op.operands) > 1 and not base.endswith(("permute", "ragged-all-to-all"))
             number = element if several and element != _ALL else 0
-            names = each.operands if several and element == _ALL else each.operands[number:][:1]
+            names = op.operands if several and element == _ALL else op.operands[number:][:1]
             yield from (ValueRef(inside, name) for name in names)
         elif opcode in _CARRIES_FIRST:
-            yield ValueRef(inside, each.operands[0], element)
+            yield ValueRef(inside, op.operands[0], element)
         elif opcode in _CARRIES_SEVERAL:
-            names = {"select": each.operands[1:], "concatenate": each.operands}
-            yield from (ValueRef(inside, name) for name in names.get(opcode, each.operands[:2]))
+            names = {"select": op.operands[1:], "concatenate": op.operands}
+            yield from (ValueRef(inside, name) for name in names.get(opcode, op.operands[:2]))
 
-    def _before_parameter(self, here: ValueRef, each: Instruction) -> Iterator[ValueRef]:
-        number, element = int(each.operands[0]), here.element
-        for outside, caller in self._callers.get(here.inside, []):
+    def _before_parameter(self, value_ref: ValueRef, op: Instruction) -> Iterator[ValueRef]:
+        number, element = int(op.operands[0]), value_ref.element
+        for outside, caller in self._callers.get(value_ref.inside, []):
             if caller.opcode == "while":
                 yield ValueRef(outside, caller.operands[0], element)
                 if element != _ALL and not self._keeps(caller, element):
                     yield self._root(caller.computations("body")[0], element)
             elif caller.opcode == "conditional":
                 yield ValueRef(
-                    outside, caller.operands[branches(caller).index(here.inside) + 1], element
+                    outside, caller.operands[branches(caller).index(value_ref.inside) + 1], element
                 )
             else:
                 yield ValueRef(outside, caller.operands[number], element)
 
-    def _after(self, here: ValueRef) -> Iterator[ValueRef]:
-        """What a value is carried to directly; results are in computation ""."""
-        inside = self._program.computations[here.inside]
-        each = inside.by_name[here.name]
-        if each is inside.root:
-            yield from self._after_root(here, inside)
-        if each.opcode == "send":
-            receiver = self._meets.get((here.inside, "recv", rendezvous(each)))
+    def _after(self, value_ref: ValueRef) -> Iterator[ValueRef]:
+        """Direct destinations of a value; results are in computation ""."""
+        inside = self._program.computations[value_ref.inside]
+        op = inside.by_name[value_ref.name]
+        if op is inside.root:
+            yield from self._after_root(value_ref, inside)
+        if op.opcode == "send":
+            receiver = self._meets.get((value_ref.inside, "recv", rendezvous(op)))
             if receiver is not None:
-                yield ValueRef(here.inside, receiver.name)
-        for user in inside.users[here.name]:
-            places = [place for place, name in enumerate(user.operands) if name == here.name]
-            yield from self._into(here, each, user, places)
+                yield ValueRef(value_ref.inside, receiver.name)
+        for user in inside.users[value_ref.name]:
+            places = [place for place, name in enumerate(user.operands) if name == value_ref.name]
+            yield from self._into(value_ref, op, user, places)
 
-    def _after_root(self, here: ValueRef, inside: Computation) -> Iterator[ValueRef]:
+    def _after_root(self, value_ref: ValueRef, inside: Computation) -> Iterator[ValueRef]:
         if inside.name == self._program.entry:
-            yield ValueRef("", "", max(here.element, 0))
+            yield ValueRef("", "", max(value_ref.element, 0))
         for outside, caller in self._callers.get(inside.name, []):
             if caller.opcode != "while":
-                yield ValueRef(outside, caller.name, here.element)
+                yield ValueRef(outside, caller.name, value_ref.element)
             elif inside.name in caller.computations("body"):
-                yield ValueRef(outside, caller.name, here.element)
+                yield ValueRef(outside, caller.name, value_ref.element)
                 (state,) = inside.parameters.values()
-                yield ValueRef(inside.name, state.name, here.element)
+                yield ValueRef(inside.name, state.name, value_ref.element)
 
     def _into(
-        self, here: ValueRef, each: Instruction, user: Instruction, places: list[int]
+        self, value_ref: ValueRef, op: Instruction, user: Instruction, places: list[int]
     ) -> Iterator[ValueRef]:
-        inside, opcode = here.inside, user.opcode
+        inside, opcode = value_ref.inside, user.opcode
         base = opcode.removesuffix("-start")
         if opcode == "tuple":
             yield from (ValueRef(inside, user.name, place) for place in places)
         elif opcode == "get-tuple-element":
-            if here.element in (_ALL, user.element):
+            if value_ref.element in (_ALL, user.element):
                 yield ValueRef(inside, user.name)
         elif opcode in ("fusion", "call", "async-start"):
             for name in called(user):
                 parameters = self._program.computations[name].parameters
                 yield from (
-                    ValueRef(name, parameters[place].name, here.element) for place in places
+                    ValueRef(name, parameters[place].name, value_ref.element) for place in places
                 )
         elif opcode == "send" and places[0] == 0:
             yield ValueRef(inside, user.name)
         elif opcode == "while":
             for name in user.computations("body"):
                 (state,) = self._program.computations[name].parameters.values()
-                yield ValueRef(name, state.name, here.element)
+                yield ValueRef(name, state.name, value_ref.element)
         elif base in KINDS and len(user.operands) > 1:
             yield from (ValueRef(inside, user.name, place) for place in places)
         elif opcode.endswith(("-done", "-update")) or base in KINDS or base in _CARRIES_FIRST:
             if places[0] == 0 and opcode != "broadcast":
-                yield ValueRef(inside, user.name, here.element)
+                yield ValueRef(inside, user.name, value_ref.element)
         elif opcode in _CARRIES_SEVERAL:
             if opcode != "dynamic-update-slice" or places[0] < 2:
                 yield ValueRef(inside, user.name)
-        elif opcode == "reduce" and places[0] == 0 and _size(user) == _size(each, here.element):
+        elif opcode == "reduce" and places[0] == 0 and _size(user) == _size(op, value_ref.element):
             yield ValueRef(inside, user.name)  # over dimensions of one
-        elif opcode in _ARITHMETIC and _size(user) == _size(each, here.element):
+        elif opcode in _ARITHMETIC and _size(user) == _size(op, value_ref.element):
             yield ValueRef(inside, user.name)
 
 
-def _size(each: Instruction, element: int = _ALL) -> int:
-    shape = each.shapes[element if 0 <= element < len(each.shapes) else 0]
+def _size(op: Instruction, element: int = _ALL) -> int:
+    shape = op.shapes[element if 0 <= element < len(op.shapes) else 0]
     return math.prod(shape.dims)
 
 
@@ -259,7 +259,7 @@ _EXTREMES = {"maximum": "takes the largest", "minimum": "takes the smallest"}
 
 
 def attribute(
-    program: Program, found: Sequence[LocatedCollective], arguments: Sequence[str] = ()
+    program: Program, located: Sequence[LocatedCollective], arguments: Sequence[str] = ()
 ) -> tuple[Collective, ...]:
     """Fills in ``parameters``, ``why`` and missing origins of collectives."""
     flow = Dataflow(program)
@@ -271,7 +271,7 @@ def attribute(
     def updated_by(
         value: ValueRef, elements: Sequence[int], updates: Mapping[int, int]
     ) -> tuple[str, ...]:
-        """Paths of the arguments that what travels is used to update."""
+        """Paths of the arguments updated with the values sent."""
         paths: dict[str, None] = {}
         for element in elements:
             results = flow.results(value._replace(element=element))
@@ -280,15 +280,15 @@ def attribute(
         return tuple(paths)
 
     attributed: list[Collective] = []
-    for inside, each, collective, numbers in found:
-        value = ValueRef(inside.name, each.name)
-        sources = [flow.sources(ValueRef(inside.name, each.operands[i])) for i in numbers]
+    for inside, op, collective, numbers in located:
+        value = ValueRef(inside.name, op.name)
+        sources = [flow.sources(ValueRef(inside.name, op.operands[i])) for i in numbers]
         computed = [instruction for source in sources for instruction in source.computed]
         moved: tuple[str, ...] = ()
         if not computed and all(source.arguments for source in sources):
             numbers = sorted({number for source in sources for number in source.arguments})
             moved = tuple(name for number in numbers if (name := path(number)))
-        collective = _with_origin(collective, [each for each in computed if each.op_name])
+        collective = _with_origin(collective, [op for op in computed if op.op_name])
         if not collective.op_name:
             user = flow.needed_by(value)
             collective = _with_origin(collective, [user] if user else [])
@@ -296,27 +296,27 @@ def attribute(
         is_backward = any("transpose(" in name for name in names)
         # A gradient is one also if it is a result itself, or the step keeps its arguments.
         updates = likely if is_backward else known_updates
-        elements = numbers if len(each.operands) > 1 and each.opcode != "send" else (_ALL,)
+        elements = numbers if len(op.operands) > 1 and op.opcode != "send" else (_ALL,)
         updated = () if moved else updated_by(value, elements, updates)
         # What takes an array converted needs it, not the conversion.
         user = flow.needed_by(value) if moved and collective.op_name.endswith(_CONVERTS) else None
         operation = user.op_name if user else collective.op_name
-        reduces = reduction(program, each)
+        reduces = reduction(program, op)
         why = _why(collective, operation, moved, updated, reduces, is_backward)
         attributed.append(dataclasses.replace(collective, parameters=moved or updated, why=why))
     return tuple(attributed)
 
 
 def _with_origin(collective: Collective, named: Sequence[Instruction]) -> Collective:
-    """Gives a collective without ``op_name`` that of an operation."""
+    """Gives a collective without ``op_name`` an operation's."""
     if collective.op_name or not named:
         return collective
-    source = collective.source or next((each.source for each in named if each.source), "")
+    source = collective.source or next((op.source for op in named if op.source), "")
     return dataclasses.replace(collective, op_name=named[0].op_name, source=source)
 
 
 def _without_states(paths: Sequence[str]) -> list[str]:
-    """Leaves out optimizer states, whose paths end as those of parameters."""
+    """Leaves out optimizer states, with paths that end like parameters'."""
     ends = {path: re.sub(r"^[^.\[]*", "", path) for path in paths if path}
     return [
         path
@@ -339,9 +339,9 @@ def _why(
     operations = list(dict.fromkeys(part.rpartition("/")[2] for part in parts if part))
     operation = _listed(operations) or "what comes next"
     over = f" over {' and '.join(collective.axes)}" if collective.axes else ""
-    asked = next((name for name in operations if _ASKED.match(name)), "")
+    constraint = next((name for name in operations if _ASKED.match(name)), "")
     carries = collective.kind not in ("all-reduce", "reduce-scatter")
-    what = _listed(moved) or "an activation"
+    moved_text = _listed(moved) or "an activation"
     match collective.kind:
         case "all-reduce" | "reduce-scatter" if updated and is_backward:
             return f"sums the gradient of {_listed(updated)}{over}"
@@ -349,23 +349,23 @@ def _why(
             return f"gathers the new {_listed(updated)}{over}"
         case "collective-permute" if updated and is_backward:
             return f"passes on the gradient of {_listed(updated)}"
-        case _ if asked and not (moved and carries):
-            return f"asked for by {asked}{over}"
+        case _ if constraint and not (moved and carries):
+            return f"asked for by {constraint}{over}"
         case "all-reduce" | "reduce-scatter":
             if reduces in _EXTREMES:
                 return f"{_EXTREMES[reduces]} of {operation}{over}"
             parts = "partial products" if _PRODUCTS & set(operations) else "parts"
             return f"sums {parts} of {operation}{over}"
         case "all-gather":
-            return f"gathers {what} before {operation}"
+            return f"gathers {moved_text} before {operation}"
         case "collective-permute" if moved:
-            return f"passes on the parts of {what} for {operation}"
+            return f"passes on the parts of {moved_text} for {operation}"
         case "collective-permute":
-            return f"moves {what} to other devices for {operation}"
+            return f"moves {moved_text} to other devices for {operation}"
         case "broadcast":
-            return f"sends {what} to all for {operation}"
+            return f"sends {moved_text} to all for {operation}"
         case _:
-            return f"re-lays out {what} for {operation}"
+            return f"re-lays out {moved_text} for {operation}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -158,7 +158,7 @@ class Groups:
         return [[device for device in group if device >= 0] for group in self.devices.tolist()]
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Returns the mesh axes that groups run along, in order."""
+        """Returns the mesh axes of groups, in order."""
         places = np.unravel_index(self._links(), tuple(mesh.values()))
         pairs = zip(mesh, places, strict=True)
         return tuple(name for name, place in pairs if bool((place != place[:, :1]).any()))
@@ -169,7 +169,7 @@ class Groups:
         return bool((blocks != blocks[:, :1]).any())
 
     def _links(self) -> Array:
-        """Rows of devices that exchange data, filled with their first."""
+        """Rows of devices in exchange, filled up with their first."""
         links = self.devices if self.pairs is None else self.pairs
         return np.where(links < 0, links[:, :1], links)
 
@@ -183,8 +183,8 @@ def groups_of(instruction: Instruction, devices: int) -> Groups:
     start = instruction.attributes.find("replica_groups=mesh[")
     if start >= 0:  # this form holds a comma outside brackets
         start += len("replica_groups=")
-        found = _MESH.match(instruction.attributes, start)
-        text = found[0] if found else instruction.attributes[start:]
+        match = _MESH.match(instruction.attributes, start)
+        text = match[0] if match else instruction.attributes[start:]
     if text is None or text in ("{}", "{{}}"):
         return Groups(np.arange(devices, dtype=np.int64)[None])
     array = _iota(text)
@@ -202,15 +202,15 @@ def _lists(text: str, instruction: Instruction) -> list[list[int]]:
 
 
 def _iota(text: str) -> Array | None:
-    found = _IOTA.fullmatch(text)
-    if found is None:
+    match = _IOTA.fullmatch(text)
+    if match is None:
         return None
-    shape, reshaped = _numbers(found[1]), _numbers(found[2])
+    shape, reshaped = _numbers(match[1]), _numbers(match[2])
     if math.prod(shape) != math.prod(reshaped):
         return None
     numbers = np.arange(math.prod(reshaped), dtype=np.int64).reshape(reshaped)
-    if found[3] is not None:
-        order = _numbers(found[3])
+    if match[3] is not None:
+        order = _numbers(match[3])
         if sorted(order) != list(range(len(reshaped))):
             return None
         numbers = numbers.transpose(order)
@@ -219,15 +219,15 @@ def _iota(text: str) -> Array | None:
 
 def _mesh(text: str) -> Array | None:
     """Groups along axes, or parts of axes, of a printed mesh."""
-    found = _MESH.fullmatch(text)
-    if found is None:
+    match = _MESH.fullmatch(text)
+    if match is None:
         return None
-    sizes = {name: int(size) for name, size in _AXIS.findall(found[1])}
+    sizes = {name: int(size) for name, size in _AXIS.findall(match[1])}
     cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
     references: list[tuple[str, int, int]] = []  # axis, and its part between two cuts
-    for text_name, before, size in _REFERENCE.findall(found[3]):
+    for text_name, divisor_text, size in _REFERENCE.findall(match[3]):
         name = text_name.strip()
-        start = int(before or 1)
+        start = int(divisor_text or 1)
         end = start * (int(size) if size else sizes.get(name, 0))
         if not name:
             continue
@@ -238,31 +238,31 @@ def _mesh(text: str) -> Array | None:
     shape: list[int] = []
     place: dict[tuple[str, int], int] = {}
     for name in sizes:  # each axis becomes the parts between its cuts
-        for before, after in itertools.pairwise(sorted(cuts[name])):
-            if after % before:
+        for inner, outer in itertools.pairwise(sorted(cuts[name])):
+            if outer % inner:
                 return None
-            place[name, before] = len(shape)
-            shape.append(after // before)
-    numbers = _mesh_devices(found[2], math.prod(sizes.values()))
+            place[name, inner] = len(shape)
+            shape.append(outer // inner)
+    numbers = _mesh_devices(match[2], math.prod(sizes.values()))
     if numbers is None:
         return None
     grouped = [
         index
         for name, start, end in references
-        for (other, cut), index in sorted(place.items())
-        if other == name and start <= cut < end
+        for (axis_name, cut), index in sorted(place.items())
+        if axis_name == name and start <= cut < end
     ]
-    rest = [index for index in range(len(shape)) if index not in grouped]
+    ungrouped = [index for index in range(len(shape)) if index not in grouped]
     size = math.prod(shape[index] for index in grouped)
-    return numbers.reshape(shape).transpose([*rest, *grouped]).reshape(-1, size)
+    return numbers.reshape(shape).transpose([*ungrouped, *grouped]).reshape(-1, size)
 
 
 def _mesh_devices(text: str | None, count: int) -> Array | None:
     """Devices of the mesh in a form of XLA's, in order."""
     if text is None:
         return np.arange(count, dtype=np.int64)
-    found = _IOTA.fullmatch(text)
-    if found is None and re.fullmatch(r"\[[\d,]+\](?:T\([\d,]+\))?", text):
+    match = _IOTA.fullmatch(text)
+    if match is None and re.fullmatch(r"\[[\d,]+\](?:T\([\d,]+\))?", text):
         text = f"[{count}]<={text}"
     iota = _iota(text)
     numbers = iota.reshape(-1) if iota is not None else np.array(_numbers(text), np.int64)
@@ -281,13 +281,13 @@ def _permutation(lists: list[list[int]], instruction: Instruction, devices: int)
         if small is not large:
             large.extend(small)
             group.update(dict.fromkeys(small, large))
-    linked = {id(each): sorted(each) for each in group.values()}
+    linked = {id(ids): sorted(ids) for ids in group.values()}
     return Groups(_rows(list(linked.values())), pairs)
 
 
 def _rows(lists: Sequence[Sequence[int]]) -> Array:
     width = max(map(len, lists), default=0)
-    rows = [[*each, *[-1] * (width - len(each))] for each in lists]
+    rows = [[*row, *[-1] * (width - len(row))] for row in lists]
     return np.array(rows, np.int64).reshape(len(rows), width)
 
 
@@ -302,31 +302,31 @@ def _checked(array: Array, instruction: Instruction, devices: int) -> Array:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(each) for each in re.findall(r"\d+", text)]
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def _unread(instruction: Instruction, text: str) -> HloReadError:
-    shown = text if len(text) <= 100 else f"{text[:97]}..."
+    excerpt = text if len(text) <= 100 else f"{text[:97]}..."
     return HloReadError(
-        f"The groups of {instruction.opcode} {instruction.name!r} cannot be read: {shown!r}. The "
+        f"The groups of {instruction.opcode} {instruction.name!r} cannot be read: {excerpt!r}. The "
         "forms known are {{0,1},{2,3}}, [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {'a'}; a newer "
         "XLA may print another."
     )
 
 
-def rendezvous(each: Instruction) -> str:
-    """Returns the name by which a send and a receive belong together."""
-    found = _RENDEZVOUS.search(each.attributes)
-    return found[1] if found else ""
+def rendezvous(op: Instruction) -> str:
+    """Returns the common name of a send and its receive."""
+    match = _RENDEZVOUS.search(op.attributes)
+    return match[1] if match else ""
 
 
 def _slice_groups(
-    each: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
+    op: Instruction, devices: int, slices: int, device_ids: Sequence[int] = ()
 ) -> Groups:
     """Reads the groups of a send between slices, as mesh positions."""
     # Without ids, a device's number in its slice is its position in the slice's part of the mesh.
-    found = _TARGET.search(each.attributes)
-    text = (found[1] or found[2]) if found else ""
+    match = _TARGET.search(op.attributes)
+    text = (match[1] or match[2]) if match else ""
     block = devices // slices
     products = _PRODUCT.findall(text)
     if products and _PRODUCT.sub("", text).strip(", ") == "":
@@ -337,7 +337,7 @@ def _slice_groups(
         ]
     else:
         ids = [_numbers(group) for group in re.findall(r"\{([\d,\->]+)\}", text)]
-    positions = {each: position for position, each in enumerate(device_ids)} or {
+    positions = {device_id: position for position, device_id in enumerate(device_ids)} or {
         (number + 1) * _SLICE + device: number * block + device
         for number in range(slices)
         for device in range(block)
@@ -345,16 +345,16 @@ def _slice_groups(
     groups = [[positions.get(number, -1) for number in group] for group in ids]
     if not groups or any(position < 0 for group in groups for position in group):
         raise HloReadError(
-            f"The target of {each.opcode} {each.name!r}, which exchanges data between slices, "
+            f"The target of {op.opcode} {op.name!r}, which exchanges data between slices, "
             f"cannot be read: {text!r}. The mesh has {slices} slices of {block} devices."
         )
     if "->" in text:
-        return _permutation(groups, each, devices)
-    return Groups(_checked(_rows(groups), each, devices))
+        return _permutation(groups, op, devices)
+    return Groups(_checked(_rows(groups), op, devices))
 
 
 def _range(text: str) -> list[int]:
-    """Numbers of a list in which ``0:3`` stands for 0 to 3."""
+    """Numbers of a list with ranges, ``0:3`` for 0 to 3."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition(":")
@@ -382,7 +382,7 @@ def find_collectives(
     _check_reached(program)
     finder = _CollectiveFinder(program, runs, mesh, slices, device_ids)
     running = [inside for name, inside in program.computations.items() if name in runs.counts]
-    return tuple(found for inside in running for found in finder.find(inside))
+    return tuple(collective for inside in running for collective in finder.find(inside))
 
 
 @dataclass
@@ -399,85 +399,83 @@ class _CollectiveFinder:
         # By a computation's name, what runs it as a fusion or meanwhile, and where that stands.
         self._callers: dict[str, tuple[Computation, Instruction]] = {}
         for inside in self.program.computations.values():
-            for each in inside.instructions:
-                if each.opcode in KINDS and _begins(inside, each):
-                    self._begun.add(each.attribute("channel_id"))
-                if each.opcode == "fusion" or each.opcode.endswith("-start"):
-                    self._callers |= dict.fromkeys(called(each), (inside, each))
+            for op in inside.instructions:
+                if op.opcode in KINDS and _begins(inside, op):
+                    self._begun.add(op.attribute("channel_id"))
+                if op.opcode == "fusion" or op.opcode.endswith("-start"):
+                    self._callers |= dict.fromkeys(called(op), (inside, op))
 
     def find(self, inside: Computation) -> Iterator[LocatedCollective]:
-        for each in inside.instructions:
-            base = each.opcode.removesuffix("-start")
+        for op in inside.instructions:
+            base = op.opcode.removesuffix("-start")
             if base in KINDS:
-                yield from self._grouped(inside, each, base)
-            elif each.opcode == "send":
-                yield from self._send(inside, each)
+                yield from self._grouped(inside, op, base)
+            elif op.opcode == "send":
+                yield from self._send(inside, op)
             else:
-                _refuse_unknown(each)
+                _refuse_unknown(op)
 
     def _grouped(
-        self, inside: Computation, each: Instruction, base: str
+        self, inside: Computation, op: Instruction, base: str
     ) -> Iterator[LocatedCollective]:
         callers: list[tuple[Computation, Instruction]] = []
-        here = inside
-        while here.name in self._callers:
-            callers.append(self._callers[here.name])
-            here = callers[-1][0]
-        starts = [(inside, each), *callers]
+        computation = inside
+        while computation.name in self._callers:
+            callers.append(self._callers[computation.name])
+            computation = callers[-1][0]
+        starts = [(inside, op), *callers]
         overlapped = any(
             origin.opcode.endswith("-start") and _overlaps(where, origin)
             for where, origin in starts
         )
         if callers and callers[0][1].opcode == "fusion" and not overlapped:
-            overlapped = _begins(inside, each)
-            if not overlapped and _FUSED in each.attributes:
-                if each.attribute("channel_id") not in self._begun:
+            overlapped = _begins(inside, op)
+            if not overlapped and _FUSED in op.attributes:
+                if op.attribute("channel_id") not in self._begun:
                     raise HloReadError(
-                        f"{each.opcode} {each.name!r} goes on with a collective of a fusion of "
+                        f"{op.opcode} {op.name!r} goes on with a collective of a fusion of "
                         f"which the start, a call of {_STARTS_FUSED}, is not in the program; "
                         "it would not be counted."
                     )
                 return
-        groups = groups_of(each, self._devices)
+        groups = groups_of(op, self._devices)
         # Offsets, sizes, and a place for the result are no data.
-        data = 1 if base.startswith("ragged-") or each.attribute("slice_sizes") else None
-        numbers = range(len(each.operands[:data]))
+        data = 1 if base.startswith("ragged-") or op.attribute("slice_sizes") else None
+        numbers = range(len(op.operands[:data]))
         scattered = [
             number
             for number in numbers
-            if callers and base == "all-reduce" and self._scatters(inside, each, number, groups)
+            if callers and base == "all-reduce" and self._scatters(inside, op, number, groups)
         ]
         whole = [number for number in numbers if number not in scattered]
-        origin = callers[0][1] if callers else each
-        for kind, some in (("reduce-scatter", scattered), (KINDS[base], whole)):
-            if some:
-                yield self._located(inside, each, origin, kind, groups, overlapped, some)
+        origin = callers[0][1] if callers else op
+        for kind, operands in (("reduce-scatter", scattered), (KINDS[base], whole)):
+            if operands:
+                yield self._located(inside, op, origin, kind, groups, overlapped, operands)
 
-    def _scatters(
-        self, inside: Computation, each: Instruction, number: int, groups: Groups
-    ) -> bool:
+    def _scatters(self, inside: Computation, op: Instruction, number: int, groups: Groups) -> bool:
         """Whether devices keep only their parts of a sum in a fusion."""
-        path = (number,) if len(each.operands) > 1 else ()
-        kept = {
-            cut and (cut.operands, cut.attributes): cut for cut in self._kept(inside, each, path)
+        path = (number,) if len(op.operands) > 1 else ()
+        slices = {
+            cut and (cut.operands, cut.attributes): cut for cut in self._kept(inside, op, path)
         }
-        size = sum(cut.shapes[0].size for cut in kept.values() if cut)
-        whole = inside.by_name[each.operands[number]].shapes[0].size
-        return bool(kept) and None not in kept and size * groups.size <= whole
+        size = sum(cut.shapes[0].size for cut in slices.values() if cut)
+        whole = inside.by_name[op.operands[number]].shapes[0].size
+        return bool(slices) and None not in slices and size * groups.size <= whole
 
     def _kept(
-        self, inside: Computation, each: Instruction, path: tuple[int, ...]
+        self, inside: Computation, op: Instruction, path: tuple[int, ...]
     ) -> Iterator[Instruction | None]:
         """Yields the slices a fusion takes; None for the whole value."""
         # ``path`` is where the value is in the result of the instruction, by numbers of elements.
-        if each is inside.root:
+        if op is inside.root:
             outside, caller = self._callers[inside.name]
             if caller.opcode == "fusion" and outside.name in self._callers:
                 yield from self._kept(outside, caller, path)
             else:
                 yield None
-        for user in inside.users[each.name]:
-            places = [place for place, name in enumerate(user.operands) if name == each.name]
+        for user in inside.users[op.name]:
+            places = [place for place, name in enumerate(user.operands) if name == op.name]
             if user.opcode == "get-tuple-element":
                 if path[:1] == (user.element,):
                     yield from self._kept(inside, user, path[1:])
@@ -495,48 +493,48 @@ class _CollectiveFinder:
                 is_cut = user.opcode in ("dynamic-slice", "slice") and places[0] == 0
                 yield user if is_cut else None
 
-    def _send(self, inside: Computation, each: Instruction) -> Iterator[LocatedCollective]:
-        if _MEGASCALE in each.attributes:
-            groups = _slice_groups(each, self._devices, self.slices, self.device_ids)
-            found = _TYPE.search(each.attributes)
-            kind = found[1] if found else "nothing known"
+    def _send(self, inside: Computation, op: Instruction) -> Iterator[LocatedCollective]:
+        if _MEGASCALE in op.attributes:
+            groups = _slice_groups(op, self._devices, self.slices, self.device_ids)
+            match = _TYPE.search(op.attributes)
+            kind = match[1] if match else "nothing known"
             if kind not in _SLICE_KINDS:
                 raise HloReadError(
-                    f"{each.opcode} {each.name!r} exchanges data between slices as {kind!r}; known "
+                    f"{op.opcode} {op.name!r} exchanges data between slices as {kind!r}; known "
                     f"are {', '.join(_SLICE_KINDS)}."
                 )
-            overlapped = _overlaps(inside, each, rendezvous(each))
-            yield self._located(inside, each, each, _SLICE_KINDS[kind], groups, overlapped, [0])
-        elif each.attribute("is_host_transfer") != "true":
-            pairs = _PAIRS.search(each.attributes)
+            overlapped = _overlaps(inside, op, rendezvous(op))
+            yield self._located(inside, op, op, _SLICE_KINDS[kind], groups, overlapped, [0])
+        elif op.attribute("is_host_transfer") != "true":
+            pairs = _PAIRS.search(op.attributes)
             if pairs is None:
-                raise _unknown(each, "it sends to devices that it does not name")
-            groups = _permutation(_lists(pairs[1], each), each, self._devices)
-            overlapped = _overlaps(inside, each)
+                raise _unknown(op, "it sends to devices that it does not name")
+            groups = _permutation(_lists(pairs[1], op), op, self._devices)
+            overlapped = _overlaps(inside, op)
             kind = "collective-permute"
-            yield self._located(inside, each, each, kind, groups, overlapped, [0])
+            yield self._located(inside, op, op, kind, groups, overlapped, [0])
 
     def _located(
         self,
         inside: Computation,
-        each: Instruction,
+        op: Instruction,
         origin: Instruction,
         kind: str,
         groups: Groups,
         overlapped: bool,
         numbers: Sequence[int],
     ) -> LocatedCollective:
-        names = [each.operands[number] for number in numbers]
+        names = [op.operands[number] for number in numbers]
         arrays = [shape for name in names for shape in inside.by_name[name].shapes]
         payload = sum(shape.bytes for shape in arrays)
         if kind == "all-gather":
             payload *= groups.size
         runs = self.runs.counts[inside.name]
         crosses = groups.crosses(max(1, self._devices // self.slices))
-        op_name = each.op_name or origin.op_name
+        op_name = op.op_name or origin.op_name
         collective = Collective(
             kind=kind,
-            name=each.name,
+            name=op.name,
             dtype=arrays[0].dtype,
             payload=payload,
             wire_bytes=runs * wire_bytes(kind, payload, groups.size),
@@ -545,16 +543,16 @@ class _CollectiveFinder:
             runs=runs,
             runs_known=inside.name not in self.runs.unknown,
             asynchronous=overlapped,
-            crosses_slices=self.slices > 1 and (crosses or _MEGASCALE in each.attributes),
+            crosses_slices=self.slices > 1 and (crosses or _MEGASCALE in op.attributes),
             op_name=op_name,
             # One that was merged has lost its line; others of the same operation have it.
-            source=each.source or origin.source or self.program.sources.get(op_name, ""),
+            source=op.source or origin.source or self.program.sources.get(op_name, ""),
         )
-        return LocatedCollective(inside, each, collective, tuple(numbers))
+        return LocatedCollective(inside, op, collective, tuple(numbers))
 
 
 def wire_bytes(kind: str, payload: int, size: int) -> float:
-    """Returns the bytes that one device sends in one run."""
+    """Returns the bytes sent by one device in one run."""
     if size < 2:
         return 0.0
     if kind in ("collective-permute", "broadcast"):
@@ -570,23 +568,23 @@ def _overlaps(inside: Computation, start: Instruction, meeting: str = "") -> boo
         return False
     begun = {start.name}
     if meeting:
-        receivers = [each for each in inside.instructions if each.opcode == "recv"]
-        begun = {each.name for each in receivers if rendezvous(each) == meeting}
-    place = next(i for i, each in enumerate(inside.instructions) if each.name == start.name)
-    for each in inside.instructions[place + 1 :]:
-        if each.opcode.endswith("-done") and begun & set(each.operands):
+        receivers = [receiver for receiver in inside.instructions if receiver.opcode == "recv"]
+        begun = {receiver.name for receiver in receivers if rendezvous(receiver) == meeting}
+    place = next(i for i, op in enumerate(inside.instructions) if op.name == start.name)
+    for op in inside.instructions[place + 1 :]:
+        if op.opcode.endswith("-done") and begun & set(op.operands):
             return False
-        base = each.opcode.removesuffix("-start").removesuffix("-done")
+        base = op.opcode.removesuffix("-start").removesuffix("-done")
         if base not in _IDLE and base not in KINDS and base not in ("send", "recv", "async"):
             return True
     return False
 
 
-def _begins(inside: Computation, each: Instruction) -> bool:
-    """Whether a fusion begins a collective that goes on in others."""
+def _begins(inside: Computation, op: Instruction) -> bool:
+    """Whether a fusion begins a collective continued in others."""
     return any(
         user.opcode == "custom-call" and user.call_target == _STARTS_FUSED
-        for user in inside.users[each.name]
+        for user in inside.users[op.name]
     )
 
 
@@ -595,35 +593,35 @@ def _check_reached(program: Program) -> None:
     reached = {program.entry}
     pending = [program.entry]
     while pending:
-        for each in program.computations[pending.pop()].instructions:
-            new = {*called(each), *branches(each)} - reached
+        for op in program.computations[pending.pop()].instructions:
+            new = {*called(op), *branches(op)} - reached
             reached |= new
             pending.extend(new)
     for name, inside in program.computations.items():
-        for each in inside.instructions if name not in reached else ():
-            if each.opcode.removesuffix("-start") in {*KINDS, "send"}:
+        for op in inside.instructions if name not in reached else ():
+            if op.opcode.removesuffix("-start") in {*KINDS, "send"}:
                 raise HloReadError(
-                    f"{each.opcode} {each.name!r} is in computation {name!r}, which nothing known "
+                    f"{op.opcode} {op.name!r} is in computation {name!r}, which nothing known "
                     "runs, so it would not be counted. Please report it with the versions of jax "
                     "and of the compiler."
                 )
 
 
-def _refuse_unknown(each: Instruction) -> None:
-    """Raises if an instruction looks like a collective that is not known."""
-    if each.opcode.endswith("-done") or each.opcode in ("recv", "partition-id", "replica-id"):
+def _refuse_unknown(op: Instruction) -> None:
+    """Raises if an instruction looks like an unknown collective."""
+    if op.opcode.endswith("-done") or op.opcode in ("recv", "partition-id", "replica-id"):
         return
-    if each.opcode == "custom-call":
-        target = each.call_target
+    if op.opcode == "custom-call":
+        target = op.call_target
         if target not in _KNOWN_CALLS and _LOOKS_COLLECTIVE.search(target):
-            raise _unknown(each, f"it calls {target!r}")
-    elif _LOOKS_COLLECTIVE.search(each.opcode):
-        raise _unknown(each, "its opcode is new")
+            raise _unknown(op, f"it calls {target!r}")
+    elif _LOOKS_COLLECTIVE.search(op.opcode):
+        raise _unknown(op, "its opcode is new")
 
 
-def _unknown(each: Instruction, why: str) -> HloReadError:
+def _unknown(op: Instruction, why: str) -> HloReadError:
     return HloReadError(
-        f"{each.opcode} {each.name!r} looks like a collective that is not known: {why}. Its bytes "
+        f"{op.opcode} {op.name!r} looks like a collective that is not known: {why}. Its bytes "
         "would be counted as none, so the program is not read. Please report it with the versions "
         "of jax and of the compiler."
     )

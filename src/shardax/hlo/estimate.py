@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites of collectives that compilers of accelerators are known to make.
+"""Known rewrites of collectives by compilers of accelerators.
 
 XLA's partitioner places a collective wherever an array must change its layout. The compilers of
 TPUs and GPUs then simplify. Those of their simplifications that change how much is sent are done
@@ -53,16 +53,16 @@ class ComputationGraph:
         self._set(computation.instructions)
 
     def _set(self, instructions: Iterable[Instruction]) -> None:
-        self.instructions = {each.name: each for each in instructions}
+        self.instructions = {op.name: op for op in instructions}
         self.users: dict[str, list[str]] = {}
-        for each in self.instructions.values():
-            for operand in each.inputs:
-                self.users.setdefault(operand, []).append(each.name)
+        for op in self.instructions.values():
+            for operand in op.inputs:
+                self.users.setdefault(operand, []).append(op.name)
 
     def computation(self) -> Computation:
         """Returns it as it is now."""
-        found = self.instructions.values()
-        marked = [dataclasses.replace(each, is_root=each.name == self.root) for each in found]
+        ops = self.instructions.values()
+        marked = [dataclasses.replace(op, is_root=op.name == self.root) for op in ops]
         return Computation(self._name, tuple(marked))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
@@ -75,29 +75,29 @@ class ComputationGraph:
 
     def replace(self, changes: Changes) -> None:
         """Replaces instructions; the last new one keeps the name."""
-        found = self.instructions.items()
-        self._set(new for name, each in found for new in changes.get(name, (each,)))
+        ops = self.instructions.items()
+        self._set(replacement for name, op in ops for replacement in changes.get(name, (op,)))
 
     def eliminate_dead_code(self) -> None:
         needed = {self.root}
-        for name, each in reversed(self.instructions.items()):
-            if name in needed or each.opcode == "parameter" or each.opcode in _EFFECTS:
-                needed.update((name, *each.inputs))
-        self._set([each for name, each in self.instructions.items() if name in needed])
+        for name, op in reversed(self.instructions.items()):
+            if name in needed or op.opcode == "parameter" or op.opcode in _EFFECTS:
+                needed.update((name, *op.inputs))
+        self._set([op for name, op in self.instructions.items() if name in needed])
 
     def eliminate_common_subexpressions(self) -> None:
         first: dict[object, str] = {}
         same: dict[str, str] = {}
         renamed: list[Instruction] = []
-        for name, each in self.instructions.items():
-            if each.opcode != "parameter":
-                operands = tuple(same.get(operand, operand) for operand in each.operands)
-                each = dataclasses.replace(each, operands=operands)
-            renamed.append(each)
-            if each.opcode in _UNIQUE or "..." in each.literal:
+        for name, op in self.instructions.items():
+            if op.opcode != "parameter":
+                operands = tuple(same.get(operand, operand) for operand in op.operands)
+                op = dataclasses.replace(op, operands=operands)
+            renamed.append(op)
+            if op.opcode in _UNIQUE or "..." in op.literal:
                 continue
-            attributes = _METADATA.sub("", each.attributes)
-            key = (each.opcode, each.shapes, each.operands, each.literal, attributes)
+            attributes = _METADATA.sub("", op.attributes)
+            key = (op.opcode, op.shapes, op.operands, op.literal, attributes)
             if first.setdefault(key, name) != name:
                 same[name] = first[key]
         self.root = same.get(self.root, self.root)
@@ -106,7 +106,7 @@ class ComputationGraph:
 
 
 def reduction(program: Program, collective: Instruction) -> str:
-    """Returns the opcode by which a collective reduces, or ""."""
+    """Returns the opcode of a collective's reduction, or ""."""
     for name in collective.computations("to_apply"):
         return program.computations[name].root.opcode
     return ""
@@ -131,26 +131,26 @@ def _without_dead_state(program: Program) -> Program:
             users = computation.users[loop.name]
             # The state is taken apart and put together element by element.
             readers = (*users, *body.users[state.name])
-            by_element = all(each.opcode == "get-tuple-element" for each in readers)
+            by_element = all(reader.opcode == "get-tuple-element" for reader in readers)
             if by_element and body.root.opcode == "tuple" and not loop.is_root:
                 read = _elements_read(computations[condition].instructions)
-                read |= {each.element for each in users}
+                read |= {user.element for user in users}
                 computations[name] = _pass_through_unread(body, state, read)
             pending.append(name)
     return dataclasses.replace(program, computations=computations)
 
 
 def _elements_read(instructions: Iterable[Instruction]) -> set[int]:
-    """Elements of the only parameter that instructions read."""
-    found = list(instructions)
-    state = next(each for each in found if each.opcode == "parameter")
-    reads = [each for each in found if each.opcode == "get-tuple-element"]
-    return {each.element for each in reads if each.operands == (state.name,)}
+    """Elements read of the only parameter of some instructions."""
+    ops = list(instructions)
+    state = next(op for op in ops if op.opcode == "parameter")
+    reads = [op for op in ops if op.opcode == "get-tuple-element"]
+    return {op.element for op in reads if op.operands == (state.name,)}
 
 
 def _pass_through_unread(body: Computation, state: Instruction, read: set[int]) -> Computation:
     root = body.root
-    effects = [each.name for each in body.instructions if each.opcode in _EFFECTS]
+    effects = [op.name for op in body.instructions if op.opcode in _EFFECTS]
     while True:
         needed: set[str] = {state.name}
         pending = [*(name for index, name in enumerate(root.operands) if index in read), *effects]
@@ -159,7 +159,7 @@ def _pass_through_unread(body: Computation, state: Instruction, read: set[int]) 
             if name not in needed:
                 needed.add(name)
                 pending.extend(body.by_name[name].inputs)
-        inside = [each for each in body.instructions if each.name in needed]
+        inside = [op for op in body.instructions if op.name in needed]
         more = read | _elements_read(inside)
         if more == read:
             break
@@ -193,10 +193,14 @@ _ARITHMETIC = {
 def _scattered_dimension(
     graph: ComputationGraph, cut: Instruction, groups: DeviceGroups
 ) -> int | None:
-    """The dimension along which devices of a group slice equal parts."""
+    """The dimension of equal slices by the devices of a group."""
     array, *starts = graph.operands(cut)
     whole, part = array.shapes[0].dims, cut.shapes[0].dims
-    dimensions = [d for d, (all_, some) in enumerate(zip(whole, part, strict=True)) if all_ != some]
+    dimensions = [
+        d
+        for d, (whole_size, part_size) in enumerate(zip(whole, part, strict=True))
+        if whole_size != part_size
+    ]
     size = len(groups[0])
     if len(dimensions) != 1 or any(len(group) != size for group in groups):
         return None
@@ -210,19 +214,19 @@ def _scattered_dimension(
 
 def _is_sliced_alike(graph: ComputationGraph, cut: Instruction, groups: DeviceGroups) -> bool:
     """Whether the devices of every group keep the same slice."""
-    found = [_offsets(graph, start) for start in graph.operands(cut)[1:]]
+    all_offsets = [_offsets(graph, start) for start in graph.operands(cut)[1:]]
     return all(
         offsets is not None and len(set(offsets[list(group)].tolist())) == 1
-        for offsets in found
+        for offsets in all_offsets
         for group in groups
     )
 
 
 def _offsets(graph: ComputationGraph, scalar: Instruction) -> Numbers | None:
-    """The value of an integer that depends on the device number alone."""
+    """The value of an integer, a function of the device number."""
     devices = np.arange(graph.program.device_count)
-    found = _values(graph, scalar, devices)
-    return None if found is None else np.broadcast_to(found, devices.shape)
+    values = _values(graph, scalar, devices)
+    return None if values is None else np.broadcast_to(values, devices.shape)
 
 
 def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> Numbers | None:
@@ -237,7 +241,9 @@ def _values(graph: ComputationGraph, scalar: Instruction, devices: Numbers) -> N
         if table is None or place is None:
             return None
         return np.array(table)[np.clip(place, 0, len(table) - 1)]
-    values = [found for each in operands if (found := _values(graph, each, devices)) is not None]
+    values = [
+        terms for operand in operands if (terms := _values(graph, operand, devices)) is not None
+    ]
     if not values or len(values) < len(operands):
         return None
     if opcode in ("reshape", "convert", "copy", "bitcast"):
@@ -255,7 +261,7 @@ def _numbers(constant: Instruction) -> list[int] | None:
     (shape,) = constant.shapes
     if len(shape.dims) > 1 or "..." in constant.literal or shape.dtype[0] not in "su":
         return None
-    return [int(each) for each in _NUMBER.findall(constant.literal)]
+    return [int(digits) for digits in _NUMBER.findall(constant.literal)]
 
 
 FindGroups = Callable[[Instruction], DeviceGroups | None]
@@ -268,22 +274,22 @@ def rewritten(program: Program) -> Program:
     """Returns a partitioned program with an accelerator's collectives."""
     # Its shapes, operands and groups are true; it is to be counted, not compiled.
     program = _without_dead_state(program)
-    known: dict[str, DeviceGroups] = {}
+    groups_by_text: dict[str, DeviceGroups] = {}
 
-    def groups(each: Instruction) -> DeviceGroups | None:
-        if each.opcode not in _COLLECTIVES:
+    def groups(op: Instruction) -> DeviceGroups | None:
+        if op.opcode not in _COLLECTIVES:
             return None
-        if each.attributes not in known:
-            lists = groups_of(each, program.device_count).lists()
+        if op.attributes not in groups_by_text:
+            lists = groups_of(op, program.device_count).lists()
             # For a reduction neither the order in a group nor that of groups matters.
-            if each.opcode == "all-reduce":
+            if op.opcode == "all-reduce":
                 lists = sorted(sorted(group) for group in lists)
-            known[each.attributes] = tuple(tuple(group) for group in lists)
-        return known[each.attributes]
+            groups_by_text[op.attributes] = tuple(tuple(group) for group in lists)
+        return groups_by_text[op.attributes]
 
     computations = dict(program.computations)
     for name, computation in program.computations.items():
-        if not any(each.opcode in _COLLECTIVES for each in computation.instructions):
+        if not any(op.opcode in _COLLECTIVES for op in computation.instructions):
             continue
         graph = ComputationGraph(program, computation)
         graph.eliminate_dead_code()
@@ -296,7 +302,7 @@ def rewritten(program: Program) -> Program:
 
 
 def _apply(rewrite: Rewrite, graph: ComputationGraph, groups: FindGroups) -> bool:
-    """Makes all changes that are independent; whether there was one."""
+    """Makes all independent changes; whether there was one."""
     changes: dict[str, tuple[Instruction, ...]] = {}
     touched: set[str] = set()
     for names, changed in rewrite(graph, groups):
@@ -308,13 +314,17 @@ def _apply(rewrite: Rewrite, graph: ComputationGraph, groups: FindGroups) -> boo
 
 
 def _cut_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
-    """Sums only the part that all devices of a group keep."""
+    """Sums only the part kept by all devices of a group."""
     for reduced in graph.instructions.values():
         cut = graph.only_user(reduced.name) if _is_reduction(reduced) else None
         if cut is None or cut.opcode != "dynamic-slice" or cut.operands[0] != reduced.name:
             continue
-        found = groups(reduced)
-        if found is None or len(found[0]) < 2 or not _is_sliced_alike(graph, cut, found):
+        device_groups = groups(reduced)
+        if (
+            device_groups is None
+            or len(device_groups[0]) < 2
+            or not _is_sliced_alike(graph, cut, device_groups)
+        ):
             continue
         part = dataclasses.replace(
             cut, name=f"{cut.name}.first", operands=(reduced.operands[0], *cut.operands[1:])
@@ -351,27 +361,31 @@ def _sum_over_both(
 
 
 def _product(first: DeviceGroups | None, second: DeviceGroups | None) -> DeviceGroups | None:
-    """The groups that two sets of groups make together, if regular."""
+    """The common groups of two sets of groups, if regular."""
     if first is None or second is None:
         return None
     of_first = {device: group for group in first for device in group}
     of_second = {device: group for group in second for device in group}
     joined: dict[int, tuple[int, ...]] = {}
     for device, group in of_first.items():
-        joined[device] = tuple(sorted({d for each in group for d in of_second.get(each, ())}))
+        joined[device] = tuple(
+            sorted({d for device_id in group for d in of_second.get(device_id, ())})
+        )
     size = len(first[0]) * len(second[0])
-    found = set(joined.values())
-    if any(len(group) != size for group in found) or sum(map(len, found)) != len(joined):
+    product = set(joined.values())
+    if any(len(group) != size for group in product) or sum(map(len, product)) != len(joined):
         return None
-    return tuple(sorted(found))
+    return tuple(sorted(product))
 
 
 def _add_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
-    """Adds before two sums over the devices, which makes them one."""
+    """Adds before two sums over the devices, to make them one."""
     for added in graph.instructions.values():
         if added.opcode != "add" or len(set(added.operands)) != 2:
             continue
-        sums = [found for name in added.operands if (found := _summed(graph, name)) is not None]
+        sums = [
+            sum_path for name in added.operands if (sum_path := _summed(graph, name)) is not None
+        ]
         if len(sums) < 2:
             continue
         (first, on_first), (second, on_second) = sums
@@ -379,20 +393,20 @@ def _add_first(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[se
             continue
         if added.shapes[0].bytes > max(first.bytes, second.bytes):
             continue  # sent before it was widened
-        taken = {each.name: each.operands[0] for each in (first, second)}
+        inputs_of = {op.name: op.operands[0] for op in (first, second)}
         # The sum takes what is summed, through the same changes of layout; then all is reduced.
         below = [graph.instructions[name] for name in {added.name, *on_first, *on_second}]
         moved = {
-            each.name: dataclasses.replace(
-                each, operands=tuple(taken.get(name, name) for name in each.operands)
+            op.name: dataclasses.replace(
+                op, operands=tuple(inputs_of.get(name, name) for name in op.operands)
             )
-            for each in below
+            for op in below
         }
         inner = dataclasses.replace(moved[added.name], name=f"{added.name}.before")
         total = dataclasses.replace(
             first, name=added.name, shapes=added.shapes, operands=(inner.name,)
         )
-        changes = {name: (each,) for name, each in moved.items()} | {added.name: (inner, total)}
+        changes = {name: (op,) for name, op in moved.items()} | {added.name: (inner, total)}
         yield {first.name, second.name, *changes}, changes
 
 
@@ -400,22 +414,22 @@ def _summed(graph: ComputationGraph, name: str) -> tuple[Instruction, set[str]] 
     """The all-reduce under layout changes, and names of these changes."""
     on_the_way: set[str] = set()
     while graph.only_user(name) is not None:
-        each = graph.instructions[name]
-        if _is_reduction(each):
-            return (each, on_the_way) if reduction(graph.program, each) == "add" else None
-        if each.opcode not in _LAYOUT:
+        op = graph.instructions[name]
+        if _is_reduction(op):
+            return (op, on_the_way) if reduction(graph.program, op) == "add" else None
+        if op.opcode not in _LAYOUT:
             return None
         on_the_way.add(name)
-        (name,) = each.operands
+        (name,) = op.operands
     return None
 
 
-def _is_reduction(each: Instruction) -> bool:
-    return each.opcode == "all-reduce" and len(each.operands) == 1
+def _is_reduction(op: Instruction) -> bool:
+    return op.opcode == "all-reduce" and len(op.operands) == 1
 
 
 def _scatter(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[str], Changes]]:
-    """Makes a sum of which each device keeps its part a reduce-scatter."""
+    """Makes a sum with one part kept by each device a reduce-scatter."""
     for reduced in graph.instructions.values():
         if not _is_reduction(reduced):
             continue
@@ -423,12 +437,12 @@ def _scatter(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[
         while cut is not None and cut.opcode in _LAYOUT:
             changes.append(cut)
             cut = graph.only_user(cut.name)
-        found = groups(reduced)
-        if cut is None or cut.opcode != "dynamic-slice" or found is None:
+        device_groups = groups(reduced)
+        if cut is None or cut.opcode != "dynamic-slice" or device_groups is None:
             continue
         if cut.operands[0] != changes[-1].name:
             continue
-        dimension = _scattered_dimension(graph, cut, found)
+        dimension = _scattered_dimension(graph, cut, device_groups)
         if dimension is None:
             continue
         array, dtype = changes[-1], reduced.shapes[0].dtype
@@ -450,5 +464,5 @@ def _scatter(graph: ComputationGraph, groups: FindGroups) -> Iterator[tuple[set[
         )
         part = dataclasses.replace(cut, opcode="convert", operands=(scatter.name,), attributes="")
         local = dataclasses.replace(reduced, opcode="copy", attributes="")
-        names = {cut.name, *(each.name for each in changes)}
+        names = {cut.name, *(op.name for op in changes)}
         yield names, {reduced.name: (local,), cut.name: (narrow, scatter, part)}

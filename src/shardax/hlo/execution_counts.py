@@ -33,37 +33,37 @@ Cost = Callable[[Computation, Instruction], float]
 
 @dataclass(frozen=True)
 class ExecutionCounts:
-    """How often computations run in one run of a program."""
+    """Numbers of runs of computations in one run of a program."""
 
     counts: Mapping[str, int]  # by name; those that do not run are left out
     unknown: frozenset[str]  # in a loop of unknown length, which counts once, or in a branch
     warnings: tuple[str, ...]
 
 
-def called(each: Instruction) -> tuple[str, ...]:
-    """Returns the computations that an instruction runs, but for a conditional's branches."""
-    match each.opcode.removesuffix("-start"):
+def called(op: Instruction) -> tuple[str, ...]:
+    """Returns the computations run by an instruction, without a conditional's branches."""
+    match op.opcode.removesuffix("-start"):
         case "fusion" | "async":
-            return each.computations("calls")
+            return op.computations("calls")
         case "call":
-            return each.computations("to_apply", "calls")
+            return op.computations("to_apply", "calls")
         case "while":
-            return each.computations("body", "condition")
+            return op.computations("body", "condition")
         case "custom-call":
-            return each.computations("called_computations", "calls")
+            return op.computations("called_computations", "calls")
         case _:
             return ()
 
 
-def branches(each: Instruction) -> tuple[str, ...]:
+def branches(op: Instruction) -> tuple[str, ...]:
     """Returns the branches of a conditional; none of other instructions."""
-    if each.opcode != "conditional":
+    if op.opcode != "conditional":
         return ()
-    return each.computations("branch_computations", "true_computation", "false_computation")
+    return op.computations("branch_computations", "true_computation", "false_computation")
 
 
 def count_executions(program: Program, cost: Cost) -> ExecutionCounts:
-    """Counts how often the computations of a program run."""
+    """Counts the runs of the computations of a program."""
     return _ExecutionCounter(program, cost).count()
 
 
@@ -81,17 +81,17 @@ class _ExecutionCounter:
         for name in self._callers_first():
             if name not in counts:
                 continue
-            for each, callee, times, doubt in self._calls(self._computation(name)):
+            for caller, callee, times, doubt in self._calls(self._computation(name)):
                 counts[callee] = counts.get(callee, 0) + counts[name] * times
                 if doubt or name in unknown:
                     unknown.add(callee)
-                if doubt and self._cost(callee, each):
-                    where = each.source or each.op_name
-                    warnings[f"{doubt} ({each.name}{f', {where}' if where else ''})."] = None
+                if doubt and self._cost(callee, caller):
+                    where = caller.source or caller.op_name
+                    warnings[f"{doubt} ({caller.name}{f', {where}' if where else ''})."] = None
         return ExecutionCounts(counts, frozenset(unknown), tuple(warnings))
 
     def _callers_first(self) -> list[str]:
-        """Names of computations, each before what it calls."""
+        """Names of computations, callers before their callees."""
         done: dict[str, None] = {}
         begun: set[str] = set()
 
@@ -108,45 +108,45 @@ class _ExecutionCounter:
         return list(reversed(done))
 
     def _calls(self, inside: Computation) -> Iterator[tuple[Instruction, str, int, str]]:
-        """Yields callers, callees, how often they run, and doubts."""
-        for each in inside.instructions:
-            if each.opcode == "while":
-                key = inside.name, each.name
+        """Yields callers, callees, numbers of runs, and doubts."""
+        for op in inside.instructions:
+            if op.opcode == "while":
+                key = inside.name, op.name
                 if key not in self._trips:
-                    self._trips[key] = trip_count(self._program, inside, each)
+                    self._trips[key] = trip_count(self._program, inside, op)
                 trips = self._trips[key]
                 doubt = "" if trips is not None else "One turn is counted of a loop of no known end"
                 times = 1 if trips is None else trips
-                for name in each.computations("body"):
-                    yield each, name, times, doubt
-                for name in each.computations("condition"):
-                    yield each, name, times + 1, doubt
+                for name in op.computations("body"):
+                    yield op, name, times, doubt
+                for name in op.computations("condition"):
+                    yield op, name, times + 1, doubt
                 continue
-            for name in called(each):
-                yield each, name, 1, ""
-            choices = branches(each)
+            for name in called(op):
+                yield op, name, 1, ""
+            choices = branches(op)
             if choices:
-                name = max(choices, key=lambda choice: self._cost(choice, each))
-                yield each, name, 1, "Of a conditional the dearest branch is counted"
+                name = max(choices, key=lambda choice: self._cost(choice, op))
+                yield op, name, 1, "Of a conditional the dearest branch is counted"
 
     def _cost(self, name: str, caller: Instruction) -> float:
         if name not in self._costs:
             inside = self._computation(name, caller)
-            own = sum(self._own_cost(inside, each) for each in inside.instructions)
-            self._costs[name] = own + sum(
-                times * self._cost(callee, each) for each, callee, times, _ in self._calls(inside)
+            own_cost = sum(self._own_cost(inside, op) for op in inside.instructions)
+            self._costs[name] = own_cost + sum(
+                times * self._cost(callee, op) for op, callee, times, _ in self._calls(inside)
             )
         return self._costs[name]
 
     def _computation(self, name: str, caller: Instruction | None = None) -> Computation:
-        found = self._program.computations.get(name)
-        if found is None:
+        computation = self._program.computations.get(name)
+        if computation is None:
             where = f" that {caller.name!r} calls" if caller else ""
             raise HloReadError(
                 f"The program does not hold computation {name!r}{where}; its text is cut or "
                 "changed."
             )
-        return found
+        return computation
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,13 @@ class AffineExpr:
     constant: int
     terms: tuple[tuple[int, int], ...] = ()
 
-    def plus(self, other: AffineExpr, times: int = 1) -> AffineExpr:
+    def plus(self, addend: AffineExpr, times: int = 1) -> AffineExpr:
         """Returns the sum of this and a multiple of another."""
         terms = dict(self.terms)
-        for element, factor in other.terms:
+        for element, factor in addend.terms:
             terms[element] = terms.get(element, 0) + times * factor
-        kept = tuple(sorted((element, factor) for element, factor in terms.items() if factor))
-        return AffineExpr(self.constant + times * other.constant, kept)
+        nonzero = tuple(sorted((element, factor) for element, factor in terms.items() if factor))
+        return AffineExpr(self.constant + times * addend.constant, nonzero)
 
 
 Scalars = AffineExpr | tuple["Scalars", ...] | None
@@ -171,9 +171,9 @@ Scalars = AffineExpr | tuple["Scalars", ...] | None
 
 def trip_count(program: Program, inside: Computation, loop: Instruction) -> int | None:
     """Returns the trips of a ``while``; None if unknown before the run."""
-    found = _TRIPS.search(loop.attributes)
-    if found:
-        return int(found[1])
+    match = _TRIPS.search(loop.attributes)
+    if match:
+        return int(match[1])
     condition = _callee(program, loop, "condition")
     body = _callee(program, loop, "body")
     if condition is None or body is None or not loop.operands:
@@ -181,13 +181,13 @@ def trip_count(program: Program, inside: Computation, loop: Instruction) -> int 
     state = tuple(AffineExpr(0, ((element, 1),)) for element in range(len(loop.shapes)))
     test = _test(program, condition, state)
     start = _ScalarEvaluator(program, inside, ()).value(loop.operands[0])
-    after = _ScalarEvaluator(program, body, (state,)).value(body.root.name)
-    if test is None or not isinstance(start, tuple) or not isinstance(after, tuple):
+    next_values = _ScalarEvaluator(program, body, (state,)).value(body.root.name)
+    if test is None or not isinstance(start, tuple) or not isinstance(next_values, tuple):
         return None
     difference, direction = test  # the loop runs on while `difference direction 0`
     first, step = AffineExpr(difference.constant), AffineExpr(0)
     for element, factor in difference.terms:
-        initial, next_value = _at(start, element), _at(after, element)
+        initial, next_value = _at(start, element), _at(next_values, element)
         if not isinstance(initial, AffineExpr) or not isinstance(next_value, AffineExpr):
             return None
         first = first.plus(initial, factor)
@@ -198,7 +198,7 @@ def trip_count(program: Program, inside: Computation, loop: Instruction) -> int 
 
 
 def _steps(first: int, step: int, direction: str) -> int | None:
-    """How many of ``first``, ``first + step``, ... compare true with 0."""
+    """Number of ``first``, ``first + step``, ... with a true comparison with 0."""
     if direction in ("LT", "LE"):
         first, step = -first, -step
         direction = "GT" if direction == "LT" else "GE"
@@ -218,7 +218,7 @@ def _steps(first: int, step: int, direction: str) -> int | None:
 def _test(
     program: Program, condition: Computation, state: Scalars
 ) -> tuple[AffineExpr, str] | None:
-    """What the condition compares with 0, and how."""
+    """The value compared with 0 by the condition, and the comparison."""
     evaluator = _ScalarEvaluator(program, condition, (state,))
     root = condition.root
     while _keeps_values(root):
@@ -255,51 +255,51 @@ class _ScalarEvaluator:
             self._values[name] = self._evaluate(self._inside.by_name[name])
         return self._values[name]
 
-    def _evaluate(self, each: Instruction) -> Scalars:
-        opcode = each.opcode
+    def _evaluate(self, op: Instruction) -> Scalars:
+        opcode = op.opcode
         if opcode == "parameter":
-            number = int(each.operands[0])
+            number = int(op.operands[0])
             return self._arguments[number] if number < len(self._arguments) else None
         if opcode == "tuple":
-            return tuple(self.value(name) for name in each.operands)
+            return tuple(self.value(name) for name in op.operands)
         if opcode == "get-tuple-element":
-            index = each.attribute("index") or ""
-            return _at(self.value(each.operands[0]), int(index) if index.isdigit() else -1)
-        if _keeps_values(each) and each.operands:
-            return self.value(each.operands[0])
+            index = op.attribute("index") or ""
+            return _at(self.value(op.operands[0]), int(index) if index.isdigit() else -1)
+        if _keeps_values(op) and op.operands:
+            return self.value(op.operands[0])
         if opcode in ("fusion", "call"):
-            callee = _callee(self._program, each, "calls", "to_apply")
+            callee = _callee(self._program, op, "calls", "to_apply")
             if callee is None or len(callee.instructions) > _LARGEST_CALLEE:
                 return None
-            arguments = tuple(self.value(name) for name in each.operands)
+            arguments = tuple(self.value(name) for name in op.operands)
             return _ScalarEvaluator(self._program, callee, arguments).value(callee.root.name)
-        if not each.shapes or each.shapes[0].size != 1 or not _INTEGER.match(each.shapes[0].dtype):
+        if not op.shapes or op.shapes[0].size != 1 or not _INTEGER.match(op.shapes[0].dtype):
             return None
         if opcode == "constant":
-            literal = each.literal.strip("{} ")
+            literal = op.literal.strip("{} ")
             return AffineExpr(int(literal)) if re.fullmatch(r"-?\d+", literal) else None
         if opcode not in ("add", "subtract", "multiply", "negate"):
             return None
-        numbers = [value for n in each.operands if isinstance(value := self.value(n), AffineExpr)]
-        if len(numbers) < len(each.operands):
+        numbers = [value for n in op.operands if isinstance(value := self.value(n), AffineExpr)]
+        if len(numbers) < len(op.operands):
             return None
-        left, *others = numbers
+        left, *rights = numbers
         if opcode == "negate":
             return AffineExpr(0).plus(left, -1)
         if opcode == "multiply":
-            left, right = (left, others[0]) if not others[0].terms else (others[0], left)
+            left, right = (left, rights[0]) if not rights[0].terms else (rights[0], left)
             return AffineExpr(0).plus(left, right.constant) if not right.terms else None
-        return left.plus(others[0], 1 if opcode == "add" else -1)
+        return left.plus(rights[0], 1 if opcode == "add" else -1)
 
 
-def _keeps_values(each: Instruction) -> bool:
+def _keeps_values(op: Instruction) -> bool:
     # Programs that are only lowered annotate shardings by custom calls.
-    annotates = each.opcode == "custom-call" and each.call_target == "Sharding"
-    return annotates or each.opcode in _UNCHANGED
+    annotates = op.opcode == "custom-call" and op.call_target == "Sharding"
+    return annotates or op.opcode in _UNCHANGED
 
 
-def _callee(program: Program, each: Instruction, *keys: str) -> Computation | None:
-    return program.computations.get(next(iter(each.computations(*keys)), ""))
+def _callee(program: Program, op: Instruction, *keys: str) -> Computation | None:
+    return program.computations.get(next(iter(op.computations(*keys)), ""))
 
 
 def _at(value: Scalars, index: int) -> Scalars:

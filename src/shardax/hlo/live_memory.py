@@ -56,138 +56,140 @@ class BufferTable:
     def __init__(
         self,
         inside: Computation,
-        kept: Mapping[str, frozenset[int]],  # by loop, the elements that it leaves as they are
-        own: frozenset[int] | None = None,  # of a loop's body, those of the body itself
+        kept_by_loop: Mapping[
+            str, frozenset[int]
+        ],  # by loop, the elements that it leaves as they are
+        own_elements: frozenset[int] | None = None,  # of a loop's body, those of the body itself
     ) -> None:
         self._inside = inside
-        self._kept = kept
-        self._own = own
+        self._kept = kept_by_loop
+        self._own = own_elements
         self._replaced: set[str] = set()  # what a loop starts with and writes over
         self.sizes: dict[str, int] = {}  # bytes, but for buffers that are given and kept
         self.elements: dict[str, tuple[Element, ...]] = {}  # of results; one if it is no tuple
         # Names of what could be fused, but must fill a buffer for a user.
         self._filled = set(self._origins(inside.root.name))
-        for each in inside.instructions:
-            if each.opcode not in _FUSIBLE | _NAMES | _TAKES_ANY:
-                names = each.operands[:1] if each.opcode in UPDATES else each.operands
+        for op in inside.instructions:
+            if op.opcode not in _FUSIBLE | _NAMES | _TAKES_ANY:
+                names = op.operands[:1] if op.opcode in UPDATES else op.operands
                 self._filled.update(origin for name in names for origin in self._origins(name))
-        for each in inside.instructions:
-            self.elements[each.name] = self._elements(each)
+        for op in inside.instructions:
+            self.elements[op.name] = self._elements(op)
 
-    def fills_buffer(self, each: Instruction) -> bool:
+    def fills_buffer(self, op: Instruction) -> bool:
         """Whether an instruction runs by itself: neither fused nor a name."""
-        fused = each.opcode in _FUSIBLE and each.name not in self._filled
-        return not fused and each.opcode not in _NAMES
+        fused = op.opcode in _FUSIBLE and op.name not in self._filled
+        return not fused and op.opcode not in _NAMES
 
     def scheduled(self) -> list[Instruction]:
-        """Returns the instructions that run by themselves, in the program's order."""
-        return [each for each in self._inside.instructions if self.fills_buffer(each)]
+        """Returns the instructions with buffers of their own, in program order."""
+        return [op for op in self._inside.instructions if self.fills_buffer(op)]
 
-    def needed(self, each: Instruction) -> Element:
-        """Returns the buffers that an instruction reads."""
-        return frozenset().union(*(self._whole(name) for name in each.inputs))
+    def needed(self, op: Instruction) -> Element:
+        """Returns the buffers read by an instruction."""
+        return frozenset().union(*(self._whole(name) for name in op.inputs))
 
     def _whole(self, name: str) -> Element:
         return frozenset().union(*self.elements[name])
 
     def _viewed(self, name: str) -> Instruction:
-        each = self._inside.by_name[name]
-        while each.opcode in VIEWS:
-            each = self._inside.by_name[each.operands[0]]
-        return each
+        op = self._inside.by_name[name]
+        while op.opcode in VIEWS:
+            op = self._inside.by_name[op.operands[0]]
+        return op
 
     def _origins(self, name: str) -> list[str]:
-        """What must be computed for a value to be in memory."""
-        each = self._viewed(name)
-        if each.opcode == "tuple":
-            return [origin for operand in each.operands for origin in self._origins(operand)]
-        if each.opcode == "get-tuple-element":
-            source = self._viewed(each.operands[0])
+        """Instructions computed for a value to be in memory."""
+        op = self._viewed(name)
+        if op.opcode == "tuple":
+            return [origin for operand in op.operands for origin in self._origins(operand)]
+        if op.opcode == "get-tuple-element":
+            source = self._viewed(op.operands[0])
             if source.opcode == "tuple":
-                return self._origins(source.operands[each.element])
-        return [each.name] if each.opcode in _FUSIBLE else []
+                return self._origins(source.operands[op.element])
+        return [op.name] if op.opcode in _FUSIBLE else []
 
-    def _elements(self, each: Instruction) -> tuple[Element, ...]:
-        match each.opcode:
+    def _elements(self, op: Instruction) -> tuple[Element, ...]:
+        match op.opcode:
             case "parameter":
-                return self._parameter(each)
+                return self._parameter(op)
             case "tuple":
-                return tuple(self._whole(name) for name in each.operands)
+                return tuple(self._whole(name) for name in op.operands)
             case "get-tuple-element":
-                elements = self.elements[each.operands[0]]
-                number = each.element
-                return (elements[number] if number < len(elements) else self._whole(each.name),)
+                elements = self.elements[op.operands[0]]
+                number = op.element
+                return (elements[number] if number < len(elements) else self._whole(op.name),)
             case "while":
-                return self._loop(each)
+                return self._loop(op)
             # An update in place: in a buffer, not in an argument.
-            case "dynamic-update-slice" | "scatter" if len(self._whole(each.operands[0])) == 1:
-                return self.elements[each.operands[0]]
-        if each.opcode in VIEWS:
-            return self.elements[each.operands[0]]
-        if not self.fills_buffer(each):
-            return (self.needed(each),)
-        self.sizes[each.name] = each.bytes
-        return (frozenset({each.name}),) * max(1, len(each.shapes))
+            case "dynamic-update-slice" | "scatter" if len(self._whole(op.operands[0])) == 1:
+                return self.elements[op.operands[0]]
+        if op.opcode in VIEWS:
+            return self.elements[op.operands[0]]
+        if not self.fills_buffer(op):
+            return (self.needed(op),)
+        self.sizes[op.name] = op.bytes
+        return (frozenset({op.name}),) * max(1, len(op.shapes))
 
-    def _parameter(self, each: Instruction) -> tuple[Element, ...]:
+    def _parameter(self, op: Instruction) -> tuple[Element, ...]:
         if self._own is None:
-            return (frozenset(),) * max(1, len(each.shapes))
+            return (frozenset(),) * max(1, len(op.shapes))
         elements: list[Element] = []
-        for number, shape in enumerate(each.shapes):
-            name = f"{each.name}#{number}"
+        for number, shape in enumerate(op.shapes):
+            name = f"{op.name}#{number}"
             if number not in self._own:
                 self.sizes[name] = shape.bytes
             elements.append(frozenset() if number in self._own else frozenset({name}))
         return tuple(elements)
 
-    def _loop(self, each: Instruction) -> tuple[Element, ...]:
+    def _loop(self, op: Instruction) -> tuple[Element, ...]:
         """Elements of a loop's result, in place of the initial ones."""
         elements: list[Element] = []
-        given = [self._inside.by_name[name] for name in each.operands]
-        names = given[0].operands if given[0].opcode == "tuple" else [""] * len(each.shapes)
-        starts = [element for name in each.operands for element in self.elements[name]]
-        for number, (name, start, shape) in enumerate(zip(names, starts, each.shapes, strict=True)):
-            if number not in self._kept.get(each.name, ()):
+        operands = [self._inside.by_name[name] for name in op.operands]
+        names = operands[0].operands if operands[0].opcode == "tuple" else [""] * len(op.shapes)
+        starts = [element for name in op.operands for element in self.elements[name]]
+        for number, (name, start, shape) in enumerate(zip(names, starts, op.shapes, strict=True)):
+            if number not in self._kept.get(op.name, ()):
                 if len(start) != 1 or name in self._replaced:
-                    start = frozenset({f"{each.name}#{number}"})
-                    self.sizes[f"{each.name}#{number}"] = shape.bytes
+                    start = frozenset({f"{op.name}#{number}"})
+                    self.sizes[f"{op.name}#{number}"] = shape.bytes
                 self._replaced.add(name)
             elements.append(start)
         return tuple(elements)
 
 
 def kept_elements(body: Computation) -> frozenset[int]:
-    """Returns the elements of its state that a loop's body keeps."""
+    """Returns the elements of its state kept by a loop's body."""
     if body.root.opcode != "tuple":
         return frozenset()
-    kept = set()
+    unchanged = set()
     for number, name in enumerate(body.root.operands):
-        each = body.by_name[name]
-        while each.opcode in ("copy", "bitcast"):
-            each = body.by_name[each.operands[0]]
-        if each.opcode != "get-tuple-element" or each.element != number:
+        op = body.by_name[name]
+        while op.opcode in ("copy", "bitcast"):
+            op = body.by_name[op.operands[0]]
+        if op.opcode != "get-tuple-element" or op.element != number:
             continue
-        if body.by_name[each.operands[0]].opcode == "parameter":
-            kept.add(number)
-    return frozenset(kept)
+        if body.by_name[op.operands[0]].opcode == "parameter":
+            unchanged.add(number)
+    return frozenset(unchanged)
 
 
 def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Instruction]:
-    """Schedules the instructions that run by themselves for little memory."""
+    """Schedules the instructions with buffers of their own for little memory."""
     scheduled = buffers.scheduled()
-    place = {each.name: number for number, each in enumerate(scheduled)}
+    place = {op.name: number for number, op in enumerate(scheduled)}
     reached: dict[str, frozenset[str]] = {}  # by name, what a value is computed from directly
     users: dict[str, list[str]] = {}
     waiting: dict[str, int] = {}  # by name, how many others must run before
-    for each in inside.instructions:
-        before = frozenset().union(*(reached[name] for name in each.inputs))
-        reached[each.name] = before
-        if each.name in place:
-            reached[each.name] = frozenset({each.name})
-            waiting[each.name] = len(before)
-            for other in before:
-                users.setdefault(other, []).append(each.name)
-    reads = {each.name: buffers.needed(each) for each in scheduled}
+    for op in inside.instructions:
+        origins = frozenset().union(*(reached[name] for name in op.inputs))
+        reached[op.name] = origins
+        if op.name in place:
+            reached[op.name] = frozenset({op.name})
+            waiting[op.name] = len(origins)
+            for origin in origins:
+                users.setdefault(origin, []).append(op.name)
+    reads = {op.name: buffers.needed(op) for op in scheduled}
     left: dict[str, set[str]] = {}  # by buffer, what is still to read it
     for name, read in reads.items():
         for buffer in read:
@@ -197,8 +199,10 @@ def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Ins
             left.setdefault(buffer, set()).add("")  # the result is needed by who called
 
     def cost(name: str) -> int:
-        own = {b for e in buffers.elements[name] for b in e if b.partition("#")[0] == name}
-        fills = sum(buffers.sizes.get(buffer, 0) for buffer in own)
+        buffers_of_op = {
+            b for e in buffers.elements[name] for b in e if b.partition("#")[0] == name
+        }
+        fills = sum(buffers.sizes.get(buffer, 0) for buffer in buffers_of_op)
         frees = sum(buffers.sizes.get(b, 0) for b in reads[name] if left[b] == {name})
         return fills - frees
 
@@ -207,15 +211,15 @@ def least_memory_schedule(inside: Computation, buffers: BufferTable) -> list[Ins
     order: dict[str, Instruction] = {}
     while ready:
         _, number = heapq.heappop(ready)
-        each = scheduled[number]
-        if each.name in order:
+        op = scheduled[number]
+        if op.name in order:
             continue
-        order[each.name] = each
-        changed = set(users.get(each.name, []))
+        order[op.name] = op
+        changed = set(users.get(op.name, []))
         for user in changed:
             waiting[user] -= 1
-        for buffer in reads[each.name]:
-            left[buffer].discard(each.name)
+        for buffer in reads[op.name]:
+            left[buffer].discard(op.name)
             if len(left[buffer]) == 1:
                 changed |= left[buffer] - {""}
         for name in changed:
@@ -229,70 +233,71 @@ _DONOR = re.compile(r"\((\d+), *\{[^}]*\}\)")
 
 
 def aliases(program: Program) -> dict[int, int]:
-    """Returns the argument whose memory a result takes, by number."""
+    """Returns the argument aliased by each result, by number."""
 
     def value(key: str) -> str:
-        _, _, rest = program.header.partition(key)
-        return rest[: balanced(rest, 0)]
+        _, _, tail = program.header.partition(key)
+        return tail[: balanced(tail, 0)]
 
     pairs = _ALIAS.findall(value("input_output_alias="))
-    found = {int(result or 0): int(argument) for result, argument in pairs}
+    argument_of = {int(result or 0): int(argument) for result, argument in pairs}
     # The compiler chooses for other donated arguments; XLA takes the first result of the type.
     for argument in map(int, _DONOR.findall(value("buffer_donor="))):
         shapes = program.main.parameters[argument].shapes
         for result, shape in enumerate(program.main.root.shapes):
-            if result not in found and shapes == (shape,):
-                found[result] = argument
+            if result not in argument_of and shapes == (shape,):
+                argument_of[result] = argument
                 break
-    return found
+    return argument_of
 
 
 def likely_updates(program: Program) -> dict[int, int]:
-    """Returns the argument that a result likely updates, by number."""
+    """Returns the argument likely updated by each result, by number."""
     # A result that takes the place of an argument is its next value. Of the others, those of one
     # type are taken to be the next values, or the gradients, of the arguments of this type, in
     # order, if there are as many; else nothing is guessed.
-    found = aliases(program)
-    taken = set(found.values())
+    argument_of = aliases(program)
+    aliased = set(argument_of.values())
     results: dict[tuple[ArrayShape, ...], list[int]] = {}
     arguments: dict[tuple[ArrayShape, ...], list[int]] = {}
     for number, shape in enumerate(program.main.root.shapes):
-        if number not in found:
+        if number not in argument_of:
             results.setdefault((shape,), []).append(number)
-    for number, each in sorted(program.main.parameters.items()):
-        if number not in taken:
-            arguments.setdefault(each.shapes, []).append(number)
+    for number, op in sorted(program.main.parameters.items()):
+        if number not in aliased:
+            arguments.setdefault(op.shapes, []).append(number)
     for shapes, numbers in results.items():
         if len(numbers) == len(arguments.get(shapes, ())):
-            found.update(zip(numbers, arguments[shapes], strict=True))
-    return found
+            argument_of.update(zip(numbers, arguments[shapes], strict=True))
+    return argument_of
 
 
 def peak_bytes(program: Program) -> int:
     """Estimates a partitioned program's peak memory, arguments and results included."""
-    arguments = sum(each.bytes for each in program.main.parameters.values())
+    arguments = sum(parameter.bytes for parameter in program.main.parameters.values())
     return arguments + _most(program, program.main, placed=frozenset(aliases(program)))
 
 
 def _most(
     program: Program,
     inside: Computation,
-    own: frozenset[int] | None = None,  # of a loop's body, elements of the state that it keeps
+    own_elements: frozenset[int]
+    | None = None,  # of a loop's body, elements of the state that it keeps
     placed: frozenset[int] = frozenset(),  # results that take the place of something given
 ) -> int:
-    """The peak of a computation, beyond what it is given."""
-    kept: dict[str, frozenset[int]] = {}
+    """The peak of a computation, beyond its arguments."""
+    kept_by_loop: dict[str, frozenset[int]] = {}
     within: dict[str, int] = {}  # what computations take that an instruction calls
-    for each in inside.instructions:
-        within[each.name] = 0
-        if each.opcode == "while":
-            body = program.computations[each.computations("body")[0]]
-            kept[each.name] = kept_elements(body)
-            within[each.name] = _most(program, body, kept[each.name])
-        elif each.opcode in ("call", "conditional"):
-            names = (*called(each), *branches(each))
-            within[each.name] = max(_most(program, program.computations[name]) for name in names)
-    buffers = BufferTable(inside, kept, own)
+    for op in inside.instructions:
+        within[op.name] = 0
+        if op.opcode == "while":
+            body = program.computations[op.computations("body")[0]]
+            kept_by_loop[op.name] = kept_elements(body)
+            within[op.name] = _most(program, body, kept_by_loop[op.name])
+        elif op.opcode in ("call", "conditional"):
+            names = (*called(op), *branches(op))
+            within[op.name] = max(_most(program, program.computations[name]) for name in names)
+    buffers = BufferTable(inside, kept_by_loop, own_elements)
     results = buffers.elements[inside.root.name]
     sizes = dict(buffers.sizes)
     for number in placed:
@@ -311,10 +316,10 @@ def _peak(
     """The most bytes at a time if instructions run in an order."""
     begins = dict.fromkeys(buffers.sizes, -1)  # before the first
     ends: dict[str, int] = {}
-    for place, each in enumerate(order):
-        ends.update(dict.fromkeys(buffers.needed(each), place))
-        for buffer in frozenset().union(*buffers.elements[each.name]):
-            if buffer.partition("#")[0] == each.name:
+    for place, op in enumerate(order):
+        ends.update(dict.fromkeys(buffers.needed(op), place))
+        for buffer in frozenset().union(*buffers.elements[op.name]):
+            if buffer.partition("#")[0] == op.name:
                 begins[buffer] = place
             ends.setdefault(buffer, place)
     for element in buffers.elements[inside.root.name]:
@@ -325,9 +330,9 @@ def _peak(
         begun[place] += sizes[buffer]
         if buffer in ends:
             ended[ends[buffer]] += sizes[buffer]
-    given = live = most = begun[-1]
-    for place, each in enumerate(order):
-        reused = min(begun[place], ended[place]) if each.opcode == "all-reduce" else 0
-        most = max(most, live + begun[place] - reused + within[each.name])
+    argument_bytes = live = most = begun[-1]
+    for place, op in enumerate(order):
+        reused = min(begun[place], ended[place]) if op.opcode == "all-reduce" else 0
+        most = max(most, live + begun[place] - reused + within[op.name])
         live += begun[place] - ended[place]
-    return most - given
+    return most - argument_bytes

@@ -82,13 +82,13 @@ def bits(dtype: str) -> int:
         return 0
     if dtype in _BITS:
         return _BITS[dtype]
-    found = _BITS_OF_NAME.match(dtype)
-    if found is None:
+    match = _BITS_OF_NAME.match(dtype)
+    if match is None:
         raise HloReadError(
             f"The program holds an array of dtype {dtype!r}, which is not known, so its bytes "
             "cannot be counted."
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def shapes(text: str) -> tuple[ArrayShape, ...]:
@@ -96,7 +96,7 @@ def shapes(text: str) -> tuple[ArrayShape, ...]:
     if "/*" in text:
         text = re.sub(r"/\*.*?\*/", "", text)
     return tuple(
-        ArrayShape(dtype, tuple(int(each.strip("<= ")) for each in dims.split(",")) if dims else ())
+        ArrayShape(dtype, tuple(int(size.strip("<= ")) for size in dims.split(",")) if dims else ())
         for dtype, dims in _ARRAY.findall(text)
     )
 
@@ -104,14 +104,14 @@ def shapes(text: str) -> tuple[ArrayShape, ...]:
 def balanced(text: str, start: int) -> int:
     """Returns the position after a closing bracket, or -1."""
     depth = 0
-    for found in _TOKEN.finditer(text, start):
-        token = found[0]
+    for match in _TOKEN.finditer(text, start):
+        token = match[0]
         if token in "({[":
             depth += 1
         elif token in ")}]":
             depth -= 1
             if depth == 0:
-                return found.end()
+                return match.end()
     return -1
 
 
@@ -127,8 +127,8 @@ def attribute(text: str, key: str) -> str | None:
 
 def op_name(text: str) -> str:
     """Returns the traced operation in an instruction's metadata, or ""."""
-    found = _OP_NAME.search(text)
-    return _ESCAPED.sub(r"\1", found[1]) if found else ""
+    match = _OP_NAME.search(text)
+    return _ESCAPED.sub(r"\1", match[1]) if match else ""
 
 
 def _items(text: str) -> Iterator[str]:
@@ -140,16 +140,16 @@ def _items(text: str) -> Iterator[str]:
 
 
 def _top_commas(text: str) -> Iterator[int]:
-    """Yields where the commas are that are outside brackets, quotes and comments."""
+    """Yields the places of commas outside brackets, quotes and comments."""
     depth = 0
-    for found in _TOKEN.finditer(text):
-        token = found[0]
+    for match in _TOKEN.finditer(text):
+        token = match[0]
         if token in "({[":
             depth += 1
         elif token in ")}]":
             depth -= 1
         elif token == "," and depth == 0:
-            yield found.start()
+            yield match.start()
 
 
 _ROW = re.compile(r"^(\d+) (.*)$")
@@ -186,15 +186,15 @@ class _Frames:
     def source(self, frame: int) -> str:
         """Returns the source, such as ``"model.py:12"``; "" of an unknown frame."""
         if frame not in self._sources:
-            stack, seen, here = [], set(), frame
-            while here in self._places and here not in seen:
-                seen.add(here)
-                file, line = self._places[here]
+            stack, seen, frame_id = [], set(), frame
+            while frame_id in self._places and frame_id not in seen:
+                seen.add(frame_id)
+                file, line = self._places[frame_id]
                 if file and line is not None:
                     stack.append((file, line))
-                here = self._parents[here]
-            own = [place for place in stack if not _is_library(place[0])]
-            best = own or [place for place in stack if "/shardax/" in place[0]] or stack
+                frame_id = self._parents[frame_id]
+            user_places = [place for place in stack if not _is_library(place[0])]
+            best = user_places or [place for place in stack if "/shardax/" in place[0]] or stack
             self._sources[frame] = _line_name(*best[0]) if best else ""
         return self._sources[frame]
 
@@ -204,14 +204,14 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def _is_library(file: str) -> bool:
-    found = _LIBRARY.search(file)
-    return found is not None and not found["path"].startswith("shardax/models/")
+    match = _LIBRARY.search(file)
+    return match is not None and not match["path"].startswith("shardax/models/")
 
 
 def _line_name(file: str, line: int) -> str:
     """A line after its file's name, or its path in a library."""
-    found = _LIBRARY.search(file)
-    return f"{found['path'] if found else file.rpartition('/')[2]}:{line}"
+    match = _LIBRARY.search(file)
+    return f"{match['path'] if match else file.rpartition('/')[2]}:{line}"
 
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
@@ -264,7 +264,7 @@ class Instruction:
         return attribute(self.attributes, key) if f"{key}=" in self.attributes else None
 
     def computations(self, *keys: str) -> tuple[str, ...]:
-        """Returns the names of computations that attributes name.
+        """Returns the names of computations in attributes.
 
         Args:
             *keys: Names of attributes, such as ``"calls"`` or ``"branch_computations"``.
@@ -279,7 +279,7 @@ class Instruction:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the instructions whose results it takes."""
+        """Names of the instructions behind its operands."""
         return () if self.opcode in ("parameter", "constant") else self.operands
 
     @property
@@ -289,18 +289,18 @@ class Instruction:
 
     @property
     def call_target(self) -> str:
-        """Of a ``custom-call`` the name of what it calls."""
+        """The name of a ``custom-call``'s target."""
         return (self.attribute("custom_call_target") or "").strip('"')
 
     @property
     def bytes(self) -> int:
         """Bytes of all its results."""
-        return sum(each.bytes for each in self.shapes)
+        return sum(shape.bytes for shape in self.shapes)
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions that run together.
+    """A computation of a module: instructions in order.
 
     Attributes:
         name: Its name in the program.
@@ -320,12 +320,12 @@ class Computation:
     @cached_property
     def by_name(self) -> Mapping[str, Instruction]:
         """Its instructions by name."""
-        return {each.name: each for each in self.instructions}
+        return {op.name: op for op in self.instructions}
 
     @cached_property
     def root(self) -> Instruction:
-        """The instruction whose result is the computation's."""
-        return next((each for each in self.instructions if each.is_root), self.instructions[-1])
+        """The instruction with the computation's result."""
+        return next((op for op in self.instructions if op.is_root), self.instructions[-1])
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
@@ -334,15 +334,15 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Those that take the result of each instruction, in order."""
-        found: dict[str, list[Instruction]] = {each.name: [] for each in self.instructions}
+        """Users of each instruction's result, in order."""
+        users: dict[str, list[Instruction]] = {op.name: [] for op in self.instructions}
         for user in self.instructions:
             for name in dict.fromkeys(user.inputs):
-                found[name].append(user)
-        return {name: tuple(users) for name, users in found.items()}
+                users[name].append(user)
+        return {name: tuple(user_ops) for name, user_ops in users.items()}
 
     def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        """Returns the instructions that one takes its operands from."""
+        """Returns the instructions behind the operands of one."""
         return tuple(self.by_name[name] for name in instruction.operands if name in self.by_name)
 
 
@@ -368,22 +368,22 @@ class Program:
 
     @property
     def main(self) -> Computation:
-        """The computation that runs first."""
+        """The entry computation."""
         return self.computations[self.entry]
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """Lines of model code by the traced operation that comes from them."""
+        """Lines of model code by traced operation."""
         return {
-            each.op_name: each.source
+            op.op_name: op.source
             for inside in self.computations.values()
-            for each in inside.instructions
-            if each.op_name and each.source
+            for op in inside.instructions
+            if op.op_name and op.source
         }
 
     @property
     def device_count(self) -> int:
-        """How many devices run it together."""
+        """Number of devices of the program."""
         counts = [pattern.search(self.header) for pattern in (_PARTITIONS, _REPLICAS)]
         return math.prod(int(count[1]) for count in counts if count)
 
@@ -462,26 +462,26 @@ def parse(text: str) -> Program:
 
 
 def _begun_with_operands(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Yields instructions; what starts without operands starts where it gets them."""
-    given = {
-        each.operands[0]: each
-        for each in instructions
-        if each.opcode == "async-update" and len(each.operands) > 1
+    """Yields instructions, starts without operands moved to their operands."""
+    updates = {
+        op.operands[0]: op
+        for op in instructions
+        if op.opcode == "async-update" and len(op.operands) > 1
     }
-    starts = {each.name: each for each in instructions if each.name in given and not each.operands}
-    for each in instructions:
-        start = starts.get(each.operands[0]) if each.operands else None
-        if start and each is given[start.name]:
-            operands = each.operands[1:]
-            yield dataclasses.replace(start, name=each.name, shapes=each.shapes, operands=operands)
-        elif each.name not in starts:
-            yield each
+    starts = {op.name: op for op in instructions if op.name in updates and not op.operands}
+    for op in instructions:
+        start = starts.get(op.operands[0]) if op.operands else None
+        if start and op is updates[start.name]:
+            operands = op.operands[1:]
+            yield dataclasses.replace(start, name=op.name, shapes=op.shapes, operands=operands)
+        elif op.name not in starts:
+            yield op
 
 
 def _elements(name: str, types: dict[str, str], line: str, number: int) -> Iterator[Instruction]:
-    """Yields the instructions that take ``%loop#1`` out of a tuple, once."""
-    source, found, index = name.rpartition("#")
-    if not found or name in types:
+    """Yields the instructions for ``%loop#1``, an element of a tuple, once."""
+    source, separator, index = name.rpartition("#")
+    if not separator or name in types:
         return
     yield from _elements(source, types, line, number)
     text = types.get(source, "")
@@ -496,10 +496,10 @@ def _elements(name: str, types: dict[str, str], line: str, number: int) -> Itera
 
 def _instruction(line: str, number: int, frames: _Frames) -> tuple[Instruction, str]:
     """Reads an instruction, and the text of its type."""
-    found = _INSTRUCTION.match(line)
-    if found is None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         raise _unread("an instruction", line, number)
-    place = found.end()
+    place = match.end()
     end = balanced(line, place) if line.startswith("(", place) else line.find(" ", place)
     opcode = _OPCODE.match(line, end) if end > 0 else None
     close = balanced(line, opcode.end() - 1) if opcode else -1
@@ -519,14 +519,14 @@ def _instruction(line: str, number: int, frames: _Frames) -> tuple[Instruction, 
     if opcode[1] == "call-start":
         attributes = attributes.replace("to_apply=", "calls=", 1)
     read = Instruction(
-        found[2],
+        match[2],
         _IN_FULL.get(opcode[1], opcode[1]),
         shapes(line[place:end]),
         tuple(operands),
         attributes,
         origin,
         source,
-        bool(found[1]),
+        bool(match[1]),
         inside if is_constant else "",
     )
     return read, line[place:end]
@@ -534,23 +534,23 @@ def _instruction(line: str, number: int, frames: _Frames) -> tuple[Instruction, 
 
 def _origin(attributes: str, frames: _Frames) -> tuple[str, str]:
     """The traced operation and the source line of an instruction."""
-    found = _METADATA.search(attributes)
-    if found is None:
+    metadata = _METADATA.search(attributes)
+    if metadata is None:
         return "", ""
-    frame = _FRAME.search(found[1])
+    frame = _FRAME.search(metadata[1])
     source = frames.source(int(frame[1])) if frame else ""
-    file, line = _FILE.search(found[1]), _LINE.search(found[1])
+    file, line = _FILE.search(metadata[1]), _LINE.search(metadata[1])
     if not source and file and line:
         source = _line_name(file[1], int(line[1]))
-    return op_name(found[1]), source
+    return op_name(metadata[1]), source
 
 
 def _check_whole(inside: Computation) -> None:
-    for each in inside.instructions:
-        missing = [name for name in each.operands if name not in inside.by_name]
-        if missing and each.opcode != "parameter":
+    for op in inside.instructions:
+        missing = [name for name in op.operands if name not in inside.by_name]
+        if missing and op.opcode != "parameter":
             raise HloReadError(
-                f"{each.opcode} {each.name!r} takes {missing[0]!r}, which is not in computation "
+                f"{op.opcode} {op.name!r} takes {missing[0]!r}, which is not in computation "
                 f"{inside.name!r}; the text is cut or changed."
             )
     if sorted(inside.parameters) != list(range(len(inside.parameters))):
@@ -560,10 +560,10 @@ def _check_whole(inside: Computation) -> None:
         )
 
 
-def _unread(what: str, line: str, number: int) -> HloReadError:
-    shown = line.strip()
-    shown = shown if len(shown) <= 120 else f"{shown[:117]}..."
+def _unread(expected: str, line: str, number: int) -> HloReadError:
+    excerpt = line.strip()
+    excerpt = excerpt if len(excerpt) <= 120 else f"{excerpt[:117]}..."
     return HloReadError(
-        f"Line {number} of the program should be {what}, but cannot be read: {shown!r}. The text "
-        "is cut or changed, or a version of XLA printed it that shardax does not know."
+        f"Line {number} of the program should be {expected}, but cannot be read: {excerpt!r}. The "
+        "text is cut or changed, or a version of XLA printed it that shardax does not know."
     )

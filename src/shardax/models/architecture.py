@@ -65,7 +65,7 @@ _ADVICE = "sx.train.checkpoint.save(model, folder) saves any model as it is."
 
 
 class LayerPlace(NamedTuple):
-    """A layer of a model, which may stand in a stack."""
+    """A layer of a model, alone or in a stack."""
 
     module: Any
     path: Path
@@ -83,7 +83,7 @@ class ParameterPlace(NamedTuple):
 
 
 def config_of(model: Any) -> TransformerConfig:
-    """Returns the config that a model was made of."""
+    """Returns the config of a model."""
     config = getattr(model, "config", None)
     parts = getattr(config, "transformer", config)
     if not isinstance(parts, TransformerConfig) or not isinstance(model, Transformer):
@@ -107,8 +107,8 @@ def layers_of(model: Any) -> list[LayerPlace]:
             place = (*path, "layers", kind) if in_block else path
             same = tuple(range(kind, count, len(block)))
             places.append(LayerPlace(block[kind], place, same, index // len(block)))
-        rest = getattr(model, "rest", None) or []
-        for index, layer in enumerate(rest):
+        remaining = getattr(model, "rest", None) or []
+        for index, layer in enumerate(remaining):
             places.append(LayerPlace(layer, ("rest", index), (count + index,), None))
     elif isinstance(layers, Sequence):
         places = [
@@ -144,11 +144,11 @@ def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
     read = _reread(family, content)
     differing = _differences(config, read)
     if differing:
-        kind, other = content["model_type"], _other_family(config)
+        kind, other_family = content["model_type"], _other_family(config)
         advice = (
             ""
-            if other is None
-            else f" As a {other} it can be written: model.config = dataclasses.replace("
+            if other_family is None
+            else f" As a {other_family} it can be written: model.config = dataclasses.replace("
             f"model.config, source=None)."
         )
         raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"], advice)
@@ -171,24 +171,24 @@ def parameter_places(model: Any, config: TransformerConfig) -> list[ParameterPla
     comparison.compare(model, built, LayerPlace(model, (), (), None), ("layers", "rest"))
     for index, place in enumerate(layers_of(model)):
         comparison.compare(place.module, built.layers[index], place, (), ("layers", index))
-    held = {id(place.variable) for place in comparison.places}
+    placed_ids = {id(place.variable) for place in comparison.places}
     for path, variable in iter_variables(model):
         kind = getattr(variable, "variable_type", type(variable))
         is_named = any(path[: len(above)] == above for above in comparison.wrong)
-        if id(variable) not in held and not is_named and not issubclass(kind, _RECORDS):
+        if id(variable) not in placed_ids and not is_named and not issubclass(kind, _RECORDS):
             comparison.wrong[path] = "has no tensor in its family"
     if comparison.wrong:
-        problems = [f"{format_path(path)} {what}" for path, what in comparison.wrong.items()]
+        problems = [f"{format_path(path)} {reason}" for path, reason in comparison.wrong.items()]
         raise refused(problems, comparison.advice)
     return comparison.places
 
 
 def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
     """Returns the error of a model without a published form."""
-    shown = "; ".join(problems[:8])
+    listed = "; ".join(problems[:8])
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
     return PretrainedError(
-        f"The model cannot be written as a published one, and nothing was written: {shown}{more}."
+        f"The model cannot be written as a published one, and nothing was written: {listed}{more}."
         f"{advice} {_ADVICE}"
     )
 
@@ -378,7 +378,7 @@ def _said(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _written(family: Family, content: Mapping[str, Any], config: TransformerConfig) -> Any:
-    """Returns a ``config.json`` that is changed to say a config."""
+    """Returns a ``config.json``, changed to a config."""
     # Fields that cannot say it stay as they are: callers read the result back and compare.
     read, result = family.config(content, "config.json"), dict(content)
     names = family.fields_read(content)
@@ -457,15 +457,15 @@ def _local_layers(family: Family, content: Mapping[str, Any]) -> list[bool] | No
 
 def _architecture(family: Family, config: TransformerConfig, content: Mapping[str, Any]) -> str:
     """Returns the architecture with the head of a config."""
-    parts = sorted({name for each in family.architectures.values() for name in each} | {"head"})
+    parts = sorted({name for names in family.architectures.values() for name in names} | {"head"})
     defaults = {f.name: f.default for f in fields(config)}
 
     def fits(name: str) -> bool:
         says = {**defaults, **family.fixed, **family.architectures[name]}
-        wanted = [part for part in parts if part != "tied_head" or config.head == "tokens"]
+        required = [part for part in parts if part != "tied_head" or config.head == "tokens"]
         if "tie_word_embeddings" in family.fields:
-            wanted = [part for part in wanted if part != "tied_head"]
-        return all(says[part] == getattr(config, part) for part in wanted)
+            required = [part for part in required if part != "tied_head"]
+        return all(says[part] == getattr(config, part) for part in required)
 
     names = [*(content.get("architectures") or ()), *family.architectures]
     return next((name for name in names if name in family.architectures and fits(name)), names[0])
@@ -557,7 +557,7 @@ class _ArchitectureCheck:
         path: Path = (),
         within: Path = (),
     ) -> None:
-        """Compares a Module with the built one, and what is below them."""
+        """Compares a Module with the built one, and their parts."""
         where = (*place.path, *within)
         if self._is_another_class(module, built, where):
             return
@@ -581,7 +581,7 @@ class _ArchitectureCheck:
     def _take(
         self, variable: Any, expected: Any, place: LayerPlace, path: Path, within: Path
     ) -> None:
-        """Notes a parameter, or what is wrong with it."""
+        """Notes a parameter, or its fault."""
         where = (*place.path, *within)
         if not isinstance(variable, Variable):
             self.wrong[where] = f"is {_text(variable)}, not a Param"

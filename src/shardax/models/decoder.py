@@ -105,9 +105,9 @@ class DecoderConfig:
 
     @property
     def transformer(self) -> TransformerConfig:
-        """The config of the ``Transformer`` that it is."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TransformerConfig(rope=Rope(own.pop("rope_base")), **own)
+        """The config of the ``Transformer``."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return TransformerConfig(rope=Rope(options.pop("rope_base")), **options)
 
 
 class DecoderLayer(TransformerLayer):

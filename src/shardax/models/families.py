@@ -25,12 +25,12 @@ from shardax.models.family import ACTIVATION_NAMES, Family, PretrainedError, Tak
 
 
 def _windows(take: Taker, layers: Callable[[int, int], bool]) -> dict[str, Any]:
-    """Reads the window, and which layers have it."""
+    """Reads the window, and its layers."""
     window, types = take("sliding_window", None), take("layer_types", None)
     count = take("num_hidden_layers")
     if types is not None:
-        others = sorted(set(types) - {"full_attention", "sliding_attention"})
-        if others or len(types) != count:
+        unknown_types = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if unknown_types or len(types) != count:
             raise PretrainedError(
                 f"layer_types={brief(types)} is not supported for {count} layers, only "
                 f"'full_attention' or 'sliding_attention' for each"
@@ -44,7 +44,7 @@ def _windows(take: Taker, layers: Callable[[int, int], bool]) -> dict[str, Any]:
 
 
 def _window(take: Taker) -> dict[str, Any]:
-    """Reads the window of a family whose layers are all alike."""
+    """Reads the window of a family with equal layers."""
     window, types = take("sliding_window", None), take("layer_types", None)
     kind = "full_attention" if window is None else "sliding_attention"
     if types is not None and set(types) != {kind}:
@@ -86,16 +86,16 @@ def _experts(take: Taker) -> dict[str, Any]:
 
 
 def _gemma(take: Taker, name: str = "hidden_activation") -> dict[str, Any]:
-    """Reads what the Gemmas share; ``name`` is the field of the activation."""
+    """Reads the common fields of Gemma; ``name`` is the activation's."""
     size, activation = take("hidden_size"), take(name)
-    beside = take({"hidden_act", "hidden_activation"}.difference([name]).pop(), None)
-    names = {each for each in (activation, beside) if each is not None}
+    alias = take({"hidden_act", "hidden_activation"}.difference([name]).pop(), None)
+    names = {function for function in (activation, alias) if function is not None}
     # The first files say "gelu" and mean its approximation, as transformers reads them.
-    names = {"gelu_pytorch_tanh" if each == "gelu" else each for each in names}
-    functions = {ACTIVATION_NAMES.get(each) for each in names}
+    names = {"gelu_pytorch_tanh" if function == "gelu" else function for function in names}
+    functions = {ACTIVATION_NAMES.get(function) for function in names}
     if len(functions) != 1 or None in functions:
         raise PretrainedError(
-            f"{name}={brief(activation)} beside {brief(beside)} is not supported: write "
+            f"{name}={brief(activation)} beside {brief(alias)} is not supported: write "
             f"{name}='gelu_pytorch_tanh' alone"
         )
     return {"activation": functions.pop(), "embed_scale": size**0.5}
@@ -141,18 +141,18 @@ def _gemma3(take: Taker) -> dict[str, Any]:
 
 def _neox(take: Taker) -> dict[str, Any]:
     older = {"base": take("rotary_emb_base", 10_000.0), "fraction": take("rotary_pct", 0.25)}
-    beside = {"rope_theta": take("rope_theta", None)}
-    beside["partial_rotary_factor"] = take("partial_rotary_factor", None)
+    old_fields = {"rope_theta": take("rope_theta", None)}
+    old_fields["partial_rotary_factor"] = take("partial_rotary_factor", None)
 
     def without(name: str, *default: Any) -> Any:
-        return None if name in beside else take(name, *default)
+        return None if name in old_fields else take(name, *default)
 
     rope = read_rope(without, None, **older)
-    for name, value in zip(beside, (rope.base, rope.fraction), strict=True):
-        if beside[name] not in (None, value):
+    for name, value in zip(old_fields, (rope.base, rope.fraction), strict=True):
+        if old_fields[name] not in (None, value):
             raise PretrainedError(
-                f"{name}={beside[name]!r} is not supported, as transformers takes no notice of it: "
-                f"write rope_parameters={{{name!r}: {beside[name]!r}}}"
+                f"{name}={old_fields[name]!r} is not supported, as transformers takes no notice of "
+                f"it: write rope_parameters={{{name!r}: {old_fields[name]!r}}}"
             )
     return {"rope": rope, "parallel": take("use_parallel_residual")}
 
@@ -271,9 +271,14 @@ head.bias | {h}.bias | v
 def _table(*parts: str, **names: str) -> str:
     p = names.pop("p", "model.")
     layer = p + "layers.#."
-    given = {"p": p, "l": layer, "a": layer + "self_attn.", "o": "o_proj", "e": "embed_tokens"}
-    given |= {"n": "norm", "h": "lm_head", "u": layer + "mlp.up_proj", "d": layer + "mlp.down_proj"}
-    return "".join(parts).format(**{**given, **names})
+    templates = {"p": p, "l": layer, "a": layer + "self_attn.", "o": "o_proj", "e": "embed_tokens"}
+    templates |= {
+        "n": "norm",
+        "h": "lm_head",
+        "u": layer + "mlp.up_proj",
+        "d": layer + "mlp.down_proj",
+    }
+    return "".join(parts).format(**{**templates, **names})
 
 
 _LLAMA_TENSORS = _table(_ENDS, _NORMS, _ATTENTION, _GATED_MLP, _PLAIN_MLP)
@@ -732,7 +737,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "vit": Family(
         {
-            **{name: there for name, there in _ENCODER_FIELDS.items() if name != "vocab_size"},
+            **{name: targets for name, targets in _ENCODER_FIELDS.items() if name != "vocab_size"},
             "image_size": "image_size",
             "patch_size": "patch_size",
             "num_channels": "channels",
@@ -785,24 +790,24 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
         ...     harmless=["my_note"],
         ... )
     """
-    known = {each.name: each for each in dataclasses.fields(Family)}
-    wrong = sorted(set(parts) - set(known))
+    parts_of_family = {field.name: field for field in dataclasses.fields(Family)}
+    wrong = sorted(set(parts) - set(parts_of_family))
     base = find_family(like, "like") if like is not None else None
     missing = [name for name in ("fields", "tensors") if base is None and name not in parts]
     if wrong or missing:
         raise PretrainedError(
             f"register({model_type!r}) was given {', '.join(wrong) or 'nothing unknown'}, and "
             f"lacks {', '.join(missing) or 'nothing'}. The parts of a family are "
-            f"{', '.join(known)}; with like='llama' those left out are llama's."
+            f"{', '.join(parts_of_family)}; with like='llama' those left out are llama's."
         )
     if base is not None:
         for name, value in parts.items():
-            own = getattr(base, name)
-            if isinstance(own, Mapping):
-                parts[name] = {**own, **value}
+            base_part = getattr(base, name)
+            if isinstance(base_part, Mapping):
+                parts[name] = {**base_part, **value}
             elif name in ("harmless", "buffers"):
-                parts[name] = (*own, *value)
-        parts = {**{name: getattr(base, name) for name in known}, **parts}
+                parts[name] = (*base_part, *value)
+        parts = {**{name: getattr(base, name) for name in parts_of_family}, **parts}
     FAMILIES[model_type] = Family(**parts)
 
 

@@ -93,7 +93,7 @@ def activation_name(function: Any) -> str | None:
 
 
 def published_activation(name: str) -> str:
-    """Returns how ``config.json`` names an activation of ``TransformerConfig``."""
+    """Returns the name in ``config.json`` of an activation."""
     published = {"exact_gelu": "gelu", "gelu": "gelu_pytorch_tanh"}
     return published.get(name, name)
 
@@ -194,7 +194,7 @@ def type_problem(name: str, value: Any, target: str | None = None) -> str | None
 
 
 def brief(value: Any) -> str:
-    """Returns the ``repr`` of a value, cut where it is long."""
+    """Returns the ``repr`` of a value, cut if long."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested deeply, or an integer of many digits
@@ -216,7 +216,7 @@ Taker = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a type of models."""
+    """A type of published models."""
 
     # By field of ``config.json`` those of ``TransformerConfig`` that it sets, separated by spaces.
     fields: Mapping[str, str]
@@ -325,7 +325,7 @@ class _Reading:
     def _of_field(self, name: str, targets: list[str]) -> dict[str, Any]:
         value = self.take(name)
         if name in self.content:
-            for problem in filter(None, (type_problem(name, value, each) for each in targets)):
+            for problem in filter(None, (type_problem(name, value, target) for target in targets)):
                 self._note(problem)
                 return {}
         if "activation" in targets:
@@ -341,18 +341,18 @@ class _Reading:
         if self.tensors is None:
             return
         layers, experts = values.get("num_layers", 0), values.get("num_experts", 0)
-        for count, least, what in (
+        for count, least, counts in (
             (layers, _FEW_LAYERS, f"{layers} layers"),
             (layers * experts, _FEW_EXPERTS, f"{layers} layers of {experts} experts"),
         ):
             if type(count) is int and count > max(self.tensors, least):
                 raise PretrainedError(
-                    f"{self.where} says that the model has {what}, but its files have "
+                    f"{self.where} says that the model has {counts}, but its files have "
                     f"{self.tensors} tensors in all. Download or save the model again."
                 )
 
     def _check_others(self) -> None:
-        """Notes fields that the family does not read, unless they change nothing."""
+        """Notes fields not read by the family, unless they change nothing."""
         family, neutral = self.family, {**NEUTRAL, **self.family.neutral}
         harmless, unknown = HARMLESS | set(family.harmless), []
         for name, value in self.content.items():
@@ -480,7 +480,7 @@ def read_rope(
 
 
 def _rope_problems(kind: str, numbers: Mapping[str, Any]) -> list[str]:
-    """Returns what would divide by zero."""
+    """Returns the fields with a division by zero."""
     problems = []
     if numbers["partial_rotary_factor"] > 1:
         problems.append(f"partial_rotary_factor={numbers['partial_rotary_factor']!r} is above 1")

@@ -46,7 +46,7 @@ class GenerationError(ShardaxError, ValueError):
 
 
 class _Filters(NamedTuple):
-    """Options that are part of the program."""
+    """Static options of the program."""
 
     greedy: bool
     top_k: int | None
@@ -56,7 +56,7 @@ class _Filters(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """What goes from token to token, one row per prompt."""
+    """State from token to token, one row per prompt."""
 
     step: jax.Array  # how many tokens were added
     added: jax.Array  # (batch, bucket), -1 after a row has stopped
@@ -152,7 +152,7 @@ def generate(
 
 
 class _Steps:
-    """One generation: its cache and how far it is."""
+    """One generation: its cache and progress."""
 
     def __init__(
         self, model: Any, rows: list[np.ndarray], limit: int, filters: _Filters, numbers: Any
@@ -161,7 +161,7 @@ class _Steps:
         self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
 
     def run(self) -> np.ndarray:
-        """Returns what was added, -1 where a row has ended."""
+        """Returns the added tokens, -1 after a row's end."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
         with self._scope():
@@ -206,24 +206,24 @@ class _Steps:
         cache = self.model.make_cache(len(self.rows), length + room)
         mesh = resolve_mesh()
         cache = cache if mesh is None else shard(cache, mesh, current_rules())
-        given = (tokens, mask, self.numbers)
-        return cache, _first(self.model, cache, *given, room=room, filters=self.filters)
+        arguments = (tokens, mask, self.numbers)
+        return cache, _first(self.model, cache, *arguments, room=room, filters=self.filters)
 
     def _advance(self, cache: Any, progress: _Progress, limit: int) -> _Progress:
-        given = (progress, np.int32(limit), self.numbers)
-        return _others(self.model, cache, *given, filters=self.filters)
+        arguments = (progress, np.int32(limit), self.numbers)
+        return _others(self.model, cache, *arguments, filters=self.filters)
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
         """Enters the model's mesh, with rules for the cache."""
-        found: dict[str, Any] = {"kv_heads": None, "head_dim": None, "layers": None}
+        entries: dict[str, Any] = {"kv_heads": None, "head_dim": None, "layers": None}
         mesh: Any = resolve_mesh()
         for _, variable in iter_variables(self.model):
             sharding = getattr(variable, "sharding", None)
             if isinstance(sharding, NamedSharding) and variable.axes is not None:
                 mesh = sharding.mesh if mesh is None else mesh
                 names = zip(variable.axes, sharding.spec, strict=False)
-                found |= {name: entry for name, entry in names if name in found}
+                entries |= {name: entry for name, entry in names if name in entries}
         if mesh is None:
             yield
             return
@@ -231,13 +231,13 @@ class _Steps:
         if "batch" in rules.names:
             parts = [mesh.shape.get(axis, 1) for axis in mesh_axes_of(rules.spec(("batch",))[0])]
             if len(self.rows) % math.prod(parts):
-                found["batch"] = None
+                entries["batch"] = None
         else:
-            found["batch"] = None
+            entries["batch"] = None
         with contextlib.ExitStack() as stack:
             if resolve_mesh() is None:
                 stack.enter_context(jax.set_mesh(mesh))
-            stack.enter_context(axis_rules(rules.override(found)))
+            stack.enter_context(axis_rules(rules.override(entries)))
             yield
 
 
@@ -314,15 +314,15 @@ def _sample(
 def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Array:
     """Sets logits of tokens not to be drawn to minus infinity."""
     if filters.top_k is not None:
-        kept = jax.lax.top_k(logits, min(filters.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < kept, -jnp.inf, logits)
+        threshold = jax.lax.top_k(logits, min(filters.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
     if filters.top_p:
         order = jnp.argsort(-logits, axis=-1)
         probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = (before < numbers["top_p"]).at[:, 0].set(True)
-        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
-        logits = jnp.where(kept, logits, -jnp.inf)
+        preceding = jnp.cumsum(probabilities, axis=-1) - probabilities
+        is_kept = (preceding < numbers["top_p"]).at[:, 0].set(True)
+        is_kept = jnp.take_along_axis(is_kept, jnp.argsort(order, axis=-1), axis=-1)
+        logits = jnp.where(is_kept, logits, -jnp.inf)
     if filters.min_p:
         least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(numbers["min_p"])
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -330,7 +330,7 @@ def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Arr
 
 
 class _ReadTokens(Module):
-    """What a model without a cache has read."""
+    """Tokens read by a model without a cache."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.tokens = Cache(jnp.zeros((batch, length), np.int32), axes=("batch", "cache"))
@@ -338,7 +338,7 @@ class _ReadTokens(Module):
 
 
 class _Uncached(Module):
-    """A model that computes everything anew, called as one with a cache."""
+    """A model without cache, with the calls of one."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -437,9 +437,9 @@ def _check_options(
             "positive and finite",
         ),
     ]
-    for name, value, fits, wanted in checks:
+    for name, value, fits, requirement in checks:
         if not fits:
-            raise GenerationError(f"{name}={value!r}: {name} must be {wanted}.")
+            raise GenerationError(f"{name}={value!r}: {name} must be {requirement}.")
 
 
 def _check_length(model: Any, length: int) -> None:

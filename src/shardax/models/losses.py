@@ -75,7 +75,7 @@ def blockwise_cross_entropy(
     block_size: int = 512,
     ignore_index: int | None = IGNORE_INDEX,
 ) -> jax.Array:
-    """Cross-entropy of ``hidden @ kernel`` that never holds all logits.
+    """Cross-entropy of ``hidden @ kernel``, without holding all logits.
 
     The same loss and gradients as ``cross_entropy(hidden @ kernel, targets, mask)``, computed block
     by block over tokens, and again in the backward pass. The memory for logits is that of a block.
@@ -123,15 +123,15 @@ def blockwise_cross_entropy(
 
 
 def _checked(
-    name: str, what: str, array: Any, targets: Any, mask: Any, ignore_index: int | None
+    name: str, description: str, array: Any, targets: Any, mask: Any, ignore_index: int | None
 ) -> tuple[Any, Any]:
     """Returns targets and their weights laid out as the tokens, or raises."""
     shape = array.shape[:-1]
-    for other, given in (("targets", targets), ("mask", mask)):
-        if given is not None and jnp.shape(given) != shape:
+    for argument, values in (("targets", targets), ("mask", mask)):
+        if values is not None and jnp.shape(values) != shape:
             raise LayerInputError(
-                f"{name} was given {what} of shape {array.shape} and {other} of shape "
-                f"{jnp.shape(given)}, which must be {shape}."
+                f"{name} was given {description} of shape {array.shape} and {argument} of shape "
+                f"{jnp.shape(values)}, which must be {shape}."
             )
     targets = as_array(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
@@ -165,7 +165,7 @@ def _mean(losses: jax.Array, weights: Any) -> jax.Array:
 
 
 def _pick(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the entries at the targets, NaN where there is none."""
+    """Returns the entries at the targets, NaN if out of range."""
     if explicit_entries(scores) is None:
         size = scores.shape[-1]
         places = jnp.where(targets < 0, jnp.asarray(size, targets.dtype), targets)
@@ -181,7 +181,7 @@ def _pick_by_sum(scores: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _hits(scores: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns where the targets are, and which of them are anywhere."""
+    """Returns the places of the targets, and whether there is one."""
     size = scores.shape[-1]
     shape = (*(1,) * targets.ndim, size)
     vocab = jax.lax.broadcasted_iota(targets.dtype, shape, targets.ndim)
@@ -189,7 +189,7 @@ def _hits(scores: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class _Blocks(NamedTuple):
-    """How tokens are cut, for each of their dimensions."""
+    """Blocks of tokens, along each of their dimensions."""
 
     groups: tuple[int, ...]  # parts that may be on different devices
     sizes: tuple[int, ...]  # of a part
@@ -202,15 +202,17 @@ class _Blocks(NamedTuple):
     def view(self, array: jax.Array) -> jax.Array:
         """Splits each dimension of tokens into groups and their parts."""
         dims = [size for pair in zip(self.groups, self.sizes, strict=True) for size in pair]
-        rest = array.shape[len(self.groups) :]
-        return self.lay_out(array.reshape(*dims, *rest), *self.token_entries, *(None for _ in rest))
+        trailing = array.shape[len(self.groups) :]
+        return self.lay_out(
+            array.reshape(*dims, *trailing), *self.token_entries, *(None for _ in trailing)
+        )
 
     @property
     def token_entries(self) -> tuple[SpecEntry, ...]:
-        return tuple(each for entry in self.entries for each in (entry, None))
+        return tuple(axis_entry for entry in self.entries for axis_entry in (entry, None))
 
     def lay_out(self, array: jax.Array, *entries: SpecEntry) -> jax.Array:
-        """Constrains an array where the layout is known."""
+        """Constrains an array, if the layout is known."""
         if self.mesh is None:
             return array
         inside = jax.sharding.get_abstract_mesh()
@@ -219,7 +221,7 @@ class _Blocks(NamedTuple):
         return jax.lax.with_sharding_constraint(array, place)
 
     def starts(self, index: Any) -> tuple[list[Any], list[Any]]:
-        """Returns where a block begins, and what is new in it."""
+        """Returns the start of a block, and of its new part."""
         starts, news = [], []
         for axis, (size, cut, count) in enumerate(
             zip(self.sizes, self.cuts, self.counts, strict=True)
@@ -232,30 +234,30 @@ class _Blocks(NamedTuple):
     def take(self, array: jax.Array, index: Any) -> jax.Array:
         """Returns block ``index`` of a view."""
         starts, _ = self.starts(index)
-        rest = array.shape[len(starts) :]
-        starts += [np.int32(0)] * len(rest)
+        trailing = array.shape[len(starts) :]
+        starts += [np.int32(0)] * len(trailing)
         sizes = [size for pair in zip(self.groups, self.cuts, strict=True) for size in pair]
-        return jax.lax.dynamic_slice(array, starts, (*sizes, *rest))
+        return jax.lax.dynamic_slice(array, starts, (*sizes, *trailing))
 
     def put(self, array: jax.Array, block: jax.Array, index: Any) -> jax.Array:
         """Writes block ``index`` of a view."""
         starts, _ = self.starts(index)
-        rest = [np.int32(0)] * (array.ndim - len(starts))
-        return jax.lax.dynamic_update_slice(array, block.astype(array.dtype), [*starts, *rest])
+        trailing = [np.int32(0)] * (array.ndim - len(starts))
+        return jax.lax.dynamic_update_slice(array, block.astype(array.dtype), [*starts, *trailing])
 
     def is_new(self, index: Any) -> Any:
-        """Returns which tokens of a block were in none before."""
-        found: Any = jnp.ones((1,) * (2 * len(self.cuts)), bool)
+        """Returns a mask of the tokens in no block before."""
+        is_unseen: Any = jnp.ones((1,) * (2 * len(self.cuts)), bool)
         starts, news = self.starts(index)
         for axis, (cut, new) in enumerate(zip(self.cuts, news, strict=True)):
-            shape = [1] * found.ndim
+            shape = [1] * is_unseen.ndim
             shape[2 * axis + 1] = cut
             place = jax.lax.broadcasted_iota(jnp.int32, shape, 2 * axis + 1)
-            found = found & (place + starts[2 * axis + 1] >= new)
-        return found
+            is_unseen = is_unseen & (place + starts[2 * axis + 1] >= new)
+        return is_unseen
 
     def loop(self, body: Any, carry: Any, *operands: jax.Array) -> Any:
-        """Runs ``body(carry, index)``, which reads operands, over all blocks."""
+        """Runs ``body(carry, index)`` over all blocks of operands."""
         # Inside of shard_map what differs between devices does so from the first block on.
         varying = frozenset[str]().union(*map(varying_axes, operands))
         missing = [tuple(varying - varying_axes(leaf)) for leaf in carry]
@@ -301,19 +303,21 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntr
     mesh = resolve_mesh() if mesh is None and is_ruled else mesh
     if mesh is None:
         return None, [], None
-    wanted = list(rules.spec((*names, "vocab")) if is_ruled else (None,) * hidden.ndim)
-    wanted += [None] * (hidden.ndim - len(wanted))
+    rule_entries = list(rules.spec((*names, "vocab")) if is_ruled else (None,) * hidden.ndim)
+    rule_entries += [None] * (hidden.ndim - len(rule_entries))
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    taken: set[str] = set()
-    found: list[SpecEntry] = []
-    known = (*(typed[0] or (None,) * hidden.ndim)[:-1], (typed[1] or (None, None))[1])
-    for entry, rule, size in zip(known, wanted, (*hidden.shape[:-1], kernel.shape[1]), strict=True):
+    used_axes: set[str] = set()
+    entries: list[SpecEntry] = []
+    present = (*(typed[0] or (None,) * hidden.ndim)[:-1], (typed[1] or (None, None))[1])
+    for entry, rule, size in zip(
+        present, rule_entries, (*hidden.shape[:-1], kernel.shape[1]), strict=True
+    ):
         more = [axis for axis in mesh_axes_of(rule) if kinds.get(axis) == AxisType.Auto]
-        axes = tuple(axis for axis in mesh_axes_of(entry) or more if axis not in taken)
+        axes = tuple(axis for axis in mesh_axes_of(entry) or more if axis not in used_axes)
         axes = axes if size % _parts(axes, mesh) == 0 else ()
-        taken.update(axes)
-        found.append(axes or None)
-    return mesh, found[:-1], found[-1]
+        used_axes.update(axes)
+        entries.append(axes or None)
+    return mesh, entries[:-1], entries[-1]
 
 
 def _parts(entry: SpecEntry, mesh: Any) -> int:
@@ -360,20 +364,20 @@ def _laid_out(function: Any, like: Sequence[tuple[jax.Array, int]], *arrays: jax
 def _forward(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
     def run(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
         x, weights = _operands(blocks, hidden, kernel)
-        wanted = blocks.view(targets)
+        target_blocks = blocks.view(targets)
 
         def block(carry: Any, index: Any) -> Any:
             logits = _logits(blocks.take(x, index), weights)
             normaliser = jax.nn.logsumexp(logits, axis=-1)
-            loss = normaliser - _pick_by_sum(logits, blocks.take(wanted, index))
+            loss = normaliser - _pick_by_sum(logits, blocks.take(target_blocks, index))
             return tuple(
                 blocks.put(whole, part, index)
                 for whole, part in zip(carry, (loss, normaliser), strict=True)
             )
 
-        empty = blocks.lay_out(jnp.zeros(wanted.shape, jnp.float32), *blocks.token_entries)
-        found = blocks.loop(block, (empty, empty), x, weights, wanted)
-        return tuple(each.reshape(targets.shape) for each in found)
+        empty = blocks.lay_out(jnp.zeros(target_blocks.shape, jnp.float32), *blocks.token_entries)
+        sums = blocks.loop(block, (empty, empty), x, weights, target_blocks)
+        return tuple(block_sums.reshape(targets.shape) for block_sums in sums)
 
     tokens = (hidden, hidden.ndim - 1)
     return _laid_out(run, (tokens, tokens), hidden, kernel, targets)
@@ -394,30 +398,32 @@ def _backward(blocks: _Blocks, *arrays: jax.Array) -> Any:
         # Scaled to one, as cotangents of a mean are too small for some dtypes of the products.
         scale = jnp.max(jnp.abs(cotangents), initial=0)
         scale = jnp.where(scale > 0, scale, 1)
-        wanted, offsets, factors = map(blocks.view, (targets, normalisers, cotangents / scale))
+        target_blocks, offsets, factors = map(
+            blocks.view, (targets, normalisers, cotangents / scale)
+        )
         axes = tuple(range(x.ndim - 1))
         # Each device has a sum of its own where it is known what they have.
-        own = axes[::2] if blocks.mesh is not None else ()
-        summed = tuple(axis for axis in axes if axis not in own)
+        split_axes = axes[::2] if blocks.mesh is not None else ()
+        summed = tuple(axis for axis in axes if axis not in split_axes)
 
         def block(carry: Any, index: Any) -> Any:
             rows = blocks.take(x, index)
             logits = _logits(rows, weights)
-            hits, is_there = _hits(logits, blocks.take(wanted, index))
+            hits, is_there = _hits(logits, blocks.take(target_blocks, index))
             probabilities = jnp.exp(logits - blocks.take(offsets, index)[..., None])
             change = probabilities - hits.astype(jnp.float32)
             factor = jnp.where(is_there, blocks.take(factors, index), 0)[..., None]
             change = jnp.where(factor == 0, 0, change * factor)
             for_rows = _dot(change.astype(rows.dtype), weights, ((x.ndim - 1,), (1,)), ((), ()))
             change = jnp.where(blocks.is_new(index)[..., None], change, 0).astype(rows.dtype)
-            for_kernel = _dot(rows, change, (summed, summed), (own, own))
+            for_kernel = _dot(rows, change, (summed, summed), (split_axes, split_axes))
             return blocks.put(carry[0], for_rows * scale, index), carry[1] + for_kernel
 
-        shape = (*(x.shape[axis] for axis in own), *kernel.shape)
+        shape = (*(x.shape[axis] for axis in split_axes), *kernel.shape)
         sums = blocks.lay_out(jnp.zeros(shape, jnp.float32), *blocks.entries, None, blocks.vocab)
         rows = blocks.view(jnp.zeros_like(hidden))
-        rows, sums = blocks.loop(block, (rows, sums), x, weights, wanted, factors)
-        sums = jnp.sum(sums, axis=tuple(range(len(own)))) * scale
+        rows, sums = blocks.loop(block, (rows, sums), x, weights, target_blocks, factors)
+        sums = jnp.sum(sums, axis=tuple(range(len(split_axes)))) * scale
         return rows.reshape(hidden.shape), sums.astype(kernel.dtype)
 
     hidden, kernel = arrays[:2]
@@ -481,9 +487,9 @@ def next_token_loss(model: Any, batch: Any, ignore_index: int | None = IGNORE_IN
 def _takes(model: Any, names: Any) -> bool:
     """Whether a call takes these keywords."""
     try:
-        found = inspect.signature(model).parameters.values()
+        parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):
         return True
-    return any(each.kind is each.VAR_KEYWORD for each in found) or set(names) <= {
-        each.name for each in found if each.kind is not each.POSITIONAL_ONLY
-    }
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return True
+    return set(names) <= {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}

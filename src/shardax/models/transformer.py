@@ -221,8 +221,8 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_config(self)
         where = type(self).__name__
-        for name, wanted in (("norm", NORMS), ("norm_placement", PLACEMENTS), ("head", HEADS)):
-            _check(where, name, getattr(self, name), getattr(self, name) in wanted, str(wanted))
+        for name, choices in (("norm", NORMS), ("norm_placement", PLACEMENTS), ("head", HEADS)):
+            _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
@@ -238,7 +238,7 @@ class TransformerConfig:
 
     @property
     def period(self) -> int:
-        """After how many layers their kinds repeat."""
+        """Number of layers before their kinds repeat."""
         kinds = [self.kind_of(index) for index in range(self.num_layers)]
         return next(
             period
@@ -271,26 +271,26 @@ def check_config(config: Any) -> None:
         object.__setattr__(config, name, _dtype_name(where, name, getattr(config, name)))
 
 
-def _check(where: str, name: str, value: Any, fits: bool, wanted: str) -> None:
+def _check(where: str, name: str, value: Any, fits: bool, requirement: str) -> None:
     if not fits:
-        raise LayerConfigError(f"{where} needs {name} to be {wanted}, but {name}={value!r}.")
+        raise LayerConfigError(f"{where} needs {name} to be {requirement}, but {name}={value!r}.")
 
 
 def _dtype_name(where: str, name: str, dtype: Any) -> str:
     try:
-        found = jnp.dtype(dtype)
+        normal_dtype = jnp.dtype(dtype)
     except TypeError as error:
         raise LayerConfigError(f"{where} has {name}={dtype!r}, not a dtype.") from error
-    if not jnp.issubdtype(found, jnp.floating):
+    if not jnp.issubdtype(normal_dtype, jnp.floating):
         raise LayerConfigError(
             f"{where} has {name}={dtype!r}, but a model computes with floating dtypes, such as "
             f"'float32' or 'bfloat16'."
         )
-    return found.name
+    return normal_dtype.name
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Root mean square normalization whose scale is added to 1."""
+    """Root mean square normalization with 1 added to the scale."""
 
     def __init__(self, features: int, **options: Any) -> None:
         super().__init__(features, scale_init=zeros, **options)
@@ -339,12 +339,12 @@ class TransformerLayer(Module):
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
         self.is_local, experts = config.kind_of(index)
         self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
-        before = config.norm_placement in ("pre", "sandwich")
+        has_pre_norm = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
-        self.attn_norm: Any = make_norm(config) if before else None
+        self.attn_norm: Any = make_norm(config) if has_pre_norm else None
         self.attn = _attention(config, self.is_local, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
-        self.mlp_norm = make_norm(config) if before and not config.shared_norm else None
+        self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
         self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
         self.has_experts = experts
         self.mlp_post_norm = make_norm(config) if behind else None
@@ -375,15 +375,17 @@ class TransformerLayer(Module):
         """
         if self.is_local and local_positions is not None:
             positions = local_positions
-        given = {"positions": positions, "mask": mask}
+        attention_options = {"positions": positions, "mask": mask}
         if segment_ids is not None:
-            given["segment_ids"] = segment_ids
+            attention_options["segment_ids"] = segment_ids
             mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
         if cache is not None:
-            given["cache"] = cache
+            attention_options["cache"] = cache
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        added = self._added(self.attn(normed, **given), "attention", self.attn_post_norm)
+        added = self._added(
+            self.attn(normed, **attention_options), "attention", self.attn_post_norm
+        )
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
             more = self._added(self._mlp(normed, mask), "mlp", self.mlp_post_norm)
@@ -408,23 +410,23 @@ class TransformerLayer(Module):
 
 
 class TransformerBlock(Module):
-    """Layers of different kinds that repeat together, for a stack of such."""
+    """Layers of different kinds, as one repeated layer of a stack."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
 
-    def __call__(self, x: jax.Array, *, cache: Any = None, **given: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, *, cache: Any = None, **options: Any) -> jax.Array:
         for index, layer in enumerate(self.layers):
-            x = layer(x, cache=None if cache is None else cache.layers[index], **given)
+            x = layer(x, cache=None if cache is None else cache.layers[index], **options)
         return x
 
 
 class BlockCache(Module):
     """The cache of stacked blocks, and of the layers left over."""
 
-    def __init__(self, stacked: TransformerBlock, rest: list[Any]) -> None:
+    def __init__(self, stacked: TransformerBlock, remaining: list[Any]) -> None:
         self.stacked = stacked
-        self.rest = rest
+        self.rest = remaining
 
 
 class Transformer(Module):
@@ -500,8 +502,8 @@ class Transformer(Module):
             return TransformerBlock([self._make_layer(index, rngs) for index in range(period)])
 
         stack = Stack(make, count // period, remat=config.remat)
-        rest = [self._make_layer(index, rngs) for index in range(count % period)]
-        return stack, rest or None
+        remaining = [self._make_layer(index, rngs) for index in range(count % period)]
+        return stack, remaining or None
 
     def _build_head(self, config: TransformerConfig, rngs: Rngs) -> None:
         options, size = dtypes(config), config.embed_dim
@@ -559,11 +561,11 @@ class Transformer(Module):
                 or are more than ``max_positions``. In a compiled program that counts positions by a
                 mask or a cache, those that are too many have NaN.
         """
-        given = (mask, positions, cache, token_types, segment_ids)
-        return self._logits(self._states(as_array(tokens), *given))
+        side_inputs = (mask, positions, cache, token_types, segment_ids)
+        return self._logits(self._states(as_array(tokens), *side_inputs))
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
-        """Computes what the head's kernel is applied to.
+        """Computes the head's inputs.
 
         Times ``head_kernel`` it is the logits; see ``blockwise_cross_entropy``.
 
@@ -617,7 +619,7 @@ class Transformer(Module):
         token_types: Any = None,
         segment_ids: Any = None,
     ) -> jax.Array:
-        """Returns what comes out of the layers and the last norm."""
+        """Returns the outputs of the layers and the last norm."""
         if self.embed is None:
             return self._run(self._embed_images(tokens), {}, cache)
         if tokens.ndim not in (1, 2):
@@ -626,10 +628,10 @@ class Transformer(Module):
         if segment_ids is not None:
             segment_ids = as_array(segment_ids)
             positions = positions_within(segment_ids) if positions is None else positions
-        given, positions = self._given(tokens, mask, positions, cache)
-        given |= {} if segment_ids is None else {"segment_ids": segment_ids}
+        options, positions = self._given(tokens, mask, positions, cache)
+        options |= {} if segment_ids is None else {"segment_ids": segment_ids}
         x = self._embed_tokens(tokens, positions, token_types)
-        return self._run(x, given, cache)
+        return self._run(x, options, cache)
 
     def pool(self, hidden: jax.Array) -> jax.Array:
         """Returns the tanh of the pooler on the first position."""
@@ -638,7 +640,7 @@ class Transformer(Module):
     def _given(
         self, tokens: jax.Array, mask: Any, positions: Any, cache: Any
     ) -> tuple[dict[str, Any], Any]:
-        """Returns what every layer is given, and the positions."""
+        """Returns the arguments of every layer, and the positions."""
         config = self._parts
         if mask is not None:
             mask = as_array(mask).astype(bool)
@@ -657,11 +659,11 @@ class Transformer(Module):
             self._check_positions(positions)
         mask = None if mask is None else mask[..., None, None, :]
         positions = as_array(positions)
-        given = {} if mask is None else {"mask": mask}
+        options = {} if mask is None else {"mask": mask}
         for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
             if rope is not None:
-                given[name] = rope.rotation(positions, config.head_dim)
-        return given, positions
+                options[name] = rope.rotation(positions, config.head_dim)
+        return options, positions
 
     def _check_positions(self, positions: Any) -> None:
         """Raises if known positions are more than the learned ones."""
@@ -710,7 +712,7 @@ class Transformer(Module):
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def make_cache(self, batch: int, length: int, dtype: Any = None) -> Any:
-        """Makes what ``cache=`` takes: keys and values of all layers, lazy.
+        """Makes a cache: keys and values of all layers, lazy.
 
         Args:
             batch: How many rows.
@@ -739,21 +741,21 @@ class Transformer(Module):
             return List([one(index) for index in range(config.num_layers)])
         if config.period == 1:
             return one(0, self.layers.length)
-        rest = [one(index) for index in range(config.num_layers % config.period)]
+        remaining = [one(index) for index in range(config.num_layers % config.period)]
         stacked = [one(index, self.layers.length) for index in range(config.period)]
-        return BlockCache(TransformerBlock(stacked), rest)
+        return BlockCache(TransformerBlock(stacked), remaining)
 
-    def _run(self, x: jax.Array, given: dict[str, Any], cache: Any) -> jax.Array:
+    def _run(self, x: jax.Array, options: dict[str, Any], cache: Any) -> jax.Array:
         layers, caches = self.layers, cache
         if callable(layers):  # a stack, or what a user has put around it
             if isinstance(cache, BlockCache):
                 cache, caches = cache.stacked, cache.rest
-            own = {} if cache is None else {"cache": cache}
-            x = cast("Any", layers)(x, **given, **own)
+            cache_option = {} if cache is None else {"cache": cache}
+            x = cast("Any", layers)(x, **options, **cache_option)
             layers = self.rest or ()
         for index, layer in enumerate(layers):
-            own = {} if cache is None else {"cache": caches[index]}
-            x = rematerialised(layer, self._parts.remat)(x, **given, **own)
+            cache_option = {} if cache is None else {"cache": caches[index]}
+            x = rematerialised(layer, self._parts.remat)(x, **options, **cache_option)
         return x if self.final_norm is None else self.final_norm(x)
 
     def _before_head(self, x: jax.Array) -> jax.Array:
@@ -824,9 +826,9 @@ def _last_positions(cache: Any) -> Any:
     """Returns the last position of each row of a cache, or -1."""
     if cache is None:
         return -1
-    held = next(v for path, v in iter_variables(cache, Cache) if path[-1] == "position").value
-    held = held if held.ndim == 2 else held[0]
-    return jnp.max(held, axis=-1, keepdims=True)
+    position = next(v for path, v in iter_variables(cache, Cache) if path[-1] == "position").value
+    position = position if position.ndim == 2 else position[0]
+    return jnp.max(position, axis=-1, keepdims=True)
 
 
 def _mlp(config: TransformerConfig, rngs: Rngs) -> MLP:
@@ -856,7 +858,7 @@ def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
 
 
 def _constrain(x: jax.Array) -> jax.Array:
-    """Lays activations out by rules in scope that map batch or sequence."""
+    """Lays activations out by the scope's rules for batch and sequence."""
     # Rules about parameters alone leave activations to the compiler. So does a dimension that the
     # mesh does not divide, such as the batch of one while sampling.
     rules = current_rules()
@@ -875,8 +877,8 @@ def _constrain(x: jax.Array) -> jax.Array:
         math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
         for entry in rules.spec(names)
     ]
-    kept = [
+    entries = [
         name if size % count == 0 else UNCONSTRAINED
         for name, size, count in zip(names, x.shape, parts, strict=True)
     ]
-    return constrain(x, kept, mesh, rules)
+    return constrain(x, entries, mesh, rules)

@@ -308,11 +308,11 @@ def _rows(tensors: str) -> tuple[_Row, ...]:
 def _row(line: str) -> _Row:
     path, name, axes = (part.strip() for part in line.split("|"))
     left, _, right = axes.partition("->")
-    there = []
+    tensor_axes = []
     for joined, group, single in re.findall(r"(\+?)(?:\(([^)]*)\)|(\S+))", left):
         parts = (group or single).split()
-        there.append(_Axis(tuple(map(_part, parts)), joined == "+"))
-    return _Row(path, name, tuple(there), tuple((right or left).split()))
+        tensor_axes.append(_Axis(tuple(map(_part, parts)), joined == "+"))
+    return _Row(path, name, tuple(tensor_axes), tuple((right or left).split()))
 
 
 def _part(text: str) -> str | tuple[int, int]:
@@ -321,7 +321,7 @@ def _part(text: str) -> str | tuple[int, int]:
 
 
 class _Entry(NamedTuple):
-    """A parameter, its row, and the layers that it holds."""
+    """A parameter, its row, and its layers."""
 
     path: VariablePath
     variable: Any
@@ -342,7 +342,7 @@ class _Entry(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """How many tensors a layer has, each for one expert."""
+        """Number of tensors of a layer, each for one expert."""
         return self.sizes[self.row.here[0]] if "@" in self.row.name else 1
 
     def names(self) -> list[str]:
@@ -351,13 +351,13 @@ class _Entry(NamedTuple):
         return [self.name(i, x) for i in self.layers or (0,) for x in experts]
 
     def axis_sizes(self) -> list[int]:
-        """Returns the shape of its tensor, of which others may have parts."""
+        """Returns the shape of its tensor, possibly shared with others."""
         ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
         return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.row.there]
 
 
 class _Table:
-    """Where each parameter of a model stands in the files."""
+    """Places of the parameters of a model in the files."""
 
     def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
         self.rows = {row.path: row for row in _rows(family.tensors)}
@@ -374,7 +374,7 @@ class _Table:
 
     @classmethod
     def of_built(cls, model: Transformer, family: Family, names: Any) -> _Table:
-        """Returns the table of a model that was just made."""
+        """Returns the table of a new model."""
         table = cls(model.config, family, names)
         for path, variable in iter_variables(model, Param):
             place, layers, stacked = _place(path, model, model.config)
@@ -427,7 +427,7 @@ class _Table:
                 self.by_name.setdefault(entry.name(layer, expert), []).append(place)
 
     def check_complete(self) -> None:
-        """Raises if there are parameters that no row is for."""
+        """Raises if there are parameters without a row."""
         if self.unknown:
             raise PretrainedError(
                 f"The model has parameters that its family has no tensors for: "
@@ -444,11 +444,11 @@ class _Table:
         )
 
     def offset(self, entry: _Entry, layer: int, axis: int) -> int:
-        """Returns where a parameter begins on an axis that it shares."""
+        """Returns the start of a parameter on a shared axis."""
         if not entry.row.there[axis].joined:
             return 0
-        others = [other for other, _, _ in self.by_name[entry.name(layer)]]
-        return sum(other.axis_sizes()[axis] for other in others[: others.index(entry)])
+        entries = [sibling for sibling, _, _ in self.by_name[entry.name(layer)]]
+        return sum(sibling.axis_sizes()[axis] for sibling in entries[: entries.index(entry)])
 
     def check(self, files: _Files, where: str, strict: bool) -> str | None:
         """Raises with all problems of the tensors, or returns a warning."""
@@ -489,7 +489,7 @@ class _Table:
                 offsets = self.offset(entry, (entry.layers or (0,))[0], axis)
                 files.offsets[entry.path, axis] = offsets
         # A parameter of which a part is missing is initialised whole.
-        drawn = {beside for name in missing for beside in self._beside(name)}
+        drawn = {related for name in missing for related in self._beside(name)}
         passed = {
             "initialised at random, as no tensor is there": missing,
             "initialised with them, as they are stacked in one parameter": [
@@ -497,16 +497,16 @@ class _Table:
             ],
             "not read, as the model has no place": unused,
         }
-        parts = [f"{what}: {first_of(names, most=12)}" for what, names in passed.items() if names]
+        parts = [f"{title}: {first_of(names, most=12)}" for title, names in passed.items() if names]
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _beside(self, name: str) -> Iterator[str]:
-        """Yields the tensors that are read into the same parameters as another."""
+        """Yields the tensors read into the same parameters as another."""
         for entry, _, _ in self.by_name[name]:
             yield from entry.names()
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
-        """Yields tensors of a tied head, which are the embedding's."""
+        """Yields tensors of a tied head, equal to the embedding's."""
         rows = [
             self.rows[place] for place in ("head.kernel", "embed.embedding") if place in self.rows
         ]
@@ -586,7 +586,7 @@ class _Files(contextlib.ExitStack):
                     self.names[name], self._stored_names[name] = file, stored
 
     def slice(self, name: str) -> Any:
-        """Returns what reads parts of a tensor."""
+        """Returns a reader of parts of a tensor."""
         return self.names[name].get_slice(self._stored_names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -600,17 +600,17 @@ class _Files(contextlib.ExitStack):
     def common_dtype(self) -> str:
         """Returns the dtype of most tensors."""
         counts = Counter(self.dtype(name) for name in self.names)
-        found = [name for name, _ in counts.most_common() if name in _DTYPES]
-        return _DTYPES[found[0]] if found else "float32"
+        known_dtypes = [name for name, _ in counts.most_common() if name in _DTYPES]
+        return _DTYPES[known_dtypes[0]] if known_dtypes else "float32"
 
-    def equal(self, one: str, other: str) -> bool:
+    def equal(self, left: str, right: str) -> bool:
         """Whether two tensors are the same, to the last bit."""
-        if (self.shape(one), self.dtype(one)) != (self.shape(other), self.dtype(other)):
+        if (self.shape(left), self.dtype(left)) != (self.shape(right), self.dtype(right)):
             return False
-        count, step = self.shape(one)[0], 4096
+        count, step = self.shape(left)[0], 4096
         parts = (slice(at, min(at + step, count)) for at in range(0, count, step))
         return all(
-            self.slice(one)[part].tobytes() == self.slice(other)[part].tobytes() for part in parts
+            self.slice(left)[part].tobytes() == self.slice(right)[part].tobytes() for part in parts
         )
 
 
@@ -630,10 +630,10 @@ def _file_names(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if not index.is_file():
         if not (folder / SINGLE).is_file():
-            others = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
-            what = f", but {', '.join(others)}, which is not read" if others else ""
+            suffixes = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
+            hint = f", but {', '.join(suffixes)}, which is not read" if suffixes else ""
             raise PretrainedError(
-                f"{folder} has neither {SINGLE} nor {INDEX}{what}. Save the model anew: "
+                f"{folder} has neither {SINGLE} nor {INDEX}{hint}. Save the model anew: "
                 f"transformers.AutoModel.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
             )
         _check_inside(folder, SINGLE)
@@ -679,8 +679,8 @@ def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
 
     def block(index: Sequence[slice]) -> np.ndarray:
         bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-        found = _read_block(entry, files, bounds)
-        return found if cast is None else found.astype(cast)
+        part = _read_block(entry, files, bounds)
+        return part if cast is None else part.astype(cast)
 
     if place is None:
         return jnp.asarray(block((slice(None),) * len(shape)))
@@ -690,8 +690,8 @@ def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
         by_index.setdefault(key, []).append(device)
     arrays: list[jax.Array] = []
     for bounds, devices in by_index.items():
-        found = block(tuple(slice(*each) for each in bounds))
-        arrays += [jax.device_put(found, device) for device in devices]
+        part = block(tuple(slice(*bound) for bound in bounds))
+        arrays += [jax.device_put(part, device) for device in devices]
         jax.block_until_ready(arrays)  # before the next slice is read
     return jax.make_array_from_single_device_arrays(shape, place, arrays)
 
@@ -724,25 +724,25 @@ def _read_tensor(
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.row.there))]
     runs, sizes, order = _cut(entry, bounds, offsets)
     source = files.slice(name)
-    if all(len(some) == 1 for some in runs):
-        found = source[tuple(slice(*some[0]) for some in runs)]
+    if all(len(axis_runs) == 1 for axis_runs in runs):
+        array = source[tuple(slice(*axis_runs[0]) for axis_runs in runs)]
     else:
-        ends = [list(itertools.accumulate(b - a for a, b in some)) for some in runs]
-        found = np.empty([end[-1] if end else 0 for end in ends], _DTYPES[files.dtype(name)])
-        for places in itertools.product(*(range(len(some)) for some in runs)):
+        ends = [list(itertools.accumulate(b - a for a, b in axis_runs)) for axis_runs in runs]
+        array = np.empty([end[-1] if end else 0 for end in ends], _DTYPES[files.dtype(name)])
+        for places in itertools.product(*(range(len(axis_runs)) for axis_runs in runs)):
             part = [runs[i][k] for i, k in enumerate(places)]
             to = tuple(
                 slice(ends[i][k] - (runs[i][k][1] - runs[i][k][0]), ends[i][k])
                 for i, k in enumerate(places)
             )
-            found[to] = source[tuple(slice(*each) for each in part)]
-    return np.ascontiguousarray(found.reshape(sizes).transpose(order))
+            array[to] = source[tuple(slice(*span) for span in part)]
+    return np.ascontiguousarray(array.reshape(sizes).transpose(order))
 
 
 def _cut(
     entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[int]
 ) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
-    """Returns what to read of each axis, sizes, and their order."""
+    """Returns the parts to read of each axis, sizes, and their order."""
     row, sizes = entry.row, entry.sizes
     ranges = {name: (sizes[name], *bound) for name, bound in zip(row.here, bounds, strict=True)}
     runs, shape, names = [], [], []
@@ -753,15 +753,15 @@ def _cut(
             if isinstance(part, str):
                 shape.append(end - first)
                 names.append(part)
-    wanted = [name for name in row.here if name in names]
-    return runs, shape, [names.index(name) for name in wanted]
+    axis_names = [name for name in row.here if name in names]
+    return runs, shape, [names.index(name) for name in axis_names]
 
 
 def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Returns the contiguous parts of an axis that is made of several."""
+    """Returns the contiguous parts of an axis made of several."""
     if not factors:
         return [(0, 1)]
-    inner, size = _runs(factors[1:]), math.prod(each[0] for each in factors[1:])
+    inner, size = _runs(factors[1:]), math.prod(factor[0] for factor in factors[1:])
     _, first, end = factors[0]
     if inner == [(0, size)]:
         return [(first * size, end * size)]
@@ -773,7 +773,7 @@ def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
 
 def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequence[int]) -> None:
     """Writes a parameter to its place in a tensor."""
-    own = entry.row.here[1:] if "@" in entry.row.name else entry.row.here
+    own_axes = entry.row.here[1:] if "@" in entry.row.name else entry.row.here
     index, shape, names = [], [], []
     for axis, offset, size in zip(entry.row.there, offsets, entry.axis_sizes(), strict=True):
         index.append(slice(offset, offset + size))
@@ -781,10 +781,10 @@ def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequenc
             shape.append(entry.sizes[part] if isinstance(part, str) else part[1])
             names.append(part)
     place = tuple(slice(None) if isinstance(part, str) else part[0] for part in names)
-    kept = [part for part in names if isinstance(part, str)]
+    axis_names = [part for part in names if isinstance(part, str)]
     block = result[tuple(index)]
     view = block.reshape(shape)  # a copy where a joined axis is cut
-    view[place] = value.transpose([own.index(name) for name in kept])
+    view[place] = value.transpose([own_axes.index(name) for name in axis_names])
     if not np.shares_memory(view, result):
         result[tuple(index)] = view.reshape(block.shape)
 

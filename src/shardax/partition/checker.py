@@ -70,14 +70,18 @@ def spec_for(
 
 
 def explicit_spec(
-    given: PartitionSpec | NamedSharding,
+    placement: PartitionSpec | NamedSharding,
     shape: Sequence[int],
     mesh: AnyMesh | None,
     source: str,
     path: Path = (),
 ) -> tuple[PartitionSpec, list[Diagnostic]]:
     """Usable part of a spec or sharding given outright, and its diagnostics."""
-    spec, where = (given, mesh) if isinstance(given, PartitionSpec) else (given.spec, given.mesh)
+    spec, where = (
+        (placement, mesh)
+        if isinstance(placement, PartitionSpec)
+        else (placement.spec, placement.mesh)
+    )
     if len(spec) > len(shape):
         text = (
             f"{source}: {spec} has {len(spec)} entries for an array of {len(shape)} dimensions, "
@@ -123,7 +127,7 @@ def diagnose(
 
     yield from _without_axes(path, names, spec, source)
     sizes = {} if mesh is None else dict(mesh.shape)
-    taken: set[str] = set()
+    used_axes: set[str] = set()
     for i, entry in enumerate(spec):
         for axis in logical.mesh_axes_of(entry) if _well_formed(entry) else ():
             if mesh is not None and axis not in sizes:
@@ -134,13 +138,13 @@ def diagnose(
                     "(of size 1 to switch it off)."
                 )
                 yield error("unknown-mesh-axis", text)
-            elif axis in taken:
+            elif axis in used_axes:
                 text = (
                     f"{dimension(i)}, {reason(i)}: mesh axis {axis!r} stands twice, but one array "
                     "can use it only once. Give one of the dimensions another mesh axis or None."
                 )
                 yield error("mesh-axis-conflict", text)
-            taken.add(axis)
+            used_axes.add(axis)
     if mesh is None:
         return
     for i, entry in enumerate(_usable(spec, mesh)):
@@ -199,14 +203,14 @@ def _usable(
     spec: Sequence[logical.SpecEntry], mesh: AnyMesh | None
 ) -> tuple[logical.SpecEntry, ...]:
     """Entries without unknown mesh axes and those of earlier dimensions."""
-    taken: set[str] = set()
+    used_axes: set[str] = set()
     usable: list[logical.SpecEntry] = []
     for entry in spec:
         axes: list[str] = []
         for axis in logical.mesh_axes_of(entry) if _well_formed(entry) else ():
-            if axis not in taken and (mesh is None or axis in mesh.shape):
+            if axis not in used_axes and (mesh is None or axis in mesh.shape):
                 axes.append(axis)
-                taken.add(axis)
+                used_axes.add(axis)
         whole = _well_formed(entry) and len(axes) == len(logical.mesh_axes_of(entry))
         usable.append(entry if whole else tuple(axes) or None)
     return tuple(usable)

@@ -139,10 +139,10 @@ def constrain(
         names = tuple(UNCONSTRAINED if f else n for f, n in zip(free, names, strict=True))
     manual = frozenset(_axes_of_type(where, AxisType.Manual))
     entries = tuple(_without(target, manual) for target in chosen.assign(names).entries)
-    found = diagnose(tuple(array.shape), names, entries, where, rules=chosen)
+    diagnostics = diagnose(tuple(array.shape), names, entries, where, rules=chosen)
     # A message begins with the path of its array, and this one has none.
     root = format_path(()) + ": "
-    errors = [str(d).removeprefix(root) for d in found if d.severity == "error"]
+    errors = [str(d).removeprefix(root) for d in diagnostics if d.severity == "error"]
     if errors:
         raise ConstraintError("\n  ".join([_intro(array, names), *errors]))
     if manual and len(manual) == len(where.axis_names):
@@ -178,13 +178,13 @@ def _intro(array: Any, names: Names) -> str:
     return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
 
 
-def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
+def _mesh_for(array: jax.Array, named_mesh: AnyMesh | None) -> AnyMesh | None:
     """The mesh given, in scope, or of the array, as seen here."""
     inside = jax.sharding.get_abstract_mesh()
-    own = _own_mesh(array)
-    if given is None:
-        return resolve_mesh() or own
-    mesh = resolve_mesh(given)
+    array_mesh = _own_mesh(array)
+    if named_mesh is None:
+        return resolve_mesh() or array_mesh
+    mesh = resolve_mesh(named_mesh)
     assert mesh is not None  # it was given
     if not inside.empty and _axes_of_type(inside, AxisType.Manual):
         if dict(mesh.shape) != dict(inside.shape):
@@ -198,7 +198,7 @@ def _mesh_for(array: jax.Array, given: AnyMesh | None) -> AnyMesh | None:
             f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this "
             "code is not inside. Make the mesh with axes of type Auto or Explicit."
         )
-    seen = inside if not inside.empty else own
+    seen = inside if not inside.empty else array_mesh
     return _as_seen(mesh, seen) if isinstance(array, Tracer) else mesh
 
 
@@ -207,9 +207,9 @@ def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
     # Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
     if not isinstance(mesh, AbstractMesh) or not isinstance(array, Tracer):
         return True
-    inside, own = jax.sharding.get_abstract_mesh(), _own_mesh(array)
+    inside, array_mesh = jax.sharding.get_abstract_mesh(), _own_mesh(array)
     if inside.empty:
-        return own is not None and own.size == mesh.size
+        return array_mesh is not None and array_mesh.size == mesh.size
     typed = set(mesh.axis_types) != {AxisType.Auto}
     return inside.size == mesh.size and (typed or scope_has_devices())
 
@@ -246,10 +246,10 @@ def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
 
 def _without(target: SpecEntry, axes: frozenset[str]) -> SpecEntry:
     """The target without some mesh axes."""
-    kept = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
-    if len(kept) == len(mesh_axes_of(target)):
+    remaining = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
+    if len(remaining) == len(mesh_axes_of(target)):
         return target
-    return kept[0] if len(kept) == 1 else kept or None
+    return remaining[0] if len(remaining) == 1 else remaining or None
 
 
 def _apply(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> jax.Array:
@@ -286,15 +286,17 @@ def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> ja
     """Moves an array outside of a program, whatever the axis types."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     now = array.sharding
-    own = now if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == abstract else None
-    if isinstance(mesh, AbstractMesh) and own is None:
+    sharding = (
+        now if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == abstract else None
+    )
+    if isinstance(mesh, AbstractMesh) and sharding is None:
         raise MeshError(
             f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
             "devices. Pass the mesh itself, or call constrain inside a jitted function."
         )
-    present = (None,) * array.ndim if own is None else _full(own.spec, array.ndim)
+    present = (None,) * array.ndim if sharding is None else _full(sharding.spec, array.ndim)
     spec = PartitionSpec(*_fill_unconstrained(entries, present))
-    devices = own.mesh if isinstance(mesh, AbstractMesh) and own is not None else mesh
+    devices = sharding.mesh if isinstance(mesh, AbstractMesh) and sharding is not None else mesh
     return jax.device_put(array, NamedSharding(devices, spec))
 
 
@@ -308,8 +310,8 @@ def _fill_unconstrained(
     entries: tuple[SpecEntry, ...], present: tuple[SpecEntry, ...]
 ) -> tuple[SpecEntry, ...]:
     """Keeps entries of unconstrained dimensions, but for mesh axes now taken."""
-    taken = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
+    used_axes = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
     return tuple(
-        _without(now, taken) if entry is PartitionSpec.UNCONSTRAINED else entry
+        _without(now, used_axes) if entry is PartitionSpec.UNCONSTRAINED else entry
         for entry, now in zip(entries, present, strict=True)
     )

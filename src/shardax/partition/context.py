@@ -84,14 +84,14 @@ def rules_over(mesh: AnyMesh | None, rules: RulesLike | None = None) -> Rules:
 def names_without_rules(
     names: Iterable[Any], mesh: AnyMesh | None, rules: RulesLike | None = None
 ) -> tuple[str, ...]:
-    """Names that nothing maps where no rules are given or in scope."""
+    """Unmapped names without rules, given or in scope."""
     if rules is not None or current_rules():
         return ()
     return rules_over(mesh).assign(names).unmapped
 
 
 def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
-    """The policy given, else that in scope, else ``"error"``."""
+    """The policy given, else the one in scope, else ``"error"``."""
     if on_no_mesh is None:
         return _settings_by_text[_current.value].on_no_mesh
     if on_no_mesh not in ("error", "ignore"):
@@ -186,7 +186,7 @@ def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> Setti
 def parallel(
     *, microbatches: int | None = None, schedule: str | None = None, context: str | None = None
 ) -> SettingsScope:
-    """Says how parallel forms run in a ``with`` block or decorated function.
+    """Settings of parallel forms in a ``with`` block or decorated function.
 
     Scopes nest: what an inner one leaves out is as around it.
 
@@ -249,7 +249,7 @@ def current_microbatches() -> int | None:
 
 
 def current_context() -> str:
-    """Returns how the scope has attention read a split sequence."""
+    """Returns the scope's way of attention over a split sequence."""
     return _settings_by_text[_current.value].context
 
 

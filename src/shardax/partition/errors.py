@@ -61,14 +61,14 @@ class Diagnostic:
         return self.message
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A sentence with the most similar of the known names, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """The name that another looks like a misspelling of, or None."""
+    """The likely spelling of a misspelt name, or None."""
     near = difflib.get_close_matches(name, names, 1, NEAR)
     # In a short name one exchange of letters is a large part of it: "mpl" for "mlp".
     exchanged = [item for item in names if item != name and sorted(item) == sorted(name)]
@@ -92,7 +92,7 @@ class UnmappedAxisError(ShardaxError, ValueError):
 
 
 class ParallelError(ShardaxError, ValueError):
-    """A setting of ``sx.parallel`` that has no meaning."""
+    """A setting of ``sx.parallel`` without meaning."""
 
 
 class NoRulesError(ShardaxError, ValueError):

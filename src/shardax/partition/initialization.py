@@ -109,7 +109,9 @@ def initialise(
         if program is None:
             shardings = get_sharding(eval_shape(call.run, inputs), automatic, rules)
             runner = CurrentCall(call)
-            ends = [weakref.ref(each, lambda _: _programs.pop(key, None)) for each in functions]
+            ends = [
+                weakref.ref(function, lambda _: _programs.pop(key, None)) for function in functions
+            ]
             program = runner, jit(runner, out_shardings=shardings), ends
         if key is not None:
             _programs[key] = program  # as the last one used
@@ -138,9 +140,9 @@ class InitializerCall:
         self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
 
-    def run(self, given: Sequence[Any]) -> Any:
+    def run(self, arguments: Sequence[Any]) -> Any:
         """Calls the function with other inputs."""
-        remaining = iter(given)
+        remaining = iter(arguments)
         filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
         args, kwargs = self._treedef.unflatten(filled)
         return self.function(*args, **kwargs)

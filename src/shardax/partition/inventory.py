@@ -138,11 +138,11 @@ class LeafInfo(NamedTuple):
             jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, value_in(value))
         )
 
-    def entry(self, each: Sequence[Any]) -> Any:
+    def entry(self, arrays: Sequence[Any]) -> Any:
         """The leaf's entry, given those of its arrays."""
         if self.box is not None or self.treedef is None:
-            return each[0]
-        return self.treedef.unflatten(each)
+            return arrays[0]
+        return self.treedef.unflatten(arrays)
 
 
 class Subtree(NamedTuple):
@@ -213,9 +213,9 @@ class TreeInventory:
     def _add(
         self, path: Path, metadata: Metadata, value: Any, variable: Variable[Any] | None = None
     ) -> int:
-        held = value if variable is None else None
+        plain_value = value if variable is None else None
         if is_box(value):
-            leaf = _box_leaf(path, standard_box(value), variable, held)
+            leaf = _box_leaf(path, standard_box(value), variable, plain_value)
         else:
             axes = metadata.axes
             usual = isinstance(value, (jax.Array, LazyValue))
@@ -223,19 +223,19 @@ class TreeInventory:
             if usual or (is_array(value) and own_axes is None):
                 arrays, treedef = (_array_info(path, value),), None
             else:
-                found = jax.tree.leaves_with_path(
-                    value, is_leaf=lambda each: axes_of(each) is not None
+                leaves = jax.tree.leaves_with_path(
+                    value, is_leaf=lambda part: axes_of(part) is not None
                 )
-                arrays = tuple(_array_info((*path, *plain_path(k)), each) for k, each in found)
+                arrays = tuple(_array_info((*path, *plain_path(k)), array) for k, array in leaves)
                 treedef = jax.tree.structure(value)
                 axes = metadata.axes if own_axes is None else own_axes
             lead = metadata.entries.get(MAPPED_AXES)
             if lead is not None:
-                own = [info.axes or (None,) * len(info.shape) for info in arrays]
-                pairs = zip(arrays, own, strict=True)
+                own_names = [info.axes or (None,) * len(info.shape) for info in arrays]
+                pairs = zip(arrays, own_names, strict=True)
                 arrays = tuple(i._replace(axes=with_mapped_axes(lead, o)) for i, o in pairs)
                 axes = arrays[0].axes if len(arrays) == 1 else axes
-            leaf = LeafInfo(path, axes, arrays, treedef, variable, held)
+            leaf = LeafInfo(path, axes, arrays, treedef, variable, plain_value)
             if BOX_ENTRY in metadata.entries:
                 mesh, rules, added = layout_of_variable(axes, metadata.entries)
                 leaf = leaf._replace(rules=rules, mesh=mesh, added=added, axes_per_array=True)
@@ -276,7 +276,7 @@ class TreeInventory:
 
 
 def _box_leaf(
-    path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None, held: Any
+    path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None, plain_value: Any
 ) -> LeafInfo:
     names, rules = box.layout()
     return LeafInfo(
@@ -289,7 +289,7 @@ def _box_leaf(
         ),
         None,
         variable,
-        held,
+        plain_value,
         box.replace_boxed(None),
         rules,
         getattr(box, "mesh", None),
@@ -312,17 +312,19 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     axes = axes_of(value)
     if axes is not None:
         (value,) = jax.tree.leaves(value)
-    known = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(value, Tracer)
-    sharding = value.sharding if known else None
+    has_sharding = isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(
+        value, Tracer
+    )
+    sharding = value.sharding if has_sharding else None
     named = sharding if isinstance(sharding, NamedSharding) else None
     weak = bool(getattr(value, "weak_type", False))
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
-def with_mapped_axes(mapped: Sequence[Any], own: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns names with those of mapped dimensions, which stand in front."""
-    named = [new if old is None else old for new, old in zip(mapped, own, strict=False)]
-    return (*named, *own[len(named) :])
+def with_mapped_axes(mapped: Sequence[Any], own_names: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns names with those of mapped dimensions in front."""
+    named = [new if old is None else old for new, old in zip(mapped, own_names, strict=False)]
+    return (*named, *own_names[len(named) :])
 
 
 class PathEnds(Generic[T]):
@@ -338,9 +340,9 @@ class PathEnds(Generic[T]):
         """The fitting items of the longest common path end."""
         ends = {path[start:] for path in paths for start in range(len(path) + 1)}
         for end in sorted(ends, key=len, reverse=True):
-            found = [item for item in self._by_end.get(end, ()) if fits(item, end)]
-            if found:
-                return found
+            matches = [item for item in self._by_end.get(end, ()) if fits(item, end)]
+            if matches:
+                return matches
         return []
 
 
@@ -376,19 +378,21 @@ def reduced_states(
         if leaf.box is not None and len(leaf.arrays) == 1 and leaf.arrays[0].path not in wrong
     )
     reduced: dict[int, LeafInfo] = {}
-    found: list[Diagnostic] = []
+    renamed: list[Diagnostic] = []
     for position, leaf in enumerate(leaves):
         unfit = [info for info in leaf.arrays if info.path in misfits]
         if leaf.box is None or not unfit:
             continue
-        near = owners.nearest([leaf.path], lambda other, end, leaf=leaf: _may_own(other, leaf, end))
-        if len({other.arrays[0].shape for other in near}) != 1:
+        candidates = owners.nearest(
+            [leaf.path], lambda owner, end, leaf=leaf: _may_own(owner, leaf, end)
+        )
+        if len({owner.arrays[0].shape for owner in candidates}) != 1:
             continue
-        parameter = near[0].arrays[0].shape
+        parameter = candidates[0].arrays[0].shape
         if all(len(info.shape) != len(parameter) or math.prod(info.shape) == 1 for info in unfit):
-            reduced[position], diagnostic = _reduced(leaf, near[0])
-            found.append(diagnostic)
-    return reduced, found
+            reduced[position], diagnostic = _reduced(leaf, candidates[0])
+            renamed.append(diagnostic)
+    return reduced, renamed
 
 
 def _may_own(owner: LeafInfo, leaf: LeafInfo, end: Path) -> bool:
@@ -409,8 +413,8 @@ def _reduced(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnostic]:
     dims = dimensions_of_state(shape, parameter) if len(shapes) == 1 else None
     names: Any = None
     if dims is not None:
-        given = owner.names_of(owner.arrays[0])
-        names = tuple(None if dim is None else given[dim] for dim in dims)
+        owner_names = owner.names_of(owner.arrays[0])
+        names = tuple(None if dim is None else owner_names[dim] for dim in dims)
     how = "it is replicated" if names is None else f"it is laid out by the names {names}"
     text = (
         f"{format_path(leaf.path)}: its box has the names {tuple(leaf.axes)} of the parameter "

@@ -96,8 +96,8 @@ def shard(
     inventory = TreeInventory(model)
     layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function="shard")
     shardings = layout.shardings()
-    for each in {sharding.mesh for some in shardings for sharding in some}:
-        _check_devices(each)
+    for used_mesh in {sharding.mesh for row in shardings for sharding in row}:
+        _check_devices(used_mesh)
     layout.checked(list(_not_placeable(inventory)))
     _check_writable(inventory)
     layout.warn_of_names()
@@ -174,9 +174,9 @@ def _check_devices(mesh: AnyMesh) -> None:
 def _check_writable(inventory: TreeInventory) -> None:
     for leaf in inventory.leaves:
         if leaf.variable is not None and not is_writable(leaf.variable):
-            what = f"to the {type(leaf.variable).__name__} at {format_path(leaf.path)}"
-            check_unlocked(leaf.variable, what)
-            check_trace(leaf.variable, what)
+            target = f"to the {type(leaf.variable).__name__} at {format_path(leaf.path)}"
+            check_unlocked(leaf.variable, target)
+            check_trace(leaf.variable, target)
 
 
 def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
@@ -231,7 +231,7 @@ def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
 def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:
     """Places arrays: Variables in place, the rest in a new tree."""
     leaves = inventory.leaves
-    copies = _Copies(leaves, sum(any(to is not None for to in some) for some in destinations))
+    copies = _Copies(leaves, sum(any(to is not None for to in row) for row in destinations))
     recipes = [
         i
         for i, (leaf, to) in enumerate(zip(leaves, destinations, strict=True))
@@ -245,12 +245,12 @@ def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinatio
         copies.finish()
     present: list[int] = []
     dependent: list[int] = []  # lazy values that are computed from other Variables
-    rest: list[int] = []
+    plain_values: list[int] = []
     for i, leaf in enumerate(leaves):
         lazy = isinstance(leaf.value, LazyValue)
-        (rest if leaf.variable is None else dependent if lazy else present).append(i)
-    for some in (present, dependent, rest):
-        for i in some:
+        (plain_values if leaf.variable is None else dependent if lazy else present).append(i)
+    for positions in (present, dependent, plain_values):
+        for i in positions:
             # A box without arrays has a destination nevertheless.
             pairs = zip(leaves[i].arrays_in(leaves[i].value), destinations[i], strict=False)
             moves = list(pairs)
@@ -308,9 +308,9 @@ class _Copies:
 
     def _refused(self, positions: list[int], error: Exception) -> PlacementError:
         paths = [self.leaves[position].path for position in positions]
-        shown = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
+        listed = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
         return PlacementError(
-            f"{shown}: a device refused: {error}\n{self.done} of {self.total} values are at their "
+            f"{listed}: a device refused: {error}\n{self.done} of {self.total} values are at their "
             "new place and the others where they were; all are valid. Make room (a State or "
             "another model may hold the old arrays), split by more mesh axes, or use another "
             "memory_kind, and call again: what is in place is not moved a second time."

@@ -129,14 +129,14 @@ def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
         name, target = rule
         if name not in waiting:
             continue
-        wanted = mesh_axes_of(target)
-        taken = next((axis for axis in wanted if axis in holder), None)
-        if taken is not None:
-            passed_over.append(PassedOver(rule, taken, holder[taken]))
+        axes = mesh_axes_of(target)
+        used_axis = next((axis for axis in axes if axis in holder), None)
+        if used_axis is not None:
+            passed_over.append(PassedOver(rule, used_axis, holder[used_axis]))
             continue
         del waiting[name]
         chosen[name] = position
-        holder.update(dict.fromkeys(wanted, rule))
+        holder.update(dict.fromkeys(axes, rule))
     targets = {name: rules[position][1] for name, position in chosen.items()}
     entries = tuple(_entry(name, targets) for name in names)
     return AxisAssignment(entries, chosen, tuple(passed_over), unmapped)
@@ -195,14 +195,14 @@ class Rules:
     ) -> None:
         base = pairs if isinstance(pairs, Rules) else None
         checked = _check_pairs(pairs) if base is None else base.pairs
-        for name, value, known in (
+        for name, value, policies in (
             ("on_conflict", on_conflict, ("first", "error")),
             ("on_unmapped", on_unmapped, ("replicate", "error")),
         ):
             if value is None:
-                value = known[0] if base is None else getattr(base, name)
-            if value not in known:
-                raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {known}.")
+                value = policies[0] if base is None else getattr(base, name)
+            if value not in policies:
+                raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {policies}.")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pairs", checked)
 
@@ -463,9 +463,9 @@ def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
     ]
     hint = f" Did you mean {' and '.join(near)}?" if near else ""
     listed = ", ".join(map(repr, rules.names))
-    known = f"names with rules: {listed}" if rules else "there are no rules"
+    context = f"names with rules: {listed}" if rules else "there are no rules"
     return (
-        f"no rule mentions {names} ({known}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
+        f"no rule mentions {names} ({context}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
         "None) to replicate on purpose, or use on_unmapped='replicate'."
     )
 

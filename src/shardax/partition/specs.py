@@ -159,9 +159,9 @@ def abstract(
     """
     inventory = TreeInventory(tree)
     leaves = inventory.leaves
-    asked = overrides is not None or memory_kind is not None
-    if asked or resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves):
-        function = "abstract" if asked else None
+    is_asked = overrides is not None or memory_kind is not None
+    if is_asked or resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves):
+        function = "abstract" if is_asked else None
         layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function=function)
         shardings: list[Any] = list(_checked(layout, rules).shardings())
     else:
@@ -176,8 +176,8 @@ def abstract(
         values.append(leaf.with_arrays(leaf.value, structs))
     # All objects at once, so that what several subtrees share stays shared.
     flat = flatten_roots([s.value for s in inventory.subtrees if isinstance(s.value, Object)])
-    given = [values[inventory.position(variable)] for variable in flat.leaves]
-    copies = iter(build(flat.graphdef, given, owner_here())[0])
+    leaf_values = [values[inventory.position(variable)] for variable in flat.leaves]
+    copies = iter(build(flat.graphdef, leaf_values, owner_here())[0])
 
     def fill(subtree: Subtree) -> Any:
         return next(copies) if isinstance(subtree.value, Object) else subtree.filled(values)

@@ -110,7 +110,7 @@ def check(
 
 
 def _of_modules(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:
-    """Yields warnings of Modules about how they run under a layout."""
+    """Yields warnings of Modules about their runs under a layout."""
     for subtree in layout.inventory.subtrees:
         if not isinstance(subtree.value, Object):
             continue
@@ -128,11 +128,11 @@ def _other_meshes(layout: TreeLayout) -> Iterator[Diagnostic]:
         if leaf.mesh is None or mesh is None:
             continue
         concrete = isinstance(leaf.mesh, Mesh) and isinstance(mesh, Mesh)
-        own, given = leaf.mesh.shape, mesh.shape
-        if leaf.mesh != mesh if concrete else tuple(own.items()) != tuple(given.items()):
+        own_shape, mesh_shape = leaf.mesh.shape, mesh.shape
+        if leaf.mesh != mesh if concrete else tuple(own_shape.items()) != tuple(mesh_shape.items()):
             text = (
-                f"{format_path(leaf.path)}: has a mesh of its own, ({mesh_text(own)}), but is laid "
-                f"out over the mesh given, ({mesh_text(given)}). Unboxed it goes "
+                f"{format_path(leaf.path)}: has a mesh of its own, ({mesh_text(own_shape)}), but "
+                f"is laid out over the mesh given, ({mesh_text(mesh_shape)}). Unboxed it goes "
                 "to its own again. Make the box without a mesh."
             )
             yield Diagnostic("warning", leaf.path, "other-mesh", text)
@@ -142,7 +142,7 @@ def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
     """Yields warnings about optimizer states split less than their parameters."""
     is_state = OfType(OptState)
     states: list[tuple[Any, ArrayInfo, int]] = []
-    others: list[tuple[Any, tuple[ArrayInfo, int]]] = []
+    parameter_places: list[tuple[Any, tuple[ArrayInfo, int]]] = []
     inventory = layout.inventory
     rows = zip(inventory.filter_subjects(), inventory.leaves, layout.shardings(), strict=True)
     for subject, leaf, shardings in rows:
@@ -151,18 +151,18 @@ def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
             if is_state((), subject.like):
                 states.append((subject.paths, info, parts))
             else:
-                others.append((subject.paths, (info, parts)))
-    parameters = PathEnds(others)
+                parameter_places.append((subject.paths, (info, parts)))
+    parameters = PathEnds(parameter_places)
     for paths, info, parts in states:
         # The parameter with the longest common end of paths; none if it is unclear.
-        found = parameters.nearest(
+        matches = parameters.nearest(
             paths,
-            lambda other, end, shape=info.shape: (
-                bool(end) and shape[-len(other[0].shape) :] == other[0].shape
+            lambda place, end, shape=info.shape: (
+                bool(end) and shape[-len(place[0].shape) :] == place[0].shape
             ),
         )
-        if len(found) == 1 and parts < found[0][1]:
-            owner, owner_parts = found[0]
+        if len(matches) == 1 and parts < matches[0][1]:
+            owner, owner_parts = matches[0]
             text = (
                 f"{format_path(info.path)}: this state of an optimizer, shape {info.shape}, is cut "
                 f"into {parts} part{'' if parts == 1 else 's'}, but its parameter "
@@ -183,15 +183,15 @@ def _differences(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:
         if isinstance(array, jax.Array) and not isinstance(array, Tracer)
         if info.path not in wrong
     ]
-    here = sum(_is_on(array, mesh) for _, array, _ in live)
-    if not here:
+    local_count = sum(_is_on(array, mesh) for _, array, _ in live)
+    if not local_count:
         return  # not placed yet: there is nothing to differ
     for info, array, to in live:
         where = format_path(info.path)
         if not _is_on(array, mesh):
             if array.committed and isinstance(to.mesh, type(mesh)) and to.mesh == mesh:
                 text = (
-                    f"{where}: is on {_devices(array)}, but {here} other arrays are on the "
+                    f"{where}: is on {_devices(array)}, but {local_count} other arrays are on the "
                     f"mesh {dict(mesh.shape)}; a program that takes both fails. Place all of it: "
                     "shard(model, mesh, rules)."
                 )
@@ -213,11 +213,11 @@ def _is_on(array: Any, mesh: AnyMesh) -> bool:
     return isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape)
 
 
-def _agree(real: Any, wanted: NamedSharding, ndim: int) -> bool:
-    if isinstance(wanted.mesh, Mesh):
-        return bool(real.is_equivalent_to(wanted, ndim))
-    same_memory = wanted.memory_kind is None or real.memory_kind == wanted.memory_kind
-    return same_memory and _plain(real, ndim) == _plain(wanted, ndim)
+def _agree(real: Any, target: NamedSharding, ndim: int) -> bool:
+    if isinstance(target.mesh, Mesh):
+        return bool(real.is_equivalent_to(target, ndim))
+    same_memory = target.memory_kind is None or real.memory_kind == target.memory_kind
+    return same_memory and _plain(real, ndim) == _plain(target, ndim)
 
 
 def _plain(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:

@@ -74,7 +74,7 @@ _STATE_HINT = (
 
 
 class Override(NamedTuple):
-    """What holds for one leaf apart from the layout's rules."""
+    """Rules, spec and memory of one leaf, before the layout's rules."""
 
     rules: logical.Rules | None = None  # before the layout's
     spec: PartitionSpec | NamedSharding | None = None
@@ -95,7 +95,7 @@ def overrides_of(
         {...: memory_kind} if isinstance(memory_kind, str) or memory_kind is None else memory_kind,
         lambda kind, text: _checked_kind(kind, text, mesh),
     )
-    found: list[Override] = []
+    by_leaf: list[Override] = []
     diagnostics: list[Diagnostic] = []
     for subject in inventory.filter_subjects():
         at = values.first(subject, diagnostics)
@@ -104,16 +104,16 @@ def overrides_of(
         value = None if at is None else values.values[at]
         source = "" if at is None else f"the override {value!r} for {values.filters[at]}"
         rules, spec = (value, None) if isinstance(value, logical.Rules) else (None, value)
-        found.append(Override(rules, spec, kind, source))
-    return found, [*diagnostics, *values.unused(), *kinds.unused()]
+        by_leaf.append(Override(rules, spec, kind, source))
+    return by_leaf, [*diagnostics, *values.unused(), *kinds.unused()]
 
 
 class _FilterTable:
     """Pairs of filter and value; ``convert`` checks one value of ``option``."""
 
-    def __init__(self, option: str, given: Any, convert: Callable[[Any, str], Any]) -> None:
+    def __init__(self, option: str, option_value: Any, convert: Callable[[Any, str], Any]) -> None:
         self.option = option
-        pairs = _pairs(option, given)
+        pairs = _pairs(option, option_value)
         self.predicates = to_predicates([item for item, _ in pairs])
         self.filters = [_filter_text(item) for item, _ in pairs]
         self.values = [
@@ -160,19 +160,19 @@ class _FilterTable:
 _EXAMPLE = "overrides={sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
 
 
-def _pairs(option: str, given: Any) -> list[tuple[Any, Any]]:
-    if isinstance(given, State):
-        given = StateSharding(given)
-    if isinstance(given, FilterMapping):
-        return list(zip(given, given.values(), strict=True))
-    if isinstance(given, Mapping):
-        return list(given.items())
-    iterable = isinstance(given, Iterable) and not isinstance(given, str)
-    pairs: list[Any] = list(given) if iterable else [None]
+def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(option_value, State):
+        option_value = StateSharding(option_value)
+    if isinstance(option_value, FilterMapping):
+        return list(zip(option_value, option_value.values(), strict=True))
+    if isinstance(option_value, Mapping):
+        return list(option_value.items())
+    iterable = isinstance(option_value, Iterable) and not isinstance(option_value, str)
+    pairs: list[Any] = list(option_value) if iterable else [None]
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise OverrideError(
-            f"{option}={given!r} of type {type(given).__name__} is no mapping from filters and no "
-            f"list of pairs. Write for instance {_EXAMPLE}."
+            f"{option}={option_value!r} of type {type(option_value).__name__} is no mapping from "
+            f"filters and no list of pairs. Write for instance {_EXAMPLE}."
         )
     return [(item, value) for item, value in pairs]
 
@@ -241,9 +241,9 @@ class TreeLayout:
     ) -> None:
         self.inventory = inventory
         self.mesh = resolve_mesh(mesh) if over_mesh else None  # of leaves without their own
-        own = over_mesh and mesh is None
+        uses_own_meshes = over_mesh and mesh is None
         leaves = inventory.leaves
-        self.meshes = [(leaf.mesh if own else None) or self.mesh for leaf in leaves]
+        self.meshes = [(leaf.mesh if uses_own_meshes else None) or self.mesh for leaf in leaves]
         if function is not None and (not leaves or None in self.meshes):
             self.mesh = require_mesh(mesh, function)
         self.rules = resolve_rules(rules)
@@ -279,12 +279,12 @@ class TreeLayout:
         # Of the layout, with those of overrides.
         by_rules: list[tuple[logical.Rules, logical.Names, Path]] = []
         for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True):
-            own = leaf.rules
+            own_rules = leaf.rules
             if self._names_alone and leaf.axes is not None:
-                own = logical.identity_rules(tuple(leaf.axes))
-            rules = self._rules_over(mesh) if own is None else own
-            if own is not None and leaf.added:
-                rules = self._with_added(own, leaf.added, mesh)
+                own_rules = logical.identity_rules(tuple(leaf.axes))
+            rules = self._rules_over(mesh) if own_rules is None else own_rules
+            if own_rules is not None and leaf.added:
+                rules = self._with_added(own_rules, leaf.added, mesh)
             if override.rules is not None:
                 rules = rules.override(override.rules)
             if override.spec is None:
@@ -293,16 +293,20 @@ class TreeLayout:
             for info in leaf.arrays or leaf.names_as_array(mesh is not None):
                 path, names, shape = info.path, leaf.names_of(info), info.shape
                 if override.spec is not None:
-                    spec, found = explicit_spec(override.spec, shape, mesh, override.source, path)
+                    spec, findings = explicit_spec(
+                        override.spec, shape, mesh, override.source, path
+                    )
                 else:
-                    spec, found = spec_for(names, shape, mesh, rules, path, placed=self._placed)
-                    errors = {each.code for each in found if each.severity == "error"}
+                    spec, findings = spec_for(names, shape, mesh, rules, path, placed=self._placed)
+                    errors = {
+                        diagnostic.code for diagnostic in findings if diagnostic.severity == "error"
+                    }
                     if names is not None and errors.isdisjoint(("axis-names", "rank-mismatch")):
                         names = logical.check_names(names)
-                        if own is None or own == self.rules:
+                        if own_rules is None or own_rules == self.rules:
                             by_rules.append((rules, names, path))
                     if mesh is not None and not errors and info.nbytes > large:
-                        found += _large_replicated(info, names or (), spec, mesh, rules, total)
+                        findings += _large_replicated(info, names or (), spec, mesh, rules, total)
                     if isinstance(leaf.axes, PartitionSpec):
                         # The specs of a box are one: they differ at most in trailing Nones.
                         spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
@@ -312,23 +316,23 @@ class TreeLayout:
                     dataclasses.replace(d, message=d.message + hint)
                     if d.code == "rank-mismatch"
                     else d
-                    for d in found
+                    for d in findings
                 )
         diagnostics += self._unused_rules(by_rules)
         return specs, diagnostics
 
     def _of_other_ranks(self, leaves: Sequence[LeafInfo]) -> dict[int, LeafInfo]:
-        """Boxes whose arrays have more dimensions than names, by position."""
+        """Boxes with more array dimensions than names, by position."""
         # Dimensions after the last name are not split, as in a PartitionSpec. The one spec of a box
         # around several arrays has the rank of the least, and alone may be of any.
-        found: dict[int, LeafInfo] = {}
+        changed: dict[int, LeafInfo] = {}
         for i, leaf in enumerate(leaves):
             ranks = {len(info.shape) for info in leaf.arrays}
             if leaf.box is None or leaf.axes is None or ranks <= {len(leaf.axes)}:
                 continue
             several = len(leaf.arrays) > 1
             if several and self._names_alone:
-                found[i] = leaf._replace(arrays=())
+                changed[i] = leaf._replace(arrays=())
                 continue
             try:
                 names = logical.check_names(leaf.axes)
@@ -337,8 +341,8 @@ class TreeLayout:
             while several and len(names) > min(ranks) and names[-1] is None:
                 names = names[:-1]
             if len(names) <= min(ranks):
-                found[i] = leaf._replace(axes=PartitionSpec(*names))
-        return found
+                changed[i] = leaf._replace(axes=PartitionSpec(*names))
+        return changed
 
     def _rules_over(self, mesh: AnyMesh | None) -> logical.Rules:
         """The rules of leaves without their own."""
@@ -346,13 +350,13 @@ class TreeLayout:
         return rules_over(resolve_mesh() if mesh is None else mesh, self._given_rules)
 
     def _with_added(
-        self, own: logical.Rules, added: frozenset[str], mesh: AnyMesh | None
+        self, own_rules: logical.Rules, added: frozenset[str], mesh: AnyMesh | None
     ) -> logical.Rules:
         """A leaf's own rules, and others for names added since."""
-        known = [rule for rule in self.rules.pairs if rule[0] in added]
-        known += [(name, name) for name in added if mesh is not None and name in mesh.shape]
-        kept = [rule for rule in own.pairs if rule[0] not in added]
-        return own.replace(pairs=[*kept, *known])
+        added_rules = [rule for rule in self.rules.pairs if rule[0] in added]
+        added_rules += [(name, name) for name in added if mesh is not None and name in mesh.shape]
+        own_pairs = [rule for rule in own_rules.pairs if rule[0] not in added]
+        return own_rules.replace(pairs=[*own_pairs, *added_rules])
 
     def _unused_rules(
         self, by_rules: Sequence[tuple[logical.Rules, logical.Names, Path]]
@@ -402,12 +406,12 @@ class TreeLayout:
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
                 raise NoRulesError(str(diagnostic))
-        if found := [*self.diagnostics, *more]:
-            raise_on_errors(found)
+        if diagnostics := [*self.diagnostics, *more]:
+            raise_on_errors(diagnostics)
         return self
 
     def warn_of_names(self) -> None:
-        """Warns of names in rules and arrays that look misspelt."""
+        """Warns of misspelt names in rules and arrays."""
         if all(name == target for name, target in self.rules.pairs):
             return  # replicated on purpose, or by names of mesh axes alone
         paths: dict[str, list[Path]] = {}
@@ -425,37 +429,37 @@ class TreeLayout:
 
     def shardings(self) -> list[list[NamedSharding]]:
         """For each leaf, its arrays' shardings; all must have a mesh."""
-        found: list[list[NamedSharding]] = []
+        by_leaf: list[list[NamedSharding]] = []
         for specs, mesh, override in zip(self.specs, self.meshes, self._overrides, strict=True):
             kind = override.memory_kind
             if isinstance(override.spec, NamedSharding):
                 mesh = override.spec.mesh
                 kind = override.spec.memory_kind if kind is None else kind
-            found.append([named_sharding(mesh, spec, kind) for spec in specs])
-        return found
+            by_leaf.append([named_sharding(mesh, spec, kind) for spec in specs])
+        return by_leaf
 
-    def entries(self, each: Sequence[Sequence[Any]]) -> Any:
+    def entries(self, by_leaf: Sequence[Sequence[Any]]) -> Any:
         """The tree with entries, such as specs, in place of leaves."""
-        pairs = zip(self.inventory.leaves, each, strict=True)
+        pairs = zip(self.inventory.leaves, by_leaf, strict=True)
         return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
 
 
 def _names_in(axes: Any) -> set[str]:
-    """Names among entries that may be malformed."""
+    """Names among possibly malformed entries."""
     parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
     return {part for part in parts if isinstance(part, str)}
 
 
 def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
     """The mesh given, else the one in scope; ``function`` needs it."""
-    found = resolve_mesh(mesh)
-    if found is None:
+    scope_mesh = resolve_mesh(mesh)
+    if scope_mesh is None:
         raise NoMeshError(
             f"{function} needs a mesh: none was given and none is in scope. Pass one, "
             f"{function}(..., mesh=jax.make_mesh((2, 4), ('data', 'model'))), or put one in scope: "
             "with jax.set_mesh(mesh): ..."
         )
-    return found
+    return scope_mesh
 
 
 @functools.lru_cache(maxsize=4096)
@@ -494,10 +498,10 @@ def _large_replicated(
     )
     if mesh.size == 1 or parts_of(spec, mesh) > 1 or on_purpose:
         return
-    shown = ", ".join(map(repr, logical.strings(names)))
+    listed = ", ".join(map(repr, logical.strings(names)))
     fix = (
-        f"Map one of its axes ({shown}) to a mesh axis, or say that it is meant: rules to None"
-        if shown
+        f"Map one of its axes ({listed}) to a mesh axis, or say that it is meant: rules to None"
+        if listed
         else "Give its dimensions names, axes=(...), and one of them a rule"
     )
     text = (
@@ -509,7 +513,7 @@ def _large_replicated(
 
 
 def paths_text(paths: Sequence[Path]) -> str:
-    """The first of some paths, and how many others there are."""
+    """The first of some paths, and the number of others."""
     return first_of([format_path(path) for path in paths], most=4)
 
 

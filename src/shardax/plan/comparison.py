@@ -129,27 +129,27 @@ def reports_of(
 ) -> Iterator[LayoutReport]:
     """Yields reports as layouts are done; options as for ``compare``."""
     with (
-        progress_for(progress) as shown,
+        progress_for(progress) as bar,
         make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
     ):
-        shown.expect(len(layouts), "compiling")
-        for answer in evaluator.evaluate(layouts, effort, begun=shown.begin):
-            shown.end(answer.report, answer.cached)
+        bar.expect(len(layouts), "compiling")
+        for answer in evaluator.evaluate(layouts, effort, begun=bar.begin):
+            bar.end(answer.report, answer.cached)
             yield answer.report
 
 
 def layout_of(name: str, rules: RulesLike, mesh: Mapping[str, int]) -> Layout:
     """Returns rules over a mesh as a layout."""
-    made = rules if isinstance(rules, Rules) else Rules(rules)
-    free = [logical for logical, axes in made.pairs if axes is UNCONSTRAINED]
+    checked = rules if isinstance(rules, Rules) else Rules(rules)
+    free = [logical for logical, axes in checked.pairs if axes is UNCONSTRAINED]
     if free:
         raise PlanInputError(
             f"The rules {name!r} leave {', '.join(map(repr, free))} UNCONSTRAINED, so the layout "
             "would be the compiler's choice, which can differ from one version to the next. Say a "
             "mesh axis or None."
         )
-    policies = (made.on_conflict, made.on_unmapped)
-    return Layout(name, tuple(made.pairs), tuple(mesh.items()), policies)
+    policies = (checked.on_conflict, checked.on_unmapped)
+    return Layout(name, tuple(checked.pairs), tuple(mesh.items()), policies)
 
 
 def _under(layout: Layout, parallel: Mapping[str, Any] | None) -> Layout:
@@ -188,7 +188,7 @@ def _layouts(rules: Mapping[str, RulesLike], meshes: Sequence[Mapping[str, int]]
         )
     if not rules or not meshes:
         raise PlanInputError("There is nothing to compare: give at least one rule set and mesh.")
-    return [each for name, pairs in rules.items() for each in layouts_over(name, pairs, meshes)]
+    return [layout for name, pairs in rules.items() for layout in layouts_over(name, pairs, meshes)]
 
 
 def plan(
@@ -250,7 +250,7 @@ def assert_layout(
     replicated_params: int | Collection[str] | None = None,
     compiler: str = "auto",
 ) -> LayoutReport:
-    """Asserts what a step moves, needs and replicates in a layout.
+    """Asserts the traffic, memory and replication of a step in a layout.
 
     A *bound* is a number, which the figure must equal; or a text of a comparison and a number with
     a unit, ``"<= 26 GB"``, ``"< 1.5 GiB"``, ``">= 1"``. Units are B, kB, MB, GB, TB (powers of
@@ -319,19 +319,19 @@ Check = Callable[[float], str | None]  # what is wrong with a figure, or None
 
 def _parse_bound(name: str, bound: Bound) -> Check:
     if isinstance(bound, (int, float)) and not isinstance(bound, bool):
-        compare, limit, shown = operator.eq, bound, f"{bound:,}"
+        compare, limit, bound_text = operator.eq, bound, f"{bound:,}"
     else:
-        found = _BOUND.fullmatch(bound) if isinstance(bound, str) else None
-        if found is None:
+        match = _BOUND.fullmatch(bound) if isinstance(bound, str) else None
+        if match is None:
             raise PlanInputError(
                 f"{name}={bound!r} is no bound. Give a number that the figure must equal, or a "
                 'comparison such as "<= 26 GB" or "< 1.5 GiB".'
             )
-        compare, shown = _COMPARISONS[found[1]], bound
-        limit = float(re.sub("[_,]", "", found[2])) * _UNITS[found[3] or ""]
+        compare, bound_text = _COMPARISONS[match[1]], bound
+        limit = float(re.sub("[_,]", "", match[2])) * _UNITS[match[3] or ""]
 
     def check(figure: float) -> str | None:
-        return None if compare(figure, limit) else f"{name} is {figure:,.0f}, not {shown}"
+        return None if compare(figure, limit) else f"{name} is {figure:,.0f}, not {bound_text}"
 
     return check
 
@@ -366,10 +366,13 @@ def _problems(
 
 
 def _largest(report: LayoutReport, axes: tuple[str, ...] | None) -> list[str]:
-    """The collectives that move most, one a line."""
-    among = [each for each in report.collectives if axes is None or each.axes == axes]
+    """The collectives with the most bytes, one a line."""
+    moved = [
+        collective for collective in report.collectives if axes is None or collective.axes == axes
+    ]
     return [
-        f"{each.wire_bytes:,.0f} B {each.kind} over {'+'.join(each.axes) or 'other groups'} "
-        f"({each.runs} x) at {each.source or each.op_name or each.name}"
-        for each in sorted(among, key=lambda each: -each.wire_bytes)[:_SHOWN]
+        f"{collective.wire_bytes:,.0f} B {collective.kind} "
+        f"over {'+'.join(collective.axes) or 'other groups'} "
+        f"({collective.runs} x) at {collective.source or collective.op_name or collective.name}"
+        for collective in sorted(moved, key=lambda collective: -collective.wire_bytes)[:_SHOWN]
     ]

@@ -35,7 +35,7 @@ class CompilerMissingError(ShardaxError, ImportError):
 
 
 class LayoutAssertionError(ShardaxError, AssertionError):
-    """A layout differs from what ``plan.assert_layout`` asserts."""
+    """A layout differs from an assertion of ``plan.assert_layout``."""
 
 
 class PlanInterrupted(KeyboardInterrupt, ShardaxError):

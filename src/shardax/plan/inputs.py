@@ -98,7 +98,7 @@ class Placed:
 
 
 def unbound(step: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Returns the function under partials and methods, with what they bind."""
+    """Returns the function under partials and methods, with bound arguments."""
     if isinstance(step, functools.partial):
         function, args, keywords = unbound(step.func)
         return function, (*args, *step.args), {**keywords, **step.keywords}
@@ -168,14 +168,14 @@ class Inputs:
     @property
     def logical_names(self) -> tuple[str, ...]:
         """Every axis name of the arguments, in order of first use."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for leaf in self._inventory.leaves:
             for info in leaf.arrays:
                 for name in leaf.names_of(info) or ():
-                    for each in name if isinstance(name, tuple) else (name,):
-                        if isinstance(each, str):
-                            found[each] = None
-        return tuple(found)
+                    for logical in name if isinstance(name, tuple) else (name,):
+                        if isinstance(logical, str):
+                            names[logical] = None
+        return tuple(names)
 
     @property
     def batch_names(self) -> frozenset[str]:
@@ -193,7 +193,7 @@ class Inputs:
     ) -> dict[str, Any]:
         """Returns the arguments by name, with shapes in place of arrays."""
         return jax.tree.map(
-            lambda given, shape: given if shape is None else shape,
+            lambda own_shape, shape: own_shape if shape is None else shape,
             self.tree,
             abstract(self.tree, mesh, rules, **options),
             is_leaf=_is_part,
@@ -201,10 +201,10 @@ class Inputs:
 
     def _positional(self, tree: Any) -> tuple[Any, ...]:
         """The arguments of a tree by name, in order and unboxed."""
-        found = jax.tree.map(
+        values = jax.tree.map(
             lambda leaf: leaf.value if isinstance(leaf, _Named) else leaf, tree, is_leaf=_is_part
         )
-        return tuple(found[name] for name in self.names)
+        return tuple(values[name] for name in self.names)
 
     def place(self, layout: Layout, mesh: AnyMesh | None = None) -> Placed:
         """Lays the arguments out over a mesh, by default an abstract one."""
@@ -212,19 +212,25 @@ class Inputs:
         where = mesh if mesh is not None else auto_mesh(sizes)
         # No rules at all would be taken for rules that were forgotten.
         rules = layout.as_rules or Rules([(name, None) for name in self.logical_names])
-        own: dict[str, Any] = {
+        options: dict[str, Any] = {
             "overrides": self._for_optimizer(layout.optimizer_rules),
             "memory_kind": self._for_optimizer(layout.optimizer_memory),
         }
-        found = TreeLayout(self._inventory, where, rules, **own, function="plan", rules_for="boxes")
-        errors = tuple(str(each) for each in found.diagnostics if each.severity == "error")
+        tree_layout = TreeLayout(
+            self._inventory, where, rules, **options, function="plan", rules_for="boxes"
+        )
+        errors = tuple(
+            str(diagnostic)
+            for diagnostic in tree_layout.diagnostics
+            if diagnostic.severity == "error"
+        )
         if errors:
             return Placed(errors=errors)
         sizes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         whole: dict[str, int] = {}
         arrays: list[ArrayLayout] = []
         given_way: set[Path] = set()  # arrays in which one name is meant to give way to another
-        placed = found.shardings()
+        placed = tree_layout.shardings()
         for leaf, kind, shardings in zip(self._inventory.leaves, self.kinds, placed, strict=True):
             for info, sharding in zip(leaf.arrays, shardings, strict=False):
                 size = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
@@ -237,15 +243,15 @@ class Inputs:
                 if kind == "batch" or (kind == "optimizer" and layout.optimizer_rules):
                     given_way.add(info.path)
         warnings = tuple(
-            str(each)
-            for each in found.diagnostics
-            if each.severity == "warning"
+            str(diagnostic)
+            for diagnostic in tree_layout.diagnostics
+            if diagnostic.severity == "warning"
             # A batch's later dimensions are meant to give way to its first.
-            and not (each.code == "mesh-axis-conflict" and each.path in given_way)
+            and not (diagnostic.code == "mesh-axis-conflict" and diagnostic.path in given_way)
         )
         return Placed(
-            self._positional(self.abstract(where, rules, **own)),
-            self._positional(found.entries(placed)),
+            self._positional(self.abstract(where, rules, **options)),
+            self._positional(tree_layout.entries(placed)),
             sizes_by_kind,
             tuple(sorted(whole, key=lambda path: (-whole[path], path))),
             tuple(arrays),
@@ -303,8 +309,8 @@ def _optax_states(tree: Any) -> list[Path]:
         module = type(value).__module__
         return hasattr(type(value), "_fields") and module.partition(".")[0] == "optax"
 
-    found = jax.tree.leaves_with_path(tree, is_leaf=lambda v: is_state(v) or _is_part(v))
-    return [plain_path(path) for path, leaf in found if is_state(leaf)]
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda v: is_state(v) or _is_part(v))
+    return [plain_path(path) for path, leaf in leaves if is_state(leaf)]
 
 
 def _kind(leaf: LeafInfo, like: Any, states: Sequence[Path]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports on layouts, and plans, which rank those of one step.
+"""Reports on layouts, and plans: ranked reports of one step.
 
 A *layout* is rules and the sizes of mesh axes. Its *outcome* is ``"fits"``, ``"does not fit"`` (by
 the compiler's verdict or by its memory), ``"rejected"`` (before any compile, with the reason), or
@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the layout has beside rules and mesh, in words by name."""
+        """Settings of the layout beside rules and mesh, in words by name."""
         words = {name: str(value) for name, value in self.parallel}
         if self.optimizer_rules:
             pairs = [
@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh has."""
+        """Number of devices of the mesh."""
         return math.prod(size for _, size in self.mesh)
 
     @property
@@ -129,7 +129,7 @@ class TimeBand:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where figures come from.
+    """Sources of figures.
 
     Attributes:
         target: As it was asked for, such as ``"tpu:v5e:4x4"``.
@@ -154,7 +154,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """How one array of the arguments is laid out.
+    """The layout of one array of the arguments.
 
     Attributes:
         path: Where it is in the arguments, as text.
@@ -182,7 +182,7 @@ class ArrayLayout:
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """What the planner found of one layout, by device and step.
+    """The planner's figures of one layout, by device and step.
 
     All bytes and operations are those of one device in one step.
 
@@ -240,7 +240,7 @@ class LayoutReport:
 
     @property
     def compiled(self) -> bool:
-        """Whether a compiler reported figures, or how much memory it lacks."""
+        """Whether a compiler reported figures, or the memory it lacks."""
         return self.peak_bytes is not None or self.time is not None
 
     @property
@@ -250,14 +250,14 @@ class LayoutReport:
 
     @property
     def replicated_compute(self) -> float:
-        """How often the devices together do each operation; 1: once."""
+        """Copies of each operation over all devices; 1: none repeated."""
         if not self.program_flops:
             return 1.0
         return self.flops * self.layout.devices / self.program_flops
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Bytes of a device's memory that stay free, or negative."""
+        """Free bytes of a device's memory, or negative."""
         if self.peak_bytes is None or self.limit_bytes is None:
             return None
         return self.limit_bytes - self.peak_bytes
@@ -270,28 +270,33 @@ class LayoutReport:
                 ``"parameters"``.
         """
         totals: dict[Any, float] = {}
-        for each in self.collectives:
-            key = getattr(each, by)
-            totals[key] = totals.get(key, 0.0) + each.wire_bytes
+        for collective in self.collectives:
+            key = getattr(collective, by)
+            totals[key] = totals.get(key, 0.0) + collective.wire_bytes
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     @property
     def total_wire_bytes(self) -> float:
         """Wire bytes of all collectives."""
-        return sum(each.wire_bytes for each in self.collectives)
+        return sum(collective.wire_bytes for collective in self.collectives)
 
     @property
     def cross_slice_bytes(self) -> float:
         """Wire bytes of collectives between slices."""
-        return sum(each.wire_bytes for each in self.collectives if each.crosses_slices)
+        return sum(
+            collective.wire_bytes for collective in self.collectives if collective.crosses_slices
+        )
 
     @property
     def asynchronous_share(self) -> float:
-        """Share of the wire bytes that asynchronous collectives move, 0 to 1."""
+        """Share of asynchronous collectives in the wire bytes, 0 to 1."""
         total = self.total_wire_bytes
         if not total:
             return 0.0
-        return sum(each.wire_bytes for each in self.collectives if each.asynchronous) / total
+        return (
+            sum(collective.wire_bytes for collective in self.collectives if collective.asynchronous)
+            / total
+        )
 
 
 def to_data(report: LayoutReport) -> dict[str, Any]:
@@ -302,11 +307,11 @@ def to_data(report: LayoutReport) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any]) -> LayoutReport:
-    """Returns the report that ``to_data`` wrote, also after JSON."""
+    """Returns the report written by ``to_data``, also after JSON."""
     fields = {n: _tuples(value) for n, value in data.items() if n != "total_wire_bytes"}
     fields["layout"] = Layout(**fields["layout"])
-    fields["collectives"] = tuple(Collective(**each) for each in fields["collectives"])
-    fields["arrays"] = tuple(ArrayLayout(**each) for each in fields.get("arrays", ()))
+    fields["collectives"] = tuple(Collective(**entry) for entry in fields["collectives"])
+    fields["arrays"] = tuple(ArrayLayout(**entry) for entry in fields.get("arrays", ()))
     fields["time"] = TimeBand(**fields["time"]) if fields["time"] else None
     fields["provenance"] = Provenance(**fields["provenance"]) if fields["provenance"] else None
     return LayoutReport(**fields)
@@ -315,7 +320,7 @@ def from_data(data: Mapping[str, Any]) -> LayoutReport:
 def _tuples(value: Any) -> Any:
     """The value with tuples for the lists of JSON."""
     if isinstance(value, dict):
-        return {name: _tuples(each) for name, each in value.items()}
+        return {name: _tuples(item) for name, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -380,7 +385,7 @@ class Plan:
         )
 
     def best(self, fits: float = 1.0) -> LayoutReport:
-        """Returns the best layout that fits.
+        """Returns the best fitting layout.
 
         Args:
             fits: Share of a device's memory that it may need, to leave room for what the compiler
@@ -448,13 +453,13 @@ class Plan:
             raise PlanFileError(f"{path}: cannot be read as JSON: {error}.") from error
         written = data.get("shardax plan") if isinstance(data, dict) else None
         if written != _FORMAT:
-            what = "no plan of shardax" if written is None else f"a plan of format {written}"
+            content = "no plan of shardax" if written is None else f"a plan of format {written}"
             raise PlanFileError(
-                f"{path} holds {what}; this version reads format {_FORMAT}. Make it anew: "
+                f"{path} holds {content}; this version reads format {_FORMAT}. Make it anew: "
                 "shardax plan ... --json FILE."
             )
         try:
-            reports = tuple(from_data(each) for each in data["reports"])
+            reports = tuple(from_data(report_data) for report_data in data["reports"])
             return cls(data["target"], reports, tuple(data["notes"]))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanFileError(f"{path}: the plan in it is damaged: {error!r}.") from error

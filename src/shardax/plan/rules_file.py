@@ -48,7 +48,7 @@ _NOT_IN_COMMENTS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class NamedRules:
-    """Rules with a name, and the mesh that they are meant for.
+    """Rules with a name, and their mesh.
 
     Attributes:
         name: For tables and for picking it from a file.
@@ -80,12 +80,12 @@ class NamedRules:
 
     @property
     def overrides(self) -> dict[Any, Any] | None:
-        """What ``sx.shard`` takes as ``overrides``, or None."""
+        """The argument ``overrides`` of ``sx.shard``, or None."""
         return {OptState: list(self.optimizer_rules)} if self.optimizer_rules else None
 
     @property
     def memory_kind(self) -> dict[Any, Any] | None:
-        """What ``sx.shard`` takes as ``memory_kind``, or None."""
+        """The argument ``memory_kind`` of ``sx.shard``, or None."""
         return {OptState: self.optimizer_memory} if self.optimizer_memory else None
 
 
@@ -196,9 +196,9 @@ def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[Na
         raise RulesError(f"{where}: not TOML: {error}.") from error
     if "layouts" not in data:
         return (entry_from_data(data, where, name),)
-    if others := [key for key in data if key != "layouts"]:
+    if unknown_keys := [key for key in data if key != "layouts"]:
         raise RulesError(
-            f"{where}: {', '.join(map(repr, others))} beside 'layouts'. The keys of a layout "
+            f"{where}: {', '.join(map(repr, unknown_keys))} beside 'layouts'. The keys of a layout "
             'belong into its own table: [layouts."name"], and below it rules = [...].'
         )
     tables = data["layouts"]
@@ -208,8 +208,8 @@ def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[Na
             f'[layouts."name"], and below it {_EXAMPLE}.'
         )
     return tuple(
-        entry_from_data(table, where, each, f"layouts.{_toml(each)}")
-        for each, table in tables.items()
+        entry_from_data(table, where, entry_name, f"layouts.{_toml(entry_name)}")
+        for entry_name, table in tables.items()
     )
 
 
@@ -234,15 +234,15 @@ def entry_to_data(entry: NamedRules) -> dict[str, Any]:
 
 
 def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRules:
-    """Returns the layout of the table ``key`` in the file ``where``."""
+    """Returns the layout of a table of a file."""
     at = f"{key}." if key else ""
     if not isinstance(table, Mapping):
         raise RulesError(f"{where}: {key} is {table!r}, not a table with {_EXAMPLE}.")
-    for found in table:
-        if found not in _KEYS:
+    for option in table:
+        if option not in _KEYS:
             raise RulesError(
-                f"{where}: unknown key {at}{found}; a layout has {', '.join(_KEYS)}."
-                f"{did_you_mean(found, _KEYS)}"
+                f"{where}: unknown key {at}{option}; a layout has {', '.join(_KEYS)}."
+                f"{did_you_mean(option, _KEYS)}"
             )
     if "rules" not in table:
         raise RulesError(f"{where}: {at}rules is missing. Write {_EXAMPLE}.")
@@ -250,9 +250,9 @@ def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRu
         rules = Rules(_pairs(table["rules"]), table.get("on_conflict"), table.get("on_unmapped"))
     except RulesError as error:
         raise RulesError(f"{where}: {at}rules: {error} In a file: {_EXAMPLE}.") from error
-    own = _beside_rules(table, where, at)
+    settings = _beside_rules(table, where, at)
     if "mesh" not in table:
-        return NamedRules(name, rules, **own)
+        return NamedRules(name, rules, **settings)
     mesh = table["mesh"]
     if not isinstance(mesh, dict):
         raise RulesError(
@@ -265,11 +265,11 @@ def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRu
                 f"{where}: {at}mesh.{axis} is {size!r}; the size of a mesh axis is an integer from "
                 f"1, as in mesh = {{ {axis} = 4 }}."
             )
-    return NamedRules(name, rules, tuple(mesh.items()), **own)
+    return NamedRules(name, rules, tuple(mesh.items()), **settings)
 
 
 def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, Any]:
-    """Returns what a layout has beside rules and mesh."""
+    """Returns the settings of a layout beside rules and mesh."""
     settings = table.get("parallel", {})
     try:
         parallel(**settings)
@@ -315,9 +315,9 @@ def _target(axes: Any) -> Any:
 
 
 def _toml(value: Any) -> str:
-    """A TOML value; the strings are JSON's, which are also quoted keys."""
+    """A TOML value, with strings and quoted keys as in JSON."""
     if isinstance(value, dict):
-        pairs = ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items())
+        pairs = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
@@ -328,6 +328,6 @@ def _toml(value: Any) -> str:
 
 
 def _comments(lines: Sequence[str]) -> list[str]:
-    """Comment lines; what TOML does not allow in one becomes a blank."""
+    """Comment lines, with blanks for characters not allowed by TOML."""
     parts = [part for line in lines for part in line.split("\n")]
     return [f"# {_NOT_IN_COMMENTS.sub(' ', part)}".rstrip() for part in parts]

@@ -177,8 +177,8 @@ class AxisMetadata(abc.ABC, Generic[T]):
             if _attributes_of(self) != _attributes_of(other):
                 return False
             leaves, treedef = jax.tree.flatten(self.value)
-            others, other_treedef = jax.tree.flatten(other.value)
-            return treedef == other_treedef and all(map(_same_leaf, leaves, others))
+            other_leaves, other_treedef = jax.tree.flatten(other.value)
+            return treedef == other_treedef and all(map(_same_leaf, leaves, other_leaves))
         except (TypeError, ValueError):  # what cannot be compared is not known to be equal
             return False
 
@@ -193,8 +193,8 @@ class AxisMetadata(abc.ABC, Generic[T]):
     def __repr__(self) -> str:
         value = "None" if self.value is None else repr(jax.tree.map(_ArrayText, self.value))
         items = _attribute_items(self)
-        shown = [value, *(f"{name}={item!r}" for name, item in items if item != None)]  # noqa: E711
-        return f"{type(self).__name__}({', '.join(shown)})"
+        parts = [value, *(f"{name}={item!r}" for name, item in items if item != None)]  # noqa: E711
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 class BoxAttributes(Static):
@@ -465,10 +465,10 @@ class Partitioned(AxisMetadata[T]):
         def laid_out(leaf: Any) -> Any:
             if not hasattr(leaf, "shape"):
                 return leaf
-            own = fitted(names, len(leaf.shape))
+            fitted_names = fitted(names, len(leaf.shape))
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                return leaf.update(sharding=_sharding(own, leaf.shape, mesh, rules))
-            return constrain(leaf, own, self.mesh, rules)
+                return leaf.update(sharding=_sharding(fitted_names, leaf.shape, mesh, rules))
+            return constrain(leaf, fitted_names, self.mesh, rules)
 
         return jax.tree.map(laid_out, self.value)
 
@@ -579,21 +579,21 @@ class Partitioned(AxisMetadata[T]):
             Partitioned(1, names=())
         """
         options = ("out_sharding", "sharding_names", "sharding")
-        names = next((metadata[each] for each in options if each in metadata), None)
-        known = {"mesh": metadata.get("mesh"), "rules": metadata.get("sharding_rules")}
+        names = next((metadata[option] for option in options if option in metadata), None)
+        layout_options = {"mesh": metadata.get("mesh"), "rules": metadata.get("sharding_rules")}
         fields = [field.name for field in dataclasses.fields(cls)]
-        more = {name: item for name, item in known.items() if name in fields}
+        more = {name: item for name, item in layout_options.items() if name in fields}
         return cls(cast("Any", metadata.get("value")), names, **more)
 
-    def _names_and_rules(self, mesh: AnyMesh, what: str, way_out: str) -> tuple[Names, Rules]:
-        names, own = self.layout()
-        rules = rules_over(mesh) if own is None else own
-        if own or not names_without_rules(names, mesh):
+    def _names_and_rules(self, mesh: AnyMesh, action: str, way_out: str) -> tuple[Names, Rules]:
+        names, own_rules = self.layout()
+        rules = rules_over(mesh) if own_rules is None else own_rules
+        if own_rules or not names_without_rules(names, mesh):
             return names, rules
         raise NoRulesError(
-            f"Cannot {what} {self!r} over a mesh: its names are logical, and it has no rules, nor "
-            "are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the box "
-            f"rules=rules{way_out}."
+            f"Cannot {action} {self!r} over a mesh: its names are logical, and it has no rules, "
+            "nor are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the "
+            f"box rules=rules{way_out}."
         )
 
     def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, Any]) -> Any:
@@ -669,8 +669,12 @@ def layout_of_variable(
     box: Any = entries.get(BOX_ENTRY)
     if axes is None or not isinstance(box, Partitioned):
         return None, None, frozenset()
-    own = box.names or ()
-    added = frozenset(strings(axes)).difference(strings(own)) if len(axes) > len(own) else set()
+    own_names = box.names or ()
+    added = (
+        frozenset(strings(axes)).difference(strings(own_names))
+        if len(axes) > len(own_names)
+        else set()
+    )
     box = dataclasses.replace(box, names=axes)
     return box.mesh, box.layout()[1], frozenset(added)
 

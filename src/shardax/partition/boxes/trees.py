@@ -64,8 +64,10 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with value, names, type or entries changed."""
-        own = {name: getattr(self, name) for name in ("value", "names", "variable_type", "entries")}
-        return type(self)(**{**own, **changes})
+        fields = {
+            name: getattr(self, name) for name in ("value", "names", "variable_type", "entries")
+        }
+        return type(self)(**{**fields, **changes})
 
 
 def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
@@ -105,8 +107,8 @@ def to_boxes(tree: Any) -> Any:
             original = leaf.metadata.get(boxes.BOX_ENTRY)
             alone = box.variable_type is Param and len(leaf.metadata) == 1
             if alone and isinstance(original, boxes.Partitioned):
-                own = original.names or ()
-                same = box.names == boxes.fitted(own, len(box.names or ()))
+                own_names = original.names or ()
+                same = box.names == boxes.fitted(own_names, len(box.names or ()))
                 return original.replace(
                     value=box.value, names=original.names if same else box.names
                 )
@@ -279,8 +281,8 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
         if not boxes.is_box(leaf):
             return leaf
         leaf = _located(path, lambda: boxes.standard_box(leaf))
-        known = in_scope or getattr(leaf, "mesh", None) is not None
-        value = _located(path, lambda: boxes.unboxed(leaf, apply_constraint and known))
+        has_mesh = in_scope or getattr(leaf, "mesh", None) is not None
+        value = _located(path, lambda: boxes.unboxed(leaf, apply_constraint and has_mesh))
         return _map(unboxed, value, path)
 
     return _map(unboxed, tree)
@@ -310,7 +312,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
         tree, is_leaf=lambda leaf: _is_node(leaf) or isinstance(leaf, State)
     )
     try:
-        others = treedef.flatten_up_to(values)
+        new_values = treedef.flatten_up_to(values)
     except ValueError as error:
         raise BoxError(
             f"The values do not fit the boxed tree: {error}. Give them in the form that "
@@ -326,7 +328,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
             replace_boxed(boxes.value_in(leaf), value) if _has_boxes(leaf) else value
         )
 
-    return treedef.unflatten(map(replaced, leaves, others))
+    return treedef.unflatten(map(replaced, leaves, new_values))
 
 
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
@@ -439,7 +441,7 @@ def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
 
 
 def _renamed_box(box: Any, rename: Callable[[Any], Any]) -> Any:
-    """A box with the names that another has after a change."""
+    """A box with another's names after a change."""
     if isinstance(box, boxes.AxisMetadata) or not hasattr(box, "names"):
         return rename(box)
     # Flax counts negative positions from the end of the names without the new one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs on disk, so that a repeated search takes seconds.
+"""Compiled programs on disk, for repeated searches in seconds.
 
 The cache holds what a compiler made of a program, not what was read from it: other figures of
 hardware and other rankings need no compiling. The key is made of the text before compiling, with
@@ -44,13 +44,13 @@ def program_text(text: str, planner: str = _PLANNER) -> str:
     """Returns a program's text without locations in the planner's callers."""
     lines = [(line, _DEFINED.match(line)) for line in text.splitlines()]
     defined = {match[1]: match[2] for _, match in lines if match}
-    known: dict[str, str | None] = {}  # locations by name; None is one in the planner
+    locations: dict[str, str | None] = {}  # locations by name; None is one in the planner
     numbers: dict[str, int] = {}
 
     def location(name: str) -> str | None:
-        if name not in known:
-            known[name] = resolved(defined.get(name, name))
-        return known[name]
+        if name not in locations:
+            locations[name] = resolved(defined.get(name, name))
+        return locations[name]
 
     def resolved(text: str) -> str | None:
         if match := _FILE.match(text):
@@ -117,12 +117,12 @@ class ProgramCache:
     ) -> CompileResult:
         """Compiles a lowered function, unless the result is cached."""
         key = program_key(compiler, sizes, lowered, effort)
-        known = self.get(key)
-        if known is not None:
-            return dataclasses.replace(known, seconds=0.0)
-        made = compiler.compile(lowered, effort)
-        self.put(key, made)
-        return made
+        cached = self.get(key)
+        if cached is not None:
+            return dataclasses.replace(cached, seconds=0.0)
+        compiled = compiler.compile(lowered, effort)
+        self.put(key, compiled)
+        return compiled
 
     def get(self, key: str) -> CompileResult | None:
         """Returns a program or None; warns if its file cannot be read."""
@@ -144,7 +144,7 @@ class ProgramCache:
         return program
 
     def put(self, key: str, program: CompileResult) -> None:
-        """Keeps a program; warns if that cannot be done."""
+        """Keeps a program, or warns."""
         path = self._path(key)
         data = {"format": _FORMAT, "key": key, "program": dataclasses.asdict(program)}
         try:
@@ -159,13 +159,13 @@ class ProgramCache:
         if self._trimmed:
             return
         self._trimmed = True
-        held: list[tuple[int, int, Path]] = []
+        files: list[tuple[int, int, Path]] = []
         for path in self.folder.glob("*/*.json.gz"):
             with contextlib.suppress(FileNotFoundError):
-                found = path.stat()
-                held.append((found.st_mtime_ns, found.st_size, path))
+                status = path.stat()
+                files.append((status.st_mtime_ns, status.st_size, path))
         total = 0
-        for _, size, path in sorted(held, reverse=True):
+        for _, size, path in sorted(files, reverse=True):
             total += size
             if total > self._most_bytes:
                 path.unlink(missing_ok=True)
@@ -179,8 +179,8 @@ def _read(path: Path, key: str) -> CompileResult:
     if data["format"] != _FORMAT or data["key"] != key:
         raise ValueError(f"it is of format {data['format']} and for {data['key']}")
     program = data["program"]
-    found = tuple((name, change) for name, change in program.pop("full_rematerializations"))
-    return CompileResult(**program, full_rematerializations=found)
+    changes = tuple((name, change) for name, change in program.pop("full_rematerializations"))
+    return CompileResult(**program, full_rematerializations=changes)
 
 
 def program_key(

@@ -87,11 +87,13 @@ class TargetCompiler(abc.ABC):
     @property
     def label(self) -> str:
         """Name and version, such as ``"libtpu 0.0.42.1"``."""
-        return next(each.label for each in known_compilers() if each.kind == self.target.kind)
+        return next(
+            compiler.label for compiler in known_compilers() if compiler.kind == self.target.kind
+        )
 
     @property
     def devices_needed(self) -> int:
-        """CPU devices that the process needs; 0 if any number will do."""
+        """CPU devices needed in the process; 0 if any number will do."""
         return 0
 
     def mesh(self, sizes: Mapping[str, int], axis_types: AxisTypes = None) -> Mesh:
@@ -106,14 +108,14 @@ class TargetCompiler(abc.ABC):
         return Mesh(self._devices(sizes), tuple(sizes), axis_types=types)
 
     def compile(self, lowered: jax.stages.Lowered, effort: str = "screen") -> CompileResult:
-        """Compiles a function that was lowered over this compiler's mesh."""
+        """Compiles a function lowered over this compiler's mesh."""
         if effort not in ("screen", "full"):
             raise PlanInputError(f"effort is 'screen' or 'full', not {effort!r}.")
         messages = record_stderr()
         result = self._compile(lowered, effort)
         # A cached one holds those of its compilation.
-        found = result.full_rematerializations or full_rematerializations(messages())
-        return dataclasses.replace(result, full_rematerializations=found)
+        changes = result.full_rematerializations or full_rematerializations(messages())
+        return dataclasses.replace(result, full_rematerializations=changes)
 
     def environment(self) -> dict[str, str]:
         """Returns environment variables for a process, needed before it imports jax."""
@@ -149,28 +151,30 @@ class TargetCompiler(abc.ABC):
         return CompileResult(compiled.as_text(), peak, temporaries, None, seconds)
 
     def _requested_bytes(self, message: str) -> int | None:
-        """The memory that a program asks for, from an out-of-memory error."""
+        """The memory needed by a program, from an out-of-memory error."""
         return None
 
     def _memory(self, compiled: Any) -> tuple[int, int]:
         """Bytes of the peak and of its temporaries, as XLA allocates them."""
         # Arguments, results that do not take the place of arguments, and one buffer of temporaries
         # are there at the same time.
-        found = compiled.memory_analysis()
-        own = found.output_size_in_bytes - found.alias_size_in_bytes
-        temporaries = int(found.temp_size_in_bytes)
-        return int(found.argument_size_in_bytes) + max(int(own), 0) + temporaries, temporaries
+        analysis = compiled.memory_analysis()
+        output_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        temporaries = int(analysis.temp_size_in_bytes)
+        return int(analysis.argument_size_in_bytes) + max(
+            int(output_bytes), 0
+        ) + temporaries, temporaries
 
 
 def record_stderr() -> Callable[[], str]:
-    """Returns a function for what is written to stderr from now on."""
+    """Returns a function for the text written to stderr from now on."""
 
     def size() -> int | None:
         try:
-            found = os.fstat(_STDERR)
+            status = os.fstat(_STDERR)
         except OSError:  # it is closed
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     start = size()
 
@@ -188,25 +192,25 @@ def record_stderr() -> Callable[[], str]:
 
 def full_rematerializations(text: str) -> tuple[tuple[str, str], ...]:
     """Returns operations or arguments, and changes of sharding, from messages."""
-    found: dict[tuple[str, str], None] = {}
-    for each in _REMATERIALIZATION.finditer(text):
-        found[op_name(each[4]), f"{each[3]} from {each[1]} to {each[2]}"] = None
-    return tuple(found)
+    changes: dict[tuple[str, str], None] = {}
+    for match in _REMATERIALIZATION.finditer(text):
+        changes[op_name(match[4]), f"{match[3]} from {match[1]} to {match[2]}"] = None
+    return tuple(changes)
 
 
 def rematerialization_warnings(
-    found: tuple[tuple[str, str], ...], paths: Mapping[str, str], sources: Mapping[str, str]
+    changes: tuple[tuple[str, str], ...], paths: Mapping[str, str], sources: Mapping[str, str]
 ) -> list[str]:
     """Returns warnings, with paths of arguments and lines of operations."""
     said: list[str] = []
-    for name, change in found:
+    for name, change in changes:
         is_argument = name and "/" not in name  # operations have that of what they are in
         result = f"The result of {name or 'an operation'}"
-        what = paths.get(name, name) if is_argument else result
+        array = paths.get(name, name) if is_argument else result
         where = f" at {sources[name]}" if sources.get(name) else ""
         said.append(
-            f"{what}{where} is made whole on every device to be split in another way: XLA knows no "
-            "exchange for it. Rules that split the same dimensions before and after, or a "
+            f"{array}{where} is made whole on every device to be split in another way: XLA knows "
+            "no exchange for it. Rules that split the same dimensions before and after, or a "
             f"constraint half-way, avoid that ({change})."
         )
     return list(dict.fromkeys(said))
@@ -214,7 +218,7 @@ def rematerialization_warnings(
 
 @dataclass(frozen=True)
 class CompilerInfo:
-    """A compiler that may be installed."""
+    """A compiler, installed or not."""
 
     kind: str  # of the targets that it compiles for
     installed: bool
@@ -247,7 +251,7 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> TargetCompiler:
         raise PlanInputError(f"compiler is 'auto', 'target' or 'estimate', not {compiler!r}.")
     if target.kind == "cpu":
         return CpuCompiler(target)
-    info = {each.kind: each for each in known_compilers()}[target.kind]
+    info = {info.kind: info for info in known_compilers()}[target.kind]
     if compiler == "estimate" or (compiler == "auto" and not info.installed):
         return EstimateCompiler(target)
     if not info.installed:
@@ -259,7 +263,7 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> TargetCompiler:
 
 
 def known_compilers() -> tuple[CompilerInfo, ...]:
-    """Returns the compilers, whether installed, and how to install them.
+    """Returns the compilers, installed or not, and their installation.
 
     Example:
         >>> from shardax import plan
@@ -269,8 +273,8 @@ def known_compilers() -> tuple[CompilerInfo, ...]:
 
     def version(distribution: str, module: str) -> str:
         try:
-            found = importlib.util.find_spec(module)
-            return metadata.version(distribution) if found else ""
+            spec = importlib.util.find_spec(module)
+            return metadata.version(distribution) if spec else ""
         except (ModuleNotFoundError, metadata.PackageNotFoundError):
             return ""
 
@@ -310,16 +314,16 @@ def with_options(lowered: Any, options: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def temporary_environment(variables: Mapping[str, str], override: bool = True) -> Iterator[None]:
-    """Sets environment variables; those that are set already only to override them."""
-    before = {name: os.environ.get(name) for name in variables}
-    changed = {name: v for name, v in variables.items() if override or before[name] is None}
+    """Sets environment variables; those already set only to override them."""
+    old_values = {name: os.environ.get(name) for name in variables}
+    changed = {name: v for name, v in variables.items() if override or old_values[name] is None}
     os.environ.update(changed)
     try:
         yield
     finally:
         for name in changed:
             os.environ.pop(name, None)
-        os.environ.update({name: v for name, v in before.items() if v is not None})
+        os.environ.update({name: v for name, v in old_values.items() if v is not None})
 
 
 class CpuCompiler(TargetCompiler):
@@ -344,9 +348,9 @@ class CpuCompiler(TargetCompiler):
                 f"{needed}), or JAX_NUM_CPU_DEVICES={needed} in the environment. plan.compare and "
                 "plan.search do it in processes of their own."
             )
-        found = np.empty(needed, dtype=object)
-        found[:] = devices[:needed]
-        return found.reshape(tuple(sizes.values()))
+        grid = np.empty(needed, dtype=object)
+        grid[:] = devices[:needed]
+        return grid.reshape(tuple(sizes.values()))
 
 
 class EstimateCompiler(CpuCompiler):
@@ -407,14 +411,14 @@ class TpuCompiler(TargetCompiler):
 
     def _requested_bytes(self, message: str) -> int | None:
         for pattern in _REQUESTED:
-            found = pattern.search(message)
-            if found:
-                return round(float(found[1]) * _UNITS[found[2].upper()])
+            match = pattern.search(message)
+            if match:
+                return round(float(match[1]) * _UNITS[match[2].upper()])
         return None
 
     def _memory(self, compiled: Any) -> tuple[int, int]:
-        found = compiled.memory_analysis()
-        return int(found.peak_memory_in_bytes), int(found.temp_size_in_bytes)
+        analysis = compiled.memory_analysis()
+        return int(analysis.peak_memory_in_bytes), int(analysis.temp_size_in_bytes)
 
 
 @functools.lru_cache(maxsize=8)

@@ -66,8 +66,8 @@ def evaluate(
 ) -> LayoutReport:
     """Compiles a step in a layout, in this process."""
     target.check_mesh(layout.sizes)
-    asked = compiler_for(target, compiler=compiler)
-    mesh = asked.mesh(layout.sizes)
+    target_compiler = compiler_for(target, compiler=compiler)
+    mesh = target_compiler.mesh(layout.sizes)
     placed = inputs.place(layout, mesh)
     if placed.errors:
         return LayoutReport(layout, "rejected", "\n".join(placed.errors))
@@ -82,7 +82,9 @@ def evaluate(
         replicated=placed.replicated,
         arrays=placed.arrays,
         limit_bytes=limit,
-        provenance=Provenance(target.text, asked.label, effort, asked.tier, jax.__version__),
+        provenance=Provenance(
+            target.text, target_compiler.label, effort, target_compiler.tier, jax.__version__
+        ),
     )
     mesh_axes = tuple(layout.sizes)
     try:
@@ -94,9 +96,9 @@ def evaluate(
         return report("rejected", _first_lines(error))
     try:
         if cache is None:
-            compiled = asked.compile(lowered, effort)
+            compiled = target_compiler.compile(lowered, effort)
         else:
-            compiled = cache.compile(asked, layout.sizes, lowered, effort)
+            compiled = cache.compile(target_compiler, layout.sizes, lowered, effort)
     except CompilerFailedError as error:
         return report("failed", str(error))
     if compiled.text is None:
@@ -119,7 +121,7 @@ def evaluate(
     least = max(compiled.peak_bytes or 0, sum(placed.argument_bytes.values()))
     fits = least <= limit
     reason = f"needs {least:,} bytes of a device's memory, which has {limit:,}"
-    whole, own = _whole_program(inputs, layout, facts.matmul_flops)
+    whole, program_warnings = _whole_program(inputs, layout, facts.matmul_flops)
     copies = rematerialization_warnings(compiled.full_rematerializations, paths, program.sources)
     return report(
         "fits" if fits else "does not fit",
@@ -131,7 +133,13 @@ def evaluate(
         collectives=facts.collectives,
         time=time_band(facts, target, layout.sizes, _dimensions(inputs, mesh_axes).dtype),
         compile_seconds=compiled.seconds,
-        warnings=(*placed.warnings, *own, *copies, *_assumptions(layout), *facts.warnings),
+        warnings=(
+            *placed.warnings,
+            *program_warnings,
+            *copies,
+            *_assumptions(layout),
+            *facts.warnings,
+        ),
         bubble_share=_bubble_share(compiled.text),
     )
 
@@ -144,19 +152,19 @@ def _bubble_share(text: str) -> float:
 
 
 def _assumptions(layout: Layout) -> list[str]:
-    """Warnings of what times take for granted or leave out."""
-    found, sizes = [], layout.sizes
+    """Warnings of the assumptions behind times, and of their gaps."""
+    assumptions, sizes = [], layout.sizes
     if any(sizes.get(axis, 1) > 1 for axis in mesh_axes_of(dict(layout.rules).get("expert"))):
-        found.append(
+        assumptions.append(
             "Times assume that all experts get equally many tokens; the device of an expert that "
             "gets more takes longer, and the others wait for it."
         )
     if layout.optimizer_memory:
-        found.append(
+        assumptions.append(
             "Times leave out how the optimizer's state moves between the devices and "
             f"{layout.optimizer_memory}."
         )
-    return found
+    return assumptions
 
 
 def _whole_program(inputs: Inputs, layout: Layout, flops: float) -> tuple[float, list[str]]:
@@ -200,12 +208,12 @@ def _dimensions(inputs: Inputs, mesh_axes: tuple[str, ...]) -> DimensionModel:
 
 
 def _lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
-    """Warnings of activations that another name splits instead of the batch."""
+    """Warnings of activations split by another name than the batch."""
     # Rules are asked in order. With that of a parameter's dimension first, which activations have
     # too, they are split by it and not by the batch, and most of what is computed travels.
     rules, warnings = layout.as_rules, []
-    found = _dimensions(inputs, tuple(layout.sizes))
-    for shape, names in (*found.constraints, *found.arguments):
+    dimensions = _dimensions(inputs, tuple(layout.sizes))
+    for shape, names in (*dimensions.constraints, *dimensions.arguments):
         assignment = assign(names, rules.pairs)
         for lost in assignment.passed_over:
             name, winner = lost.rule[0], lost.winner[0]
@@ -221,8 +229,12 @@ def _lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
 
 def _argument_paths(program: Program, paths: dict[str, str]) -> tuple[str, ...]:
     """Paths of a compiled program's parameters, or JAX's names of them."""
-    found = {number: each.op_name for number, each in program.main.parameters.items()}
-    names = [found.get(number, "") for number in range(max(found, default=-1) + 1)]
+    names_by_number = {
+        number: parameter.op_name for number, parameter in program.main.parameters.items()
+    }
+    names = [
+        names_by_number.get(number, "") for number in range(max(names_by_number, default=-1) + 1)
+    ]
     return tuple(paths.get(name, name) for name in names)
 
 
@@ -293,15 +305,15 @@ def _carried(inputs: Inputs, placed: Placed) -> Any:
     places: list[Any] = []
     for part in list(result) if several else [result]:
         form = form_of(part)
-        found = [i for i in left if form[0] and form_of(shapes[i]) == form][:1]
-        places.append(placed.shardings[found[0]] if found else None)
-        left = [i for i in left if i not in found]
+        matches = [i for i in left if form[0] and form_of(shapes[i]) == form][:1]
+        places.append(placed.shardings[matches[0]] if matches else None)
+        left = [i for i in left if i not in matches]
     return type(result)(places) if several else places[0]
 
 
 def _paths(traced: Any, inputs: Inputs) -> dict[str, str]:
-    found = getattr(traced, "input_paths", None) or {}
+    input_paths = getattr(traced, "input_paths", None) or {}
     return {
         name: label((inputs.names[path[0]] if isinstance(path[0], int) else path[0], *path[1:]))
-        for name, path in found.items()
+        for name, path in input_paths.items()
     }

@@ -119,14 +119,14 @@ class PoolEvaluator:
             raise PlanInputError(
                 f"processes={processes!r}: give a positive number, or None for one per core."
             )
-        asked = compiler_for(target, compiler=compiler)
+        target_compiler = compiler_for(target, compiler=compiler)
         folder = cache_folder(cache)
         self._options = ({"target": target, "compiler": compiler}, folder and str(folder))
-        self._env = asked.environment()
+        self._env = target_compiler.environment()
         self._settings = {k: v for k, v in configure().settings.items() if v is not None}
         self._settings["platform"] = "cpu"
-        if asked.devices_needed:
-            self._settings["devices"] = asked.devices_needed
+        if target_compiler.devices_needed:
+            self._settings["devices"] = target_compiler.devices_needed
         # The cores of this process where the platform tells them, else those of the machine.
         affinity = getattr(os, "sched_getaffinity", None)
         self._processes = processes or (len(affinity(0)) if affinity else os.cpu_count() or 1)
@@ -138,7 +138,7 @@ class PoolEvaluator:
         self._write(data)
 
     def take(self, inputs: Inputs) -> None:
-        """Replaces the step for the layouts that are evaluated from now on."""
+        """Replaces the step for the layouts evaluated from now on."""
         self._write(self._pickled(inputs))
 
     def _pickled(self, inputs: Inputs) -> bytes:
@@ -229,7 +229,7 @@ class PoolEvaluator:
 def make_evaluator(
     inputs: Inputs, target: Target, compiler: str, processes: int | None, cache: Any
 ) -> LocalEvaluator | PoolEvaluator:
-    """Returns the evaluator that suits a target, a context manager."""
+    """Returns the evaluator for a target, a context manager."""
     needed = compiler_for(target, compiler=compiler).devices_needed
     if processes is None and 0 < needed <= len(jax.devices("cpu")):
         return LocalEvaluator(inputs, target, compiler, cache)
@@ -237,7 +237,7 @@ def make_evaluator(
 
 
 class _PoolProcess:
-    """One process, and the executor that feeds it."""
+    """One process and its executor."""
 
     def __init__(
         self, env: Mapping[str, str], log: Path, settings: dict[str, Any], digests: dict[str, str]
@@ -248,10 +248,10 @@ class _PoolProcess:
             1, multiprocessing.get_context("spawn"), _start, (str(log), settings, digests)
         )
         with _STARTING:
-            others = set(multiprocessing.active_children())
+            older = set(multiprocessing.active_children())
             with _spawning(env):
                 self.executor.submit(os.getpid)  # starts the process
-            (self.process,) = set(multiprocessing.active_children()) - others
+            (self.process,) = set(multiprocessing.active_children()) - older
 
     def close(self) -> None:
         self.process.kill()
@@ -260,7 +260,7 @@ class _PoolProcess:
 
 @contextlib.contextmanager
 def _spawning(env: Mapping[str, str]) -> Iterator[None]:
-    """Prepares this process for starting one that inherits from it."""
+    """Prepares this process for starting another as a copy."""
     # Without a file of the main module, which spawned processes would run again: steps of a script
     # travel by value, so it needs no guard.
     main = sys.modules["__main__"]
@@ -328,13 +328,13 @@ def _source_digests() -> dict[str, str]:
     """Digests of the source files of imported modules, but for installed ones."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         if name != "__main__" and file.endswith(".py") and not file.startswith(installed):
             with contextlib.suppress(OSError):
-                found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return found
+                digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return digests
 
 
 def _not_sent(error: Exception) -> PlanInputError:

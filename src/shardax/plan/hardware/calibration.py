@@ -66,18 +66,18 @@ def calibrate_cpu(
             f"This process has {len(present)} CPU devices, not {count}. Before anything else: "
             f"sx.configure(devices={count})."
         )
-    found = _measure(present[:count], ("float32",), matrix, megabytes, repeats, clock)
-    known = find_hardware("cpu")
-    link = found.link_bandwidth or known.link_bandwidth
+    measured = _measure(present[:count], ("float32",), matrix, megabytes, repeats, clock)
+    template = find_hardware("cpu")
+    link = measured.link_bandwidth or template.link_bandwidth
     figures: dict[str, Any] = {
-        "peak_flops": found.peak_flops,
-        "memory_bandwidth": found.memory_bandwidth,
+        "peak_flops": measured.peak_flops,
+        "memory_bandwidth": measured.memory_bandwidth,
         "link_bandwidth": link,
         "network_bandwidth": link,
-        "link_latency": found.latency,
-        "copy_bandwidth": found.copy_bandwidth,
+        "link_latency": measured.latency,
+        "copy_bandwidth": measured.copy_bandwidth,
     }
-    return _calibrated(known, figures, "plan.calibrate_cpu", count)
+    return _calibrated(template, figures, "plan.calibrate_cpu", count)
 
 
 def calibrate_gpu(
@@ -119,38 +119,43 @@ def calibrate_gpu(
             ...
         shardax.errors.PlanInputError: This process has 0 GPUs, but cpu. It needs JAX for ...
     """
-    present = [each for each in jax.local_devices() if each.platform in ("gpu", "cuda", "rocm")]
+    present = [
+        device for device in jax.local_devices() if device.platform in ("gpu", "cuda", "rocm")
+    ]
     count = len(present) if devices is None else devices
     if not 1 <= count <= len(present):
-        others = ", ".join(sorted({each.device_kind for each in jax.local_devices()}))
-        wanted = f"not {count}" if devices is not None else f"but {others}"
+        kinds = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
+        excess = f"not {count}" if devices is not None else f"but {kinds}"
         raise PlanInputError(
-            f"This process has {len(present)} GPUs, {wanted}. It needs JAX for the GPUs, "
+            f"This process has {len(present)} GPUs, {excess}. It needs JAX for the GPUs, "
             "pip install 'shardax[cuda]', and no JAX_PLATFORMS=cpu. For CPU devices: "
             "plan.calibrate_cpu()."
         )
-    known = hardware_of(present[0]) if like is None else find_hardware(like)
-    if known is None:
+    template = hardware_of(present[0]) if like is None else find_hardware(like)
+    if template is None:
         raise PlanInputError(
             f"JAX calls these GPUs {present[0].device_kind!r}, which is not known. Name what is "
             "most like them: plan.calibrate_gpu(like='h100')."
         )
     dtypes = ("float32", "bfloat16")
-    found = _measure(present[:count], dtypes, matrix, megabytes, repeats, clock)
+    measured = _measure(present[:count], dtypes, matrix, megabytes, repeats, clock)
     figures: dict[str, Any] = {
-        "peak_flops": {**known.peak_flops, **found.peak_flops},
-        "memory_bandwidth": found.memory_bandwidth,
+        "peak_flops": {**template.peak_flops, **measured.peak_flops},
+        "memory_bandwidth": measured.memory_bandwidth,
     }
-    if found.link_bandwidth is not None:
-        figures |= {"link_bandwidth": found.link_bandwidth, "link_latency": found.latency}
+    if measured.link_bandwidth is not None:
+        figures |= {"link_bandwidth": measured.link_bandwidth, "link_latency": measured.latency}
     limit = (present[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None:
-        figures |= {"usable_bytes": int(limit), "memory_bytes": max(known.memory_bytes, int(limit))}
-    return _calibrated(known, figures, "plan.calibrate_gpu", count)
+        figures |= {
+            "usable_bytes": int(limit),
+            "memory_bytes": max(template.memory_bytes, int(limit)),
+        }
+    return _calibrated(template, figures, "plan.calibrate_gpu", count)
 
 
 def _calibrated(known: Hardware, figures: dict[str, Any], function: str, count: int) -> Hardware:
-    """Known hardware with figures that were measured."""
+    """Known hardware with measured figures."""
     source = f"measured on this machine by {function}, {count} devices at work, "
     source += f"jax {jax.__version__}"
     return known.like(**figures, sources={**known.sources, **dict.fromkeys(figures, source)})
@@ -199,13 +204,13 @@ def _measure(
     if kinds:
         programs["latency"] = _Probe(_on_each(mesh, sums), (1,))
     for kind, collective in kinds.items():
-        own = numbers // count if kind == "all-gather" else numbers
-        programs[kind] = _Probe(_on_each(mesh, collective), (own,))
+        share = numbers // count if kind == "all-gather" else numbers
+        programs[kind] = _Probe(_on_each(mesh, collective), (share,))
     least = _least_seconds(mesh, programs, repeats, clock)
     call = least["call"]
 
-    def seconds(name: str, other: float = 0.0) -> float:
-        return max(least[name] - call - other, 0.05 * least[name])
+    def seconds(name: str, overhead: float = 0.0) -> float:
+        return max(least[name] - call - overhead, 0.05 * least[name])
 
     latency = seconds("latency") / _SUMS if kinds else 0.0
     copying = {kind: numbers * 4 / seconds(kind, latency) for kind in kinds}
@@ -220,7 +225,7 @@ def _measure(
 
 
 class _Probe(NamedTuple):
-    """A function of all arrays, and what each device has."""
+    """A function of all arrays, and each device's share."""
 
     function: Callable[[Any], Any]
     shape: tuple[int, ...]
@@ -237,25 +242,25 @@ def _least_seconds(
     def start(shape: tuple[int, ...], dtype: str) -> jax.Array:
         # Neither denormal nor infinite, nor all equal: multipliers of GPUs take less power, and run
         # faster, on numbers that do not change.
-        own = random.uniform(0.5, 1.5, shape).astype(np.float32)
-        every = np.broadcast_to(own, (mesh.devices.size, *shape)).astype(jnp.dtype(dtype))
+        numbers = random.uniform(0.5, 1.5, shape).astype(np.float32)
+        every = np.broadcast_to(numbers, (mesh.devices.size, *shape)).astype(jnp.dtype(dtype))
         return jax.device_put(every, sharding)
 
     shapes = {(shape, dtype) for _, shape, dtype in programs.values()}
-    starts = {each: start(*each) for each in sorted(shapes)}
+    starts = {form: start(*form) for form in sorted(shapes)}
     compiled = {}
     for name, (function, shape, dtype) in programs.items():
         argument = starts[shape, dtype]
         compiled[name] = jax.jit(function).lower(argument).compile(), argument
-    for run, given in compiled.values():
-        jax.block_until_ready(run(given))
+    for run, argument in compiled.values():
+        jax.block_until_ready(run(argument))
     least = dict.fromkeys(programs, math.inf)
     for _ in range(max(1, repeats)):
-        for name, (run, given) in compiled.items():
+        for name, (run, argument) in compiled.items():
             begun = clock()
-            jax.block_until_ready(run(given))
+            jax.block_until_ready(run(argument))
             least[name] = min(least[name], clock() - begun)
-    return {name: max(found, 1e-9) for name, found in least.items()}  # of a clock too coarse
+    return {name: max(seconds, 1e-9) for name, seconds in least.items()}  # of a clock too coarse
 
 
 def _on_each(mesh: Mesh, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -33,7 +33,7 @@ _TIE = 0.1  # layouts whose times differ by less than this share are a tie
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of the hardware's figures that programs reach, in (0, 1].
+    """Share of the hardware's figures reached by programs, in (0, 1].
 
     Attributes:
         compute: Of the peak of matrix products.
@@ -64,7 +64,7 @@ _PEAK = Efficiency()
 
 
 class CollectiveTime(NamedTuple):
-    """Seconds that a collective takes in all its runs."""
+    """Seconds of a collective in all its runs."""
 
     fabric: float  # within slices or nodes
     network: float  # between them
@@ -78,7 +78,7 @@ def time_band(
     *,
     efficiency: Efficiency = _PEAK,
 ) -> TimeBand:
-    """Returns how long a program takes on a target.
+    """Returns the time of a program on a target, as a band.
 
     Args:
         facts: What one device does.
@@ -108,84 +108,92 @@ def time_band(
     compute = facts.matmul_flops / (chip.peak(dtype) * efficiency.compute)
     traffic = facts.hbm_bytes
     if chip.copy_bandwidth:
-        for each in facts.collectives:
+        for collective in facts.collectives:
             # Of one side of these a device has its part only.
-            whole = each.kind not in ("all-gather", "reduce-scatter")
-            traffic -= each.runs * each.payload * (2.0 if whole else 1.0 + 1.0 / each.group_size)
+            whole = collective.kind not in ("all-gather", "reduce-scatter")
+            traffic -= (
+                collective.runs
+                * collective.payload
+                * (2.0 if whole else 1.0 + 1.0 / collective.group_size)
+            )
     memory = max(0.0, traffic) / (chip.memory_bandwidth * efficiency.memory)
-    times = [collective_time(each, target, mesh, efficiency) for each in facts.collectives]
-    communication = sum(max(each) for each in times)
+    times = [
+        collective_time(collective, target, mesh, efficiency) for collective in facts.collectives
+    ]
+    communication = sum(max(pair) for pair in times)
     parts = {"compute": compute, "memory": memory, "communication": communication}
     return TimeBand(
         lower=sum(parts.values()) if chip.copy_bandwidth else max(parts.values()),
         upper=compute + memory + sum(map(sum, times)),
         **parts,
-        cross_slice=sum(each.network for each in times),
+        cross_slice=sum(pair.network for pair in times),
         binding=max(parts, key=lambda name: parts[name]),
     )
 
 
 def collective_time(
-    each: Collective, target: Target, mesh: Mapping[str, int], efficiency: Efficiency = _PEAK
+    collective: Collective, target: Target, mesh: Mapping[str, int], efficiency: Efficiency = _PEAK
 ) -> CollectiveTime:
-    """Returns how long a collective takes in all its runs."""
-    if each.group_size < 2 or not each.wire_bytes:
+    """Returns the time of a collective in all its runs."""
+    if collective.group_size < 2 or not collective.wire_bytes:
         return CollectiveTime(0.0, 0.0)
     if target.hardware.copy_bandwidth:
         # Of an unknown kind at the least rate.
         rates = target.hardware.copy_bandwidth
-        rate = rates.get(each.kind, min(rates.values()))
-        seconds = (each.payload / rate + target.hardware.link_latency) * each.runs
+        rate = rates.get(collective.kind, min(rates.values()))
+        seconds = (collective.payload / rate + target.hardware.link_latency) * collective.runs
         return CollectiveTime(seconds, 0.0)
-    route, (inner, outer) = _reach(each, target, mesh)
-    within, between = _shares(each, inner, outer)
+    route, (inner, outer) = _reach(collective, target, mesh)
+    within, between = _shares(collective, inner, outer)
     fabric = network = 0.0
-    if within and each.kind == "all-to-all":
-        fabric = max(_all_to_all(within, inner, route, efficiency.links), route.latency * each.runs)
+    if within and collective.kind == "all-to-all":
+        fabric = max(
+            _all_to_all(within, inner, route, efficiency.links), route.latency * collective.runs
+        )
     elif within:
-        fabric = max(within / (route.bandwidth * efficiency.links), route.latency * each.runs)
+        fabric = max(within / (route.bandwidth * efficiency.links), route.latency * collective.runs)
     if between:
         seconds = between / (route.network_bandwidth * efficiency.network)
-        network = max(seconds, route.network_latency * each.runs)
+        network = max(seconds, route.network_latency * collective.runs)
     return CollectiveTime(fabric, network)
 
 
 def _reach(
-    each: Collective, target: Target, mesh: Mapping[str, int]
+    collective: Collective, target: Target, mesh: Mapping[str, int]
 ) -> tuple[Route, tuple[int, int]]:
     """The route of a group, and its devices within and across fabrics."""
     # A group along part of a mesh axis takes the axis's way, within a slice unless the collective
     # says that it crosses, and within a node as far as that has room. Groups along no mesh axes are
     # taken to be along as many of the last axes as hold them, or along all if they cross slices.
-    axes, size = list(each.axes), each.group_size
+    axes, size = list(collective.axes), collective.group_size
     if not axes:
-        held = 1
+        covered = 1
         for name in reversed(list(mesh)):
-            if held >= size and not each.crosses_slices:
+            if covered >= size and not collective.crosses_slices:
                 break
             axes.append(name)
-            held *= mesh[name]
+            covered *= mesh[name]
     route = target.route(mesh, axes)
     if size == route.group_size:
         return route, (route.inner, route.outer)
     if target.slices > 1:
-        outer = min(route.outer, size) if each.crosses_slices else 1
+        outer = min(route.outer, size) if collective.crosses_slices else 1
     else:
         outer = -(-size // route.inner)
     return route, (max(1, size // outer), outer)
 
 
-def _shares(each: Collective, inner: int, outer: int) -> tuple[float, float]:
+def _shares(collective: Collective, inner: int, outer: int) -> tuple[float, float]:
     """Wire bytes of all runs within the fabric, and over the network."""
     if outer == 1:
-        return each.wire_bytes, 0.0
-    if inner == 1 or each.kind == "collective-permute":
-        return 0.0, each.wire_bytes
-    if each.kind == "all-to-all":
+        return collective.wire_bytes, 0.0
+    if inner == 1 or collective.kind == "collective-permute":
+        return 0.0, collective.wire_bytes
+    if collective.kind == "all-to-all":
         away = (outer - 1) * inner / (inner * outer - 1)
-        return each.wire_bytes * (1 - away), each.wire_bytes * away
-    times = 2 if each.kind == "all-reduce" else 1
-    whole = times * each.payload * each.runs
+        return collective.wire_bytes * (1 - away), collective.wire_bytes * away
+    times = 2 if collective.kind == "all-reduce" else 1
+    whole = times * collective.payload * collective.runs
     return whole * (inner - 1) / inner, whole * (outer - 1) / outer / inner
 
 
@@ -206,7 +214,7 @@ def _all_to_all(wire: float, inner: int, route: Route, efficiency: float) -> flo
 
 
 def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...]:
-    """Returns layouts that the model cannot tell apart.
+    """Returns layouts of equal time, as far as the model can tell.
 
     Args:
         reports: Of one plan; those without a time are left out.
@@ -224,12 +232,12 @@ def ties(reports: Sequence[LayoutReport]) -> tuple[tuple[LayoutReport, ...], ...
         >>> [[each.layout.name for each in group] for group in found]
         [['a', 'c']]
     """
-    every = [(each.seconds_per_example, each) for each in reports]
-    timed = [(seconds, each) for seconds, each in every if seconds is not None]
+    every = [(report.seconds_per_example, report) for report in reports]
+    timed = [(seconds, report) for seconds, report in every if seconds is not None]
     groups: list[list[tuple[float, LayoutReport]]] = []
-    for seconds, each in sorted(timed, key=lambda pair: pair[0]):
+    for seconds, report in sorted(timed, key=lambda pair: pair[0]):
         if groups and seconds <= groups[-1][0][0] * (1 + _TIE):
-            groups[-1].append((seconds, each))
+            groups[-1].append((seconds, report))
         else:
-            groups.append([(seconds, each)])
-    return tuple(tuple(each for _, each in group) for group in groups if len(group) > 1)
+            groups.append([(seconds, report)])
+    return tuple(tuple(report for _, report in group) for group in groups if len(group) > 1)

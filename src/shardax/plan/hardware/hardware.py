@@ -54,11 +54,13 @@ def _number(value: Any, kinds: Any = int | float) -> bool:
 
 
 def _figures(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(_number(each) and each for each in value.values())
+    return isinstance(value, Mapping) and all(
+        _number(number) and number for number in value.values()
+    )
 
 
 def _all(kind: type, value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
+    return isinstance(value, tuple) and all(isinstance(item, kind) for item in value)
 
 
 _POSITIVE = ("memory_bandwidth", "link_bandwidth", "network_bandwidth")
@@ -89,7 +91,7 @@ _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one device can do, and how devices are joined.
+    """Figures of one device, and of the links between devices.
 
     Attributes:
         name: In targets: ``"v5e"`` of ``"tpu:v5e:4x4"``.
@@ -159,10 +161,10 @@ class Hardware:
             raise HardwareError(f"The hardware {self.name!r}: {problem}")
 
     def _problems(self) -> Iterator[str]:
-        for name in (each.name for each in dataclasses.fields(self)):
-            wanted, is_right = _EXPECTED.get(name, ("a number", _number))
+        for name in (item.name for item in dataclasses.fields(self)):
+            expected, is_right = _EXPECTED.get(name, ("a number", _number))
             if not is_right(getattr(self, name)):
-                yield f"{name} is {getattr(self, name)!r}; it is {wanted}."
+                yield f"{name} is {getattr(self, name)!r}; it is {expected}."
         if self.usable_bytes > self.memory_bytes:
             yield (
                 f"usable_bytes ({self.usable_bytes}) is more than memory_bytes "
@@ -187,14 +189,14 @@ class Hardware:
         return self.peak_flops.get(short, min(self.peak_flops.values()))
 
     def like(self, **changes: Any) -> Hardware:
-        """Returns hardware that differs in some attributes.
+        """Returns hardware with some attributes changed.
 
         Args:
             **changes: New values by attribute. Sources of what changes are dropped unless given.
         """
         _check_names(changes)
-        kept = {name: text for name, text in self.sources.items() if name not in changes}
-        return dataclasses.replace(self, **{"sources": kept, **changes})
+        sources = {name: text for name, text in self.sources.items() if name not in changes}
+        return dataclasses.replace(self, **{"sources": sources, **changes})
 
     def wraps(self, shape: tuple[int, ...], dimension: int) -> bool:
         """Whether a dimension of a slice wraps round.
@@ -211,12 +213,12 @@ class Hardware:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    known = [each.name for each in dataclasses.fields(Hardware)]
+    attributes = [item.name for item in dataclasses.fields(Hardware)]
     for name in names:
-        if name not in known:
+        if name not in attributes:
             raise HardwareError(
-                f"Hardware has no attribute {name!r}; it has {', '.join(sorted(known))}."
-                f"{did_you_mean(name, known)}"
+                f"Hardware has no attribute {name!r}; it has {', '.join(sorted(attributes))}."
+                f"{did_you_mean(name, attributes)}"
             )
 
 
@@ -231,9 +233,9 @@ def _made(values: Mapping[str, Any]) -> Hardware:
     _check_names(fields)
     without = dataclasses.MISSING
     needed = [
-        each.name
-        for each in dataclasses.fields(Hardware)
-        if each.default is without and each.default_factory is without
+        item.name
+        for item in dataclasses.fields(Hardware)
+        if item.default is without and item.default_factory is without
     ]
     if missing := [name for name in needed if name not in fields]:
         raise HardwareError(
@@ -269,37 +271,37 @@ def find_hardware(name: str) -> Hardware:
         >>> plan.find_hardware("h100").link_bandwidth
         450000000000.0
     """
-    found = HARDWARE.get(_OTHER_NAMES.get(name.lower(), name.lower())) or HARDWARE.get(name)
-    if found is None:
-        known = ", ".join(HARDWARE)
+    hardware = HARDWARE.get(_OTHER_NAMES.get(name.lower(), name.lower())) or HARDWARE.get(name)
+    if hardware is None:
+        names = ", ".join(HARDWARE)
         raise HardwareError(
-            f"There is no hardware {name!r}.{did_you_mean(name, HARDWARE)} Known are {known}. "
+            f"There is no hardware {name!r}.{did_you_mean(name, HARDWARE)} Known are {names}. "
             "Your own: plan.register_hardware(plan.find_hardware('v5e').like(name='mine', ...)), "
             "or a TOML file, as docs/hardware.md says."
         )
-    return found
+    return hardware
 
 
 def hardware_of(device: Any) -> Hardware | None:
     """Returns the hardware of a JAX device, if it is known."""
     kind = str(device.device_kind)
-    for found in HARDWARE.values():
-        if found.kind == "tpu" and kind in _tpu_kinds(found):
-            return found
+    for hardware in HARDWARE.values():
+        if hardware.kind == "tpu" and kind in _tpu_kinds(hardware):
+            return hardware
     # Such as "NVIDIA H100 80GB HBM3" and "NVIDIA A100-SXM4-40GB".
     words = re.split(r"[\s-]+", kind.lower())
     if "nvidia" not in words:
         return None
-    for found in HARDWARE.values():
-        name, _, size = found.name.partition("-")
-        if found.kind == "gpu" and name in words and (not size or f"{size}gb" in words):
-            return found
+    for hardware in HARDWARE.values():
+        name, _, size = hardware.name.partition("-")
+        if hardware.kind == "gpu" and name in words and (not size or f"{size}gb" in words):
+            return hardware
     return None
 
 
-def _tpu_kinds(found: Hardware) -> tuple[str, ...]:
-    """What JAX calls a TPU; some have been given a second name."""
-    return str(found.compiler.get("device_kind", "")), f"TPU {found.name}"
+def _tpu_kinds(hardware: Hardware) -> tuple[str, ...]:
+    """JAX's names of a TPU; some have two."""
+    return str(hardware.compiler.get("device_kind", "")), f"TPU {hardware.name}"
 
 
 def register_hardware(new: Hardware) -> Hardware:
@@ -324,9 +326,9 @@ def register_hardware(new: Hardware) -> Hardware:
         >>> plan.Target.parse("gpu:h100-roce:2x8").hardware.network_bandwidth
         25000000000.0
     """
-    taken = new.name in _BUILT_IN or new.name.lower() in _OTHER_NAMES
-    if taken or ":" in new.name or not new.name:
-        why = "is of the table" if taken else "cannot stand in a target"
+    is_taken = new.name in _BUILT_IN or new.name.lower() in _OTHER_NAMES
+    if is_taken or ":" in new.name or not new.name:
+        why = "is of the table" if is_taken else "cannot stand in a target"
         raise HardwareError(
             f"The name {new.name!r} {why}: give it another, such as "
             f"{(new.name.replace(':', '-') or 'my') + '-2'!r}."
@@ -336,7 +338,7 @@ def register_hardware(new: Hardware) -> Hardware:
 
 
 def load_hardware(path: str | os.PathLike[str]) -> Hardware:
-    r"""Returns the hardware that a TOML file describes.
+    r"""Returns the hardware described by a TOML file.
 
     Args:
         path: The file. Its keys are the attributes of ``Hardware``. With ``like``, the name of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets, where meshes stand in them, and routes between their devices.
+"""Targets, the places of meshes in them, and routes between devices.
 
 A *target* is written ``kind:hardware:topology``. The topology of a TPU slice is that of its torus,
 ``"tpu:v5e:4x4"``; several slices stand before it with a star, ``"tpu:v5e:2*4x4"``. That of GPUs is
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where the positions of a mesh are in the hardware."""
+    """Places of the positions of a mesh in the hardware."""
 
     hardware: Hardware
     topology: tuple[int, ...]  # of a slice; nodes and GPUs of a node; or the number of devices
@@ -54,7 +54,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Dimension:
-    """A dimension of the fabric that a group uses."""
+    """A dimension of the fabric, as used by a group."""
 
     size: int  # devices of the group along it
     ring: bool  # whether they go all the way round
@@ -64,7 +64,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Route:
-    """How the devices of a group reach each other."""
+    """The route between the devices of a group."""
 
     inner: int  # devices of a group in one slice or node
     outer: int  # slices or nodes that a group spans
@@ -93,21 +93,23 @@ def arrangement(
     mesh: tuple[tuple[str, int], ...],
     spans: tuple[int, ...],
 ) -> Arrangement:
-    """Returns where the positions of a mesh stand."""
+    """Returns the places of the positions of a mesh."""
     sizes = tuple(size for _, size in mesh)
     if chip.kind == "tpu":
         from jax.experimental import mesh_utils
 
         inner = tuple(size // span for size, span in zip(sizes, spans, strict=True))
-        made = mesh_utils.create_device_mesh(
+        grid = mesh_utils.create_device_mesh(
             inner, list(_places(chip, topology)), allow_split_physical_axes=True
         )
-        rows = [(*device.coords, device.core_on_chip) for device in made.flat]
-        one = np.array(rows).reshape(*inner, -1)
-        blocks = np.stack([np.insert(one, 0, number, axis=-1) for number in range(slices)])
+        rows = [(*device.coords, device.core_on_chip) for device in grid.flat]
+        chips_of_slice = np.array(rows).reshape(*inner, -1)
+        blocks = np.stack(
+            [np.insert(chips_of_slice, 0, number, axis=-1) for number in range(slices)]
+        )
         # Slices as blocks of the mesh: each axis runs through slices first, then within them.
         axes = len(sizes)
-        order = [each for axis in range(axes) for each in (axis, axes + axis)]
+        order = [part for axis in range(axes) for part in (axis, axes + axis)]
         places = blocks.reshape(*spans, *inner, -1).transpose(*order, 2 * axes)
     elif chip.kind == "gpu":
         places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), topology), axis=-1)
@@ -120,7 +122,7 @@ def arrangement(
 
 @dataclass(frozen=True)
 class _TpuDevice:
-    """What ``mesh_utils`` asks of a TPU device."""
+    """The attributes of a TPU device used by ``mesh_utils``."""
 
     id: int
     coords: tuple[int, int, int]
@@ -147,7 +149,7 @@ def _places(chip: Hardware, topology: tuple[int, ...]) -> Iterator[_TpuDevice]:
 
 @functools.lru_cache(maxsize=4096)
 def route(where: Arrangement, along: tuple[bool, ...]) -> Route:
-    """Returns how the devices of a group reach each other."""
+    """Returns the route between the devices of a group."""
     groups = _groups(where, along)
     first = groups[0]
     slices = np.unique(first[:, 0])
@@ -164,10 +166,10 @@ def route(where: Arrangement, along: tuple[bool, ...]) -> Route:
         inner=within.shape[1],
         outer=len(slices),
         dimensions=dimensions,
-        bandwidth=sum(each.bandwidth for each in dimensions),
-        wraparound=all(each.ring for each in dimensions),
+        bandwidth=sum(dimension.bandwidth for dimension in dimensions),
+        wraparound=all(dimension.ring for dimension in dimensions),
         network_bandwidth=chip.network_bandwidth,
-        latency=chip.link_latency * sum(each.hops for each in dimensions),
+        latency=chip.link_latency * sum(dimension.hops for dimension in dimensions),
         network_latency=chip.network_latency * crosses,
     )
 
@@ -185,7 +187,7 @@ def _groups(where: Arrangement, along: tuple[bool, ...]) -> NDArray[Any]:
 def _torus_dimensions(
     chip: Hardware, topology: tuple[int, ...], groups: NDArray[Any]
 ) -> Iterator[Dimension]:
-    """Dimensions of a torus that groups use."""
+    """Dimensions of a torus used by groups."""
     # A group with all devices of its chips sends what is for another chip once, by all links of its
     # own.
     devices = len(np.unique(groups[0, :, -1])) if chip.devices_per_chip > 1 else 1
@@ -195,10 +197,10 @@ def _torus_dimensions(
         size = len(next(iter(spans)))
         if size == 1:
             continue
-        ring = chip.wraps(topology, number) and all(_evenly_round(each, length) for each in spans)
+        ring = chip.wraps(topology, number) and all(_evenly_round(span, length) for span in spans)
         shared = length // size if ring else _most_on_a_link(spans)
         ways = 2 if ring else 1
-        hops = length // 2 if ring else max(each[-1] - each[0] for each in spans)
+        hops = length // 2 if ring else max(span[-1] - span[0] for span in spans)
         used += 1
         yield Dimension(size, ring, chip.link_bandwidth * devices * ways / shared, hops)
     if devices > 1 and not used:
@@ -212,8 +214,8 @@ def _evenly_round(places: tuple[int, ...], length: int) -> bool:
 
 
 def _most_on_a_link(spans: set[tuple[int, ...]]) -> int:
-    """How many groups of a line share its busiest link."""
-    ends = [(each[0], each[-1]) for each in spans]
+    """Number of groups of a line on its busiest link."""
+    ends = [(span[0], span[-1]) for span in spans]
     return max(sum(first <= link < last for first, last in ends) for link, _ in ends)
 
 
@@ -224,7 +226,7 @@ _EXAMPLES = "'cpu:8', 'tpu:v5e:4x4', 'tpu:v5e:2*4x4' (two slices), 'gpu:h100:8x8
 
 @dataclass(frozen=True)
 class Target:
-    """Hardware and how much of it.
+    """Hardware, with its topology and number of slices.
 
     Attributes:
         hardware: What each device can do.
@@ -257,7 +259,7 @@ class Target:
 
     @classmethod
     def parse(cls, target: str | Target) -> Target:
-        """Returns the target that a text names.
+        """Returns the target named by a text.
 
         Args:
             target: Such as ``"tpu:v5e:4x4"``. A Target is returned as it is.
@@ -276,8 +278,8 @@ class Target:
         text = target.strip()
         body, _, share = text.partition("@")
         head, _, topology = body.rpartition(":")
-        found = re.fullmatch(r"(?:(\d{1,18})\*)?(\d{1,18}(?:x\d{1,18})*)", topology)
-        if not head or not found:
+        match = re.fullmatch(r"(?:(\d{1,18})\*)?(\d{1,18}(?:x\d{1,18})*)", topology)
+        if not head or not match:
             raise TargetError(_unreadable(text, head or topology))
         chip = _hardware_of(head, text)
         try:
@@ -287,8 +289,8 @@ class Target:
                 f"In the target {text!r}, {share!r} is no share of the memory, such as "
                 f"{body + '@0.9'!r}."
             ) from None
-        sizes = tuple(int(size) for size in found[2].split("x"))
-        return cls(chip, sizes, int(found[1] or 1), fraction)
+        sizes = tuple(int(size) for size in match[2].split("x"))
+        return cls(chip, sizes, int(match[1] or 1), fraction)
 
     @property
     def text(self) -> str:
@@ -311,7 +313,7 @@ class Target:
 
     @property
     def limit_bytes(self) -> int:
-        """Memory of a device that a program may use."""
+        """Memory of a device available to a program."""
         if self.kind == "cpu" and self.hardware.name == "cpu":
             names = getattr(os, "sysconf_names", {})
             if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
@@ -323,7 +325,7 @@ class Target:
         return self.hardware.usable_bytes
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """Checks that mesh axes fit the target's devices and slices.
+        """Checks mesh axes against the target's devices and slices.
 
         Args:
             sizes: Sizes of the mesh axes, in order. Slices are split over the leading axes.
@@ -351,19 +353,19 @@ class Target:
             )
 
     def _fitting(self, sizes: Mapping[str, int]) -> str:
-        """A sentence with sizes of these axes that fit."""
-        found = factorizations(self.device_count, len(sizes))
+        """A sentence with fitting sizes of these axes."""
+        shapes = factorizations(self.device_count, len(sizes))
         near = sorted(
-            found,
-            key=lambda each: sum(
-                abs(math.log2(a / b)) for a, b in zip(each, sizes.values(), strict=True)
+            shapes,
+            key=lambda shape: sum(
+                abs(math.log2(a / b)) for a, b in zip(shape, sizes.values(), strict=True)
             ),
         )
-        words = [mesh_text(dict(zip(sizes, each, strict=True))) for each in near[:3]]
+        words = [mesh_text(dict(zip(sizes, shape, strict=True))) for shape in near[:3]]
         return f" These have {self.device_count}: {'; '.join(words)}."
 
     def _slices_by_axis(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-        """How many slices each mesh axis spans, if they can be split."""
+        """Number of slices along each mesh axis, if they can be split."""
         left, spans = self.slices, []
         for size in sizes.values():
             span = math.gcd(size, left)
@@ -374,7 +376,7 @@ class Target:
         return tuple(spans) if left == 1 else None
 
     def arrangement(self, sizes: Mapping[str, int]) -> Arrangement:
-        """Returns where each position of a mesh stands in the hardware.
+        """Returns the place of each position of a mesh in the hardware.
 
         Args:
             sizes: Sizes of the mesh axes, in order.
@@ -384,7 +386,7 @@ class Target:
         return arrangement(self.hardware, self.topology, self.slices, tuple(sizes.items()), spans)
 
     def route(self, sizes: Mapping[str, int], axes: Iterable[str]) -> Route:
-        """Returns how the devices along some mesh axes reach each other.
+        """Returns the route between the devices along some mesh axes.
 
         Args:
             sizes: Sizes of all mesh axes, in order.
@@ -427,23 +429,23 @@ def _hardware_of(head: str, text: str) -> Hardware:
     kind, _, name = head.partition(":")
     if kind not in KINDS or (kind != "cpu" and not name):
         raise TargetError(_unreadable(text, kind))
-    known = [each for each, chip in HARDWARE.items() if chip.kind == kind]
+    names = [title for title, chip in HARDWARE.items() if chip.kind == kind]
     try:
         chip = find_hardware(name or "cpu")
     except ValueError:
         chip = None
     if chip is None or chip.kind != kind:
         raise TargetError(
-            f"There is no target {text!r}: {kind} hardware is {', '.join(known)}."
-            f"{did_you_mean(name, known)} Your own: a TOML file in its place, 'mine.toml:4x4'."
+            f"There is no target {text!r}: {kind} hardware is {', '.join(names)}."
+            f"{did_you_mean(name, names)} Your own: a TOML file in its place, 'mine.toml:4x4'."
         )
     return chip
 
 
 def _unreadable(text: str, kind: str) -> str:
     by_kind = "; ".join(
-        f"{each}: {', '.join(name for name, chip in HARDWARE.items() if chip.kind == each)}"
-        for each in ("tpu", "gpu")
+        f"{kind_}: {', '.join(name for name, chip in HARDWARE.items() if chip.kind == kind_)}"
+        for kind_ in ("tpu", "gpu")
     )
     return (
         f"There is no target {text!r}.{did_you_mean(kind, KINDS)} Targets are written like "
@@ -452,7 +454,7 @@ def _unreadable(text: str, kind: str) -> str:
 
 
 def _problem(target: Target) -> str:
-    """What is wrong with a target, or nothing."""
+    """The fault of a target, or nothing."""
     chip, topology = target.hardware, target.topology
     if not all(map(_is_count, (*topology, target.slices))) or not topology:
         return "sizes are numbers from 1."
@@ -462,14 +464,14 @@ def _problem(target: Target) -> str:
     share = target.memory_fraction
     if share is not None and (chip.kind != "gpu" or not 0 < share <= 1):
         return "@ is for the share of a GPU's memory, above 0 and at most 1, such as @0.9."
-    wanted = chip.torus_dimensions or (1 if chip.kind == "cpu" else 2)
-    if len(topology) != wanted:
+    rank = chip.torus_dimensions or (1 if chip.kind == "cpu" else 2)
+    if len(topology) != rank:
         form = {
             "cpu": "a number of devices, such as 8",
             "gpu": f"nodes times GPUs of a node, such as 2x{chip.node_size}",
         }
         torus = {2: "two sizes, such as 4x4", 3: "three sizes, such as 4x4x4"}
-        return f"a shape of {chip.name} is {form.get(chip.kind) or torus[wanted]}."
+        return f"a shape of {chip.name} is {form.get(chip.kind) or torus[rank]}."
     if target.slices > 1 and not chip.torus_dimensions:
         return "only tori have slices; GPUs are nodes times GPUs, such as 'gpu:h100:16x8'."
     if chip.kind == "gpu" and topology[1] > chip.node_size:
@@ -499,20 +501,20 @@ def topology_exists(chip: Hardware, topology: tuple[int, ...]) -> bool:
 
 
 def nearest_topologies(chip: Hardware, topology: tuple[int, ...], count: int = 4) -> list[str]:
-    """Returns topologies that exist and have about as many chips."""
-    found = _named_topologies(chip)
+    """Returns existing topologies with about as many chips."""
+    shapes = _named_topologies(chip)
     if chip.torus_dimensions == 3 and chip.pod and chip.wraparound:
         step = chip.wraparound
         sizes = (range(step, most + 1, step) for most in sorted(chip.pod))
-        found += [each for each in itertools.product(*sizes) if list(each) == sorted(each)]
+        shapes += [shape for shape in itertools.product(*sizes) if list(shape) == sorted(shape)]
     chips = math.log2(math.prod(topology))
 
-    def distance(each: tuple[int, ...]) -> tuple[float, float]:
-        pairs = zip(sorted(each), sorted(topology), strict=True)
+    def distance(candidate: tuple[int, ...]) -> tuple[float, float]:
+        pairs = zip(sorted(candidate), sorted(topology), strict=True)
         shape = sum(abs(math.log2(a / b)) for a, b in pairs)
-        return abs(math.log2(math.prod(each)) - chips), shape
+        return abs(math.log2(math.prod(candidate)) - chips), shape
 
-    return ["x".join(map(str, each)) for each in sorted(found, key=distance)[:count]]
+    return ["x".join(map(str, shape)) for shape in sorted(shapes, key=distance)[:count]]
 
 
 def _named_topologies(chip: Hardware) -> list[tuple[int, ...]]:
@@ -524,8 +526,8 @@ def factorizations(number: int, parts: int) -> list[tuple[int, ...]]:
     if parts == 1:
         return [(number,)]
     return [
-        (first, *rest)
+        (first, *factors)
         for first in range(1, number + 1)
         if number % first == 0
-        for rest in factorizations(number // first, parts - 1)
+        for factors in factorizations(number // first, parts - 1)
     ]

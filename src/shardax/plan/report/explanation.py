@@ -45,7 +45,7 @@ _NUMBERS = re.compile(r"\[(\d+(?:-\d+)?)\]")
 
 
 def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -> str:
-    """Explains what a layout sends over the wire and why.
+    """Explains the wire traffic of a layout, with reasons.
 
     Args:
         report: What was found of the layout, such as ``plan["fsdp"]``.
@@ -72,20 +72,20 @@ def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -
         140 kB  100%  model.py:3
             all-reduce along data, 1 x 80.0 kB of bf16: 140 kB
     """
-    found = groups(report, axis, by)
-    total = sum(group.wire_bytes for group in found)
+    group_list = groups(report, axis, by)
+    total = sum(group.wire_bytes for group in group_list)
     along = "" if axis is None else f" along {axis}"
     lines = [headline(report)]
-    if report.time is None and not found:
+    if report.time is None and not group_list:
         return "\n".join([*lines, report.reason or "it was not compiled, so nothing is known"])
-    if not found:
+    if not group_list:
         return "\n".join([*lines, f"nothing on the wire{along}"])
     whole, *amounts = (
-        quantity(size, DECIMAL) for size in (total, *(group.wire_bytes for group in found))
+        quantity(size, DECIMAL) for size in (total, *(group.wire_bytes for group in group_list))
     )
     lines.append(f"{whole} on the wire of each device in a step{along}")
     widest = max(map(len, amounts))
-    for group, amount in zip(found, amounts, strict=True):
+    for group, amount in zip(group_list, amounts, strict=True):
         share = 100 * group.wire_bytes / total if total else 0.0
         lines += ["", f"{amount.rjust(widest)}  {share:3.0f}%  {group.key or UNKNOWN[by]}"]
         for sentence, details in descriptions(group.collectives, by):
@@ -120,8 +120,8 @@ class CollectiveGroup:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends for all of them."""
-        return sum(each.wire_bytes for each in self.collectives)
+        """Bytes sent by one device for all of them."""
+        return sum(collective.wire_bytes for collective in self.collectives)
 
 
 def groups(
@@ -139,78 +139,82 @@ def groups(
             f"{', '.join(map(repr, axes))}.{did_you_mean(axis, list(axes))}"
         )
 
-    def key_of(each: Collective) -> str:
+    def key_of(collective: Collective) -> str:
         if by == "parameter":
-            return _arrays_text(each.parameters)
-        return each.source if by == "source" else each.kind
+            return _arrays_text(collective.parameters)
+        return collective.source if by == "source" else collective.kind
 
-    found: dict[str, list[Collective]] = {}
-    for each in report.collectives:
-        if axis is None or axis in each.axes:
-            found.setdefault(without_layers(key_of(each)), []).append(each)
-    made = [
+    members_by_key: dict[str, list[Collective]] = {}
+    for collective in report.collectives:
+        if axis is None or axis in collective.axes:
+            members_by_key.setdefault(without_layers(key_of(collective)), []).append(collective)
+    group_list = [
         CollectiveGroup(
-            join_layers([key_of(each) for each in members]),
-            tuple(sorted(members, key=lambda each: -each.wire_bytes)),
+            join_layers([key_of(collective) for collective in members]),
+            tuple(sorted(members, key=lambda collective: -collective.wire_bytes)),
         )
-        for members in found.values()
+        for members in members_by_key.values()
     ]
-    return tuple(sorted(made, key=lambda group: -group.wire_bytes))
+    return tuple(sorted(group_list, key=lambda group: -group.wire_bytes))
 
 
 def descriptions(members: Sequence[Collective], by: str) -> list[tuple[str, tuple[str, ...]]]:
     """Describes collectives, those of alike layers once, largest first."""
     # A description is a sentence and details: why, what travels, and the operation, without what
     # the collectives are grouped by.
-    found: dict[str, list[Collective]] = {}
-    for each in members:
-        whole = "\n".join([_sentence(each), *_details(each, by)])
-        found.setdefault(without_layers(whole), []).append(each)
-    made: list[tuple[str, tuple[str, ...]]] = []
-    for same in sorted(found.values(), key=lambda same: -sum(each.wire_bytes for each in same)):
+    same_by_text: dict[str, list[Collective]] = {}
+    for collective in members:
+        whole = "\n".join([_sentence(collective), *_details(collective, by)])
+        same_by_text.setdefault(without_layers(whole), []).append(collective)
+    sentences: list[tuple[str, tuple[str, ...]]] = []
+    for same in sorted(
+        same_by_text.values(), key=lambda same: -sum(collective.wire_bytes for collective in same)
+    ):
         sentence = _sentence(same[0])
         if len(same) > 1:
-            together = quantity(sum(each.wire_bytes for each in same), DECIMAL)
+            together = quantity(sum(collective.wire_bytes for collective in same), DECIMAL)
             sentence = f"{len(same)} times {sentence}, {together} together"
-        details = zip(*(_details(each, by) for each in same), strict=True)
-        made.append((sentence, tuple(map(join_layers, details))))
-    return made
+        details = zip(*(_details(collective, by) for collective in same), strict=True)
+        sentences.append((sentence, tuple(map(join_layers, details))))
+    return sentences
 
 
-def _sentence(each: Collective) -> str:
-    runs = f"{each.runs}" if each.runs_known else f"at least {each.runs}"
-    payload, wire = (quantity(size, DECIMAL) for size in (each.payload, each.wire_bytes))
+def _sentence(collective: Collective) -> str:
+    runs = f"{collective.runs}" if collective.runs_known else f"at least {collective.runs}"
+    payload, wire = (
+        quantity(size, DECIMAL) for size in (collective.payload, collective.wire_bytes)
+    )
     parts = [
-        f"{each.kind} along {axes_text(each.axes)}",
-        f"{runs} x {payload} of {each.dtype}: {wire}",
+        f"{collective.kind} along {axes_text(collective.axes)}",
+        f"{runs} x {payload} of {collective.dtype}: {wire}",
     ]
-    if each.asynchronous:
+    if collective.asynchronous:
         parts.append("while other work goes on")
-    if each.crosses_slices:
+    if collective.crosses_slices:
         parts.append("between slices")
     return ", ".join(parts)
 
 
-def _details(each: Collective, by: str) -> list[str]:
-    found = [each.why] if each.why else []
-    if by != "source" and each.source:
-        found.append(f"at {each.source}")
-    named = len(each.parameters) == 1 and each.parameters[0] in each.why
-    if by != "parameter" and each.parameters and not named:
-        found.append(f"carries {_arrays_text(each.parameters)}")
-    if each.op_name and not each.why:
-        name = each.op_name
+def _details(collective: Collective, by: str) -> list[str]:
+    details = [collective.why] if collective.why else []
+    if by != "source" and collective.source:
+        details.append(f"at {collective.source}")
+    named = len(collective.parameters) == 1 and collective.parameters[0] in collective.why
+    if by != "parameter" and collective.parameters and not named:
+        details.append(f"carries {_arrays_text(collective.parameters)}")
+    if collective.op_name and not collective.why:
+        name = collective.op_name
         cut = len(name) > _LONGEST_NAME
-        found.append(f"of {name[: _LONGEST_NAME - 1] + '…' if cut else name}")
-    return found
+        details.append(f"of {name[: _LONGEST_NAME - 1] + '…' if cut else name}")
+    return details
 
 
 def _arrays_text(paths: Sequence[str]) -> str:
     """Names arrays, those of several layers as one."""
-    found: dict[str, list[str]] = {}
+    same_paths: dict[str, list[str]] = {}
     for path in paths:
-        found.setdefault(without_layers(path), []).append(path)
-    return ", ".join(map(join_layers, found.values()))
+        same_paths.setdefault(without_layers(path), []).append(path)
+    return ", ".join(map(join_layers, same_paths.values()))
 
 
 def without_layers(text: str) -> str:
@@ -219,13 +223,13 @@ def without_layers(text: str) -> str:
 
 
 def join_layers(texts: Sequence[str]) -> str:
-    """Joins texts that differ in numbers of layers: ``layers[0-2].up``."""
+    """Joins texts equal but for numbers of layers: ``layers[0-2].up``."""
     text = ""
-    for place, found in enumerate(zip(*map(_NUMBERS.split, texts), strict=True)):
+    for place, pieces in enumerate(zip(*map(_NUMBERS.split, texts), strict=True)):
         if place % 2 == 0:
-            text += found[0]
+            text += pieces[0]
         else:
-            numbers = [int(number) for each in found for number in each.split("-")]
+            numbers = [int(number) for span in pieces for number in span.split("-")]
             first, last = min(numbers), max(numbers)
             text += f"[{first}]" if first == last else f"[{first}-{last}]"
     return text
@@ -294,9 +298,9 @@ def diff(a: LayoutReport, b: LayoutReport) -> str:
         (("Wire bytes", "a", "b", "b - a"), _wire(a, b)),
         (("Arrays", "a", "b"), _arrays(a, b)),
     ]
-    found = ["\n".join(columns([heads, *rows])) for heads, rows in tables if rows]
+    sections = ["\n".join(columns([heads, *rows])) for heads, rows in tables if rows]
     head = f"a: {headline(a)}\nb: {headline(b)}"
-    return "\n\n".join([head, *(found or ["There is no difference."])])
+    return "\n\n".join([head, *(sections or ["There is no difference."])])
 
 
 def _changed(first: Mapping[str, str], second: Mapping[str, str], missing: str) -> list[Cells]:
@@ -312,12 +316,12 @@ def _texts(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _targets(report: LayoutReport) -> dict[str, str]:
-    """What each name maps to, in words and in order."""
-    found: dict[str, list[str]] = {}
+    """Mesh axes of each name, in words and in order."""
+    texts_by_name: dict[str, list[str]] = {}
     for name, axes in report.layout.rules:
         text = axes if isinstance(axes, str) else "+".join(axes or ()) or "None"
-        found.setdefault(name, []).append(text)
-    words = {name: ", then ".join(texts) for name, texts in found.items()}
+        texts_by_name.setdefault(name, []).append(text)
+    words = {name: ", then ".join(texts) for name, texts in texts_by_name.items()}
     for policy, value in zip(("on_conflict", "on_unmapped"), report.layout.policies, strict=True):
         words[f"({policy})"] = str(value)
     return words | report.layout.settings
@@ -331,7 +335,7 @@ def _figures(a: LayoutReport, b: LayoutReport) -> list[Figures]:
     for kind in dict.fromkeys([*a.argument_bytes, *b.argument_bytes]):
         rows.append((kind, a.argument_bytes.get(kind, 0), b.argument_bytes.get(kind, 0), BINARY))
     for name, attribute, units in _COUNTED:  # in the program, if there is one
-        first, second = (getattr(each, attribute) if each.time else None for each in (a, b))
+        first, second = (getattr(report, attribute) if report.time else None for report in (a, b))
         rows.append((name, first, second, units))
     for name in ("lower", "upper", "compute", "memory", "communication"):
         first, second = getattr(a.time, name, None), getattr(b.time, name, None)
@@ -354,32 +358,32 @@ def _wire(a: LayoutReport, b: LayoutReport) -> list[Cells]:
 
 
 def _bytes_by_purpose(report: LayoutReport) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for each in report.collectives:
-        where = each.source or UNKNOWN["source"].partition(" (")[0]
-        key = f"{each.kind} along {axes_text(each.axes)}, {where}"
-        found[key] = found.get(key, 0.0) + each.wire_bytes
-    return found
+    bytes_by_purpose: dict[str, float] = {}
+    for collective in report.collectives:
+        where = collective.source or UNKNOWN["source"].partition(" (")[0]
+        key = f"{collective.kind} along {axes_text(collective.axes)}, {where}"
+        bytes_by_purpose[key] = bytes_by_purpose.get(key, 0.0) + collective.wire_bytes
+    return bytes_by_purpose
 
 
 def _changes(rows: Iterable[Figures]) -> list[Cells]:
-    """The rows that differ, in words."""
-    found: list[Cells] = []
+    """The changed rows, in words."""
+    cells: list[Cells] = []
     for name, first, second, units in rows:
         if first == second:
             continue
-        texts = ["-" if each is None else quantity(each, units) for each in (first, second)]
+        texts = ["-" if figure is None else quantity(figure, units) for figure in (first, second)]
         change = ""
         if first is not None and second is not None:
             sign = "+" if second > first else ""
             change = sign + quantity(second - first, units)
-        found.append((name, *texts, change))
-    return found
+        cells.append((name, *texts, change))
+    return cells
 
 
 def _arrays(a: LayoutReport, b: LayoutReport) -> list[Cells]:
-    first = {each.path: each for each in a.arrays}
-    second = {each.path: each for each in b.arrays}
+    first = {array.path: array for array in a.arrays}
+    second = {array.path: array for array in b.arrays}
     if not first or not second:  # one was not compiled: there is nothing to compare
         return []
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -391,7 +395,7 @@ def _arrays(a: LayoutReport, b: LayoutReport) -> list[Cells]:
 
 
 def _split(array: ArrayLayout | None) -> str:
-    """How an array is split, as ``embed: data, mlp: model``."""
+    """The split of an array, as ``embed: data, mlp: model``."""
     if array is None:
         return "not there"
     names = [*array.names, *(None,) * (len(array.spec) - len(array.names))]

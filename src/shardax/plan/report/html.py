@@ -85,7 +85,7 @@ def page(plan: Plan) -> str:
         target=escape(plan.target),
         outcomes=escape(table.outcome_line(plan.target, plan.reports)),
         best=_best(plan.reports),
-        table=_table(compiled, columns, {each.layout.name for each in detailed}, numbers),
+        table=_table(compiled, columns, {report.layout.name for report in detailed}, numbers),
         charts="".join(charts),
         layouts=f"<section><h2>Each layout</h2>{layouts}</section>" if layouts else "",
         notes=_notes(plan),
@@ -99,11 +99,11 @@ def _best(reports: Sequence[LayoutReport]) -> str:
     if not fitting:
         return "<p><strong>None of them fits.</strong></p>"
     name = f"<strong>{escape(fitting[0].layout.name)}</strong>"
-    others = ", ".join(map(escape, table.tied_with_best(reports)[1:]))
-    if not others:
+    tied = ", ".join(map(escape, table.tied_with_best(reports)[1:]))
+    if not tied:
         return f"<p>Best: {name}.</p>"
     return (
-        f"<p>Best: {name}; the model of time cannot tell it from {others}: choose by memory, or "
+        f"<p>Best: {name}; the model of time cannot tell it from {tied}: choose by memory, or "
         "measure.</p>"
     )
 
@@ -187,17 +187,17 @@ def _stacked(sizes: Mapping[str, float], colors: Mapping[str, str]) -> tuple[Seg
 
 
 def _memory_chart(reports: Sequence[LayoutReport]) -> str:
-    """What a device's memory holds at the peak, and its limit."""
+    """Contents of a device's memory at the peak, and its limit."""
     rows: list[ChartRow] = []
     for report in reports:
         if report.peak_bytes is None:
             continue
-        held = dict(report.argument_bytes)
-        held["temporaries"] = max(report.peak_bytes - sum(held.values()), 0)
+        bytes_by_kind = dict(report.argument_bytes)
+        bytes_by_kind["temporaries"] = max(report.peak_bytes - sum(bytes_by_kind.values()), 0)
         total, limit = quantity(report.peak_bytes, BINARY), report.limit_bytes
         total += f" of {quantity(limit, BINARY)}" if limit else ""
-        parts = ", ".join(f"{kind} {quantity(n, BINARY)}" for kind, n in held.items() if n)
-        segments = _stacked(held, _KINDS)
+        parts = ", ".join(f"{kind} {quantity(n, BINARY)}" for kind, n in bytes_by_kind.items() if n)
+        segments = _stacked(bytes_by_kind, _KINDS)
         rows.append(ChartRow(report.layout.name, segments, total, f"peak {total}: {parts}", limit))
     used = {name for row in rows for name, *_ in row.segments}
     colors = {name: color for name, color in _KINDS.items() if name in used}
@@ -211,14 +211,14 @@ def _memory_chart(reports: Sequence[LayoutReport]) -> str:
 
 
 def _wire_chart(reports: Sequence[LayoutReport]) -> str:
-    """What a device sends in a step, by mesh axes."""
+    """Bytes sent by a device in a step, by mesh axes."""
     timed = [report for report in reports if report.time is not None]
-    axes = {each: table.axes_text(each) for each in table.wire_axes(timed)}
+    axes = {axes_key: table.axes_text(axes_key) for axes_key in table.wire_axes(timed)}
     colors = {name: _AXES[i % len(_AXES)] for i, name in enumerate(axes.values())}
     rows: list[ChartRow] = []
     for report in timed:
         totals = report.wire_bytes()
-        sizes = {name: totals.get(each, 0.0) for each, name in axes.items()}
+        sizes = {name: totals.get(axes_key, 0.0) for axes_key, name in axes.items()}
         total = quantity(report.total_wire_bytes, DECIMAL)
         parts = ", ".join(f"{name} {quantity(n, DECIMAL)}" for name, n in sizes.items() if n)
         description = f"{total}: {parts or 'nothing'}"
@@ -274,7 +274,7 @@ def _chart(rows: Sequence[ChartRow], colors: Mapping[str, str], line: str = "") 
 
 
 def _details(report: LayoutReport, number: int, opened: bool) -> str:
-    """The part of one layout, which a link to ``#layout-NUMBER`` opens."""
+    """The part of one layout, opened by a link to ``#layout-NUMBER``."""
     content = [_facts(report), _rules(report), _warnings(report), _pictures(report), _sent(report)]
     name = report.layout.name
     outcome = headline(report).removeprefix(name).strip()
@@ -286,12 +286,12 @@ def _details(report: LayoutReport, number: int, opened: bool) -> str:
 
 
 def _facts(report: LayoutReport) -> str:
-    found = [
+    facts = [
         (column.head, f"{column.text(report)} {column.unit}", column.label, column.meaning)
         for column in table.columns_of([report])
         if column.right and column.value(report) is not None
     ]
-    found += [
+    facts += [
         (kind, quantity(size, BINARY), "exact", f"What of it is {kind}.")
         for kind, size in report.argument_bytes.items()
         if size
@@ -299,7 +299,7 @@ def _facts(report: LayoutReport) -> str:
     cells = "".join(
         f'<div title="{escape(meaning)}"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)} <small>{escape(label)}</small></dd></div>"
-        for name, value, label, meaning in found
+        for name, value, label, meaning in facts
     )
     return f'<dl class="facts">{cells}</dl>' if cells else ""
 
@@ -319,20 +319,20 @@ def _rules(report: LayoutReport) -> str:
 def _warnings(report: LayoutReport) -> str:
     texts = [escape(text) for text in (report.reason, *report.warnings) if text]
     if report.replicated:
-        shown = escape(", ".join(report.replicated[:_PATHS]))
+        listed = escape(", ".join(report.replicated[:_PATHS]))
         more = len(report.replicated) - _PATHS
-        rest = f" and {more} more" if more > 0 else ""
-        texts.append(f"Held whole by every device: <code>{shown}</code>{rest}")
+        rest_text = f" and {more} more" if more > 0 else ""
+        texts.append(f"Held whole by every device: <code>{listed}</code>{rest_text}")
     return f"<h3>To know</h3>{_list(texts)}" if texts else ""
 
 
 def _pictures(report: LayoutReport) -> str:
     """The largest parameters of distinct forms, as the devices hold them."""
-    parameters = [each for each in report.arrays if each.kind == "parameters"]
+    parameters = [array for array in report.arrays if array.kind == "parameters"]
     chosen: dict[object, ArrayLayout] = {}
-    for each in sorted(parameters, key=lambda each: -math.prod(each.shape)):
-        chosen.setdefault((each.shape, each.spec), each)
-    figures = "".join(_picture(report, each) for each in list(chosen.values())[:_PICTURES])
+    for array in sorted(parameters, key=lambda array: -math.prod(array.shape)):
+        chosen.setdefault((array.shape, array.spec), array)
+    figures = "".join(_picture(report, array) for array in list(chosen.values())[:_PICTURES])
     if not figures:
         return ""
     return (
@@ -364,14 +364,14 @@ def _picture(report: LayoutReport, array: ArrayLayout) -> str:
 def _sent(report: LayoutReport) -> str:
     if report.time is None:
         return ""
-    found, total = groups(report), report.total_wire_bytes
-    if not found:
+    wire_groups, total = groups(report), report.total_wire_bytes
+    if not wire_groups:
         return "<h3>What it sends</h3><p>Nothing: no device needs what another has.</p>"
-    items = "".join(_group(group, total) for group in found[:_GROUPS])
-    rest = found[_GROUPS:]
-    if rest:
-        size = quantity(sum(group.wire_bytes for group in rest), DECIMAL)
-        items += f"<li>{len(rest)} more lines of code, {size} together</li>"
+    items = "".join(_group(group, total) for group in wire_groups[:_GROUPS])
+    small_groups = wire_groups[_GROUPS:]
+    if small_groups:
+        size = quantity(sum(group.wire_bytes for group in small_groups), DECIMAL)
+        items += f"<li>{len(small_groups)} more lines of code, {size} together</li>"
     return (
         f"<h3>What it sends, and which line of code needs it</h3>"
         f'<p class="quiet">{quantity(total, DECIMAL)} from each device in a step, by the line of '
@@ -394,10 +394,10 @@ def _group(group: CollectiveGroup, total: float) -> str:
 
 
 def _notes(plan: Plan) -> str:
-    found = table.notes_of(plan.reports)
-    found.append(("Notes", tuple(table.Note(text, ()) for text in plan.notes)))
+    notes_by_title = table.notes_of(plan.reports)
+    notes_by_title.append(("Notes", tuple(table.Note(text, ()) for text in plan.notes)))
     sections = ""
-    for title, notes in found:
+    for title, notes in notes_by_title:
         texts = [
             escape(note.text)
             + (f' <span class="quiet">{escape(note.source())}</span>' if note.layouts else "")

@@ -31,26 +31,26 @@ class SearchProgress:
         if self._bar is not None:
             self._bar.__exit__(*exc_info)
 
-    def expect(self, count: int, what: str) -> None:
-        """Announces more layouts, and what is done with them."""
+    def expect(self, count: int, title: str) -> None:
+        """Announces more layouts, with a title."""
         self.total += count
         if self._lines is not None:
-            print(f"{what}: {count}", file=self._lines, flush=True)
-        self._redraw(what)
+            print(f"{title}: {count}", file=self._lines, flush=True)
+        self._redraw(title)
 
     def begin(self, layout: Layout) -> None:
-        """Records that a layout is being compiled."""
+        """Records the start of a layout's compilation."""
         self._trying[layout.name] = None
         self._redraw()
 
-    def end(self, report: LayoutReport, kept: bool) -> None:
+    def end(self, report: LayoutReport, is_cached: bool) -> None:
         """Records a layout's outcome; ``kept``: its program was cached."""
         self.done += 1
         self._trying.pop(report.layout.name, None)
         if report.outcome == "fits" and report.time is not None:
             self._best = min(report.time.middle, self._best)
         if self._lines is not None:
-            text = f"[{self.done}/{self.total}] {outcome_text(report, kept)}"
+            text = f"[{self.done}/{self.total}] {outcome_text(report, is_cached)}"
             print(text, file=self._lines, flush=True)
         self._redraw()
 
@@ -61,22 +61,22 @@ class SearchProgress:
             self._bar.update(done=self.done, status=status, title=title, total=self.total)
 
 
-def outcome_text(report: LayoutReport, kept: bool = False) -> str:
+def outcome_text(report: LayoutReport, is_cached: bool = False) -> str:
     """Returns one line about a report."""
     text = f"{report.layout.name}: {report.outcome}"
     if report.time is not None:
         ends = (report.time.lower, report.time.upper)
-        low, high = (quantity(each, TIMES) for each in ends)
+        low, high = (quantity(seconds, TIMES) for seconds in ends)
         text += f", {low} to {high} a step"
     elif report.reason:
         text += f", {report.reason.splitlines()[0][:100]}"
-    return text + (" (kept)" if kept else f" ({report.compile_seconds:.1f} s)")
+    return text + (" (kept)" if is_cached else f" ({report.compile_seconds:.1f} s)")
 
 
-def progress_for(wanted: bool, file: TextIO | None = None) -> SearchProgress:
+def progress_for(is_on: bool, file: TextIO | None = None) -> SearchProgress:
     """Returns the display of progress on a file, by default stderr."""
     to = sys.stderr if file is None else file
-    if not wanted:
+    if not is_on:
         return SearchProgress()
     if is_live(to):
         return SearchProgress(bar=ProgressBar(to, "planning", 0, transient=True, elapsed=True))

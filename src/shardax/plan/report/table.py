@@ -95,7 +95,7 @@ def figure(value: float) -> str:
 
 
 def quantity(value: float, units: Units) -> str:
-    """Formats a number with the unit that suits it."""
+    """Formats a number with a suitable unit."""
     unit, size = scale([value], units)
     return f"{figure(value / size)} {unit}"
 
@@ -203,8 +203,8 @@ def _number(
     unit, size = scale([value(report) for report in reports], units)
 
     def text(report: LayoutReport) -> str:
-        found = value(report)
-        return "-" if found is None else form(found / size)
+        amount = value(report)
+        return "-" if amount is None else form(amount / size)
 
     return Column(key, head or key, unit, label, meaning or _MEANINGS[key], text, value)
 
@@ -224,7 +224,7 @@ def _argument_bytes(report: LayoutReport) -> float | None:
 
 
 def _mesh(reports: Sequence[LayoutReport]) -> Column:
-    """The meshes; axes that all of them have are the title."""
+    """The meshes; common axes are the title."""
     axes = {tuple(axis for axis, _ in report.layout.mesh) for report in reports}
     names = next(iter(axes)) if len(axes) == 1 else ()
 
@@ -237,19 +237,19 @@ def _mesh(reports: Sequence[LayoutReport]) -> Column:
 
 
 def wire_axes(reports: Iterable[LayoutReport]) -> tuple[tuple[str, ...], ...]:
-    """Returns the sets of mesh axes that bytes travel, single ones first."""
+    """Returns the sets of mesh axes with traffic, single ones first."""
     order: dict[str, int] = {}
-    found: set[tuple[str, ...]] = set()
+    all_axes: set[tuple[str, ...]] = set()
     for report in reports:
         for axis, _ in report.layout.mesh:
             order.setdefault(axis, len(order))
-        found.update(report.wire_bytes())
-    places = {axes: tuple(order.get(axis, len(order)) for axis in axes) for axes in found}
-    return tuple(sorted(found, key=lambda axes: (len(axes) or 99, places[axes], axes)))
+        all_axes.update(report.wire_bytes())
+    places = {axes: tuple(order.get(axis, len(order)) for axis in axes) for axes in all_axes}
+    return tuple(sorted(all_axes, key=lambda axes: (len(axes) or 99, places[axes], axes)))
 
 
 def measured_label(reports: Iterable[LayoutReport]) -> str:
-    """Returns the label of figures that compilers report."""
+    """Returns the label of figures reported by compilers."""
     tiers = {report.provenance.tier for report in reports if report.provenance}
     return "compiler" if tiers <= {"target compiler"} else "estimate"
 
@@ -281,8 +281,8 @@ class Note:
     def about(self) -> str:
         """Names the layouts, as many as are readable."""
         more = len(self.layouts) - _NAMED
-        shown = ", ".join(self.layouts[:_NAMED])
-        return f"{shown} and {more} more" if more > 0 else shown
+        listed = ", ".join(self.layouts[:_NAMED])
+        return f"{listed} and {more} more" if more > 0 else listed
 
     def source(self) -> str:
         """Counts and names the layouts, in parentheses; "" for none."""
@@ -299,13 +299,17 @@ def outcome_line(target: str, reports: Sequence[LayoutReport]) -> str:
         "rejected": "rejected before compiling",
         "failed": "failed to compile",
     }
-    others = [f"{outcomes.count(each)} {word}" for each, word in words.items() if each in outcomes]
+    more_counts = [
+        f"{outcomes.count(outcome)} {word}"
+        for outcome, word in words.items()
+        if outcome in outcomes
+    ]
     start = f"{target}: {fits} of {len(reports)} layouts {'fits' if fits == 1 else 'fit'}"
-    return "; ".join([start, ", ".join(others)]) if others else start
+    return "; ".join([start, ", ".join(more_counts)]) if more_counts else start
 
 
 def tied_with_best(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
-    """Names the layouts whose time cannot be told from the best."""
+    """Names the layouts with the best time, as far as known."""
     fitting = [report for report in reports if report.outcome == "fits" and report.time]
     for group in ties(fitting):
         if group[0] is fitting[0]:
@@ -320,16 +324,21 @@ def notes_of(reports: Sequence[LayoutReport]) -> list[tuple[str, tuple[Note, ...
         "rejected": "Rejected before compiling",
         "failed": "Failed to compile",
     }
-    found = [
-        (title, [(each.reason.strip(), each) for each in reports if each.outcome == outcome])
+    texts_by_title = [
+        (
+            title,
+            [(report.reason.strip(), report) for report in reports if report.outcome == outcome],
+        )
         for outcome, title in titles.items()
     ]
-    found.append(("Warnings", [(text, each) for each in reports for text in each.warnings]))
-    return [(title, _joined(texts)) for title, texts in found if texts]
+    texts_by_title.append(
+        ("Warnings", [(text, report) for report in reports for text in report.warnings])
+    )
+    return [(title, _joined(texts)) for title, texts in texts_by_title if texts]
 
 
 def _joined(texts: Iterable[tuple[str, LayoutReport]]) -> tuple[Note, ...]:
-    """Joins texts that differ in numbers alone."""
+    """Joins texts equal but for numbers."""
     first: dict[str, str] = {}
     names: dict[str, dict[str, None]] = {}
     for text, report in texts:
@@ -337,13 +346,13 @@ def _joined(texts: Iterable[tuple[str, LayoutReport]]) -> tuple[Note, ...]:
         if text:
             first.setdefault(alike, text)
             names.setdefault(alike, {})[report.layout.name] = None
-    found = [Note(first[alike], tuple(names[alike])) for alike in first]
-    return tuple(sorted(found, key=lambda note: -len(note.layouts)))
+    notes = [Note(first[alike], tuple(names[alike])) for alike in first]
+    return tuple(sorted(notes, key=lambda note: -len(note.layouts)))
 
 
 def provenance_lines(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
-    """Names the compilers that the figures come from, one line each."""
-    found: dict[str, list[str]] = {}
+    """Names the compilers behind the figures, one line each."""
+    names_by_line: dict[str, list[str]] = {}
     for report in reports:
         where = report.provenance
         if where is None:
@@ -353,20 +362,24 @@ def provenance_lines(reports: Iterable[LayoutReport]) -> tuple[str, ...]:
             line += f" ({where.tier}: the CPU's program in place of the target's)"
         if where.effort == "screen":
             line += "; fast compiles show up to a fifth less memory than full ones"
-        found.setdefault(line, []).append(report.layout.name)
-    if len(found) < 2:
-        return tuple(found)
-    return tuple(f"{line}: {Note('', tuple(names)).about()}" for line, names in found.items())
+        names_by_line.setdefault(line, []).append(report.layout.name)
+    if len(names_by_line) < 2:
+        return tuple(names_by_line)
+    return tuple(
+        f"{line}: {Note('', tuple(names)).about()}" for line, names in names_by_line.items()
+    )
 
 
 def _label_lines(reports: Sequence[LayoutReport]) -> list[str]:
-    """Lists the columns by what their figures are worth."""
+    """Lists the columns by the worth of their figures."""
     heads: dict[str, dict[str, None]] = {}
     for column in columns_of(reports) if reports else ():
         heads.setdefault(column.label, {})[column.head] = None
     order = ["exact", "counted", "estimate"]
     order.insert(1 if measured_label(reports) == "compiler" else 3, "compiler")
-    return [f"{each} ({LABELS[each]}): {', '.join(heads[each])}" for each in order if each in heads]
+    return [
+        f"{label} ({LABELS[label]}): {', '.join(heads[label])}" for label in order if label in heads
+    ]
 
 
 def render(plan: Plan, width: int = _WIDTH, top: int = _TOP) -> str:
@@ -413,12 +426,12 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
     if not ranked:
         return []
     reports = [report for _, report in ranked]
-    first, *others = columns_of(reports)
+    first, *more_columns = columns_of(reports)
     name, again = (_shortened(first, share * width // 5) for share in (2, 1))
     rank_width = max(len(rank) for rank, _ in ranked)
     groups: list[list[Column]] = []
     used = width + 1
-    for column in others:
+    for column in more_columns:
         wide = _GAP + _width(column, reports)
         if used + wide > width:
             groups.append([again if groups else name])
@@ -439,7 +452,7 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
 
 
 def _shortened(column: Column, most: int) -> Column:
-    """Cuts the names of layouts so that figures have room."""
+    """Cuts the names of layouts, for room for figures."""
     most = max(most, _SHORTEST_NAME)
 
     def text(report: LayoutReport) -> str:
@@ -465,13 +478,13 @@ def _sections(plan: Plan, top: int) -> list[tuple[str, list[str]]]:
         (title, [f"{' '.join(note.text.split())} {note.source()}" for note in notes])
         for title, notes in notes_of(reports)
     ]
-    found = [
+    sections = [
         ("Ties (=)", tie),
         *about,
         ("Notes", [*left_out, *plan.notes]),
         ("Where the figures come from", [*provenance_lines(reports), *_label_lines(compiled)]),
     ]
-    return [(title, lines) for title, lines in found if lines]
+    return [(title, lines) for title, lines in sections if lines]
 
 
 def _wrapped(lines: Sequence[str], width: int) -> list[str]:

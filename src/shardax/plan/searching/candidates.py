@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search space and candidates: the layouts that a search compiles.
+"""Search space and candidates: the layouts compiled by a search.
 
 A *group* is names that get the same mesh axes; a *fixed* name is one whose axes are not searched.
 Names of *activations*, on constraints and on the batch, are groups of their own. Whole stay names
@@ -59,7 +59,7 @@ Meshes = tuple[tuple[tuple[str, int], ...], ...]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a search varies."""
+    """Groups of names and meshes varied by a search."""
 
     groups: tuple[tuple[str, ...], ...]  # names that get the same mesh axes, in order of priority
     fixed: tuple[tuple[str, Any], ...]  # names whose axes are not searched, with these
@@ -78,7 +78,7 @@ def search_space(
     fix: Mapping[str, Any] | None = None,
 ) -> SearchSpace:
     """Sorts the names of a step into groups and fixed ones."""
-    fix, ties = dict(fix or {}), [tuple(each) for each in tie or ()]
+    fix, ties = dict(fix or {}), [tuple(group) for group in tie or ()]
     _check_names(dimensions, ties, fix, meshes)
     fixed = dict(Rules(fix).pairs)
     notes = []
@@ -94,9 +94,9 @@ def search_space(
     free = [name for name in dimensions.names if name not in fixed and name not in tied]
     alone = [name for name in free if name in named]
     inner = [name for name in free if name not in alone]
-    made = _tied(dimensions, inner) if tie is None else [(name,) for name in inner]
-    notes += [f"tied: {', '.join(group)}" for group in made if len(group) > 1]
-    groups = [*((name,) for name in alone), *ties, *made]
+    tied_groups = _tied(dimensions, inner) if tie is None else [(name,) for name in inner]
+    notes += [f"tied: {', '.join(group)}" for group in tied_groups if len(group) > 1]
+    groups = [*((name,) for name in alone), *ties, *tied_groups]
     order = {name: at for at, name in enumerate(dict.fromkeys((*named, *dimensions.names)))}
     groups.sort(key=lambda group: (group[0] not in alone, min(order[name] for name in group)))
     return SearchSpace(
@@ -110,28 +110,28 @@ def search_space(
 
 
 def _names_of_forms(dimensions: DimensionModel, meshes: Meshes) -> dict[str, list[str]]:
-    """Returns the names that mesh axes for a form of parallelism split."""
-    found: dict[str, list[str]] = {}
+    """Returns the names split by the mesh axis of each form."""
+    names_by_axis: dict[str, list[str]] = {}
     stored = {name for _, names in dimensions.arguments for name in strings(names)}
     for axis in dict.fromkeys(axis for mesh in meshes for axis, _ in mesh):
         if axis not in FORMS:
             continue
-        wanted = FORMS[axis]
-        names = [wanted] if wanted else sorted(dimensions.looped & stored)
+        required = FORMS[axis]
+        names = [required] if required else sorted(dimensions.looped & stored)
         if not names or not set(names) <= set(dimensions.names):
-            what = (
-                f"a dimension called {wanted!r}"
-                if wanted
+            requirement = (
+                f"a dimension called {required!r}"
+                if required
                 else "a loop over layers, whose parameters have a named first dimension (nn.Stack; "
                 "a decoder with scan_layers=True)"
             )
             raise PlanInputError(
-                f"The mesh axis {axis!r} needs {what}, and the step has none. Its names are "
+                f"The mesh axis {axis!r} needs {requirement}, and the step has none. Its names are "
                 f"{', '.join(map(repr, dimensions.names))}. Give it, or leave the axis out of "
                 "mesh_axes or meshes."
             )
-        found[axis] = names
-    return found
+        names_by_axis[axis] = names
+    return names_by_axis
 
 
 def _check_names(
@@ -140,12 +140,12 @@ def _check_names(
     fix: Mapping[str, Any],
     meshes: Meshes,
 ) -> None:
-    known = dimensions.names
+    step_names = dimensions.names
     for name in [*(name for group in ties for name in group), *fix]:
-        if name not in known:
+        if name not in step_names:
             raise PlanInputError(
                 f"There is no axis name {name!r} in the step's arguments and constraints, which "
-                f"have {', '.join(map(repr, known))}.{did_you_mean(name, known)}"
+                f"have {', '.join(map(repr, step_names))}.{did_you_mean(name, step_names)}"
             )
     tied = [name for group in ties for name in group]
     twice = sorted({name for name in tied if tied.count(name) > 1 or name in fix})
@@ -167,8 +167,8 @@ def _check_names(
 def _kept_whole(
     dimensions: DimensionModel, activations: Sequence[str]
 ) -> Iterable[tuple[str, str]]:
-    """Names that the rules keep whole, with the reason."""
-    beside = _batch_beside(dimensions)
+    """Names kept whole, with the reason."""
+    batch_names = _batch_beside(dimensions)
     total = sum(math.prod(shape) for shape, _ in dimensions.arguments) or 1
     multiplied = {n for product in dimensions.products for dim in product.dims for n in dim.names}
     for name in dimensions.names:
@@ -179,9 +179,9 @@ def _kept_whole(
             continue
         arrays = [(shape, set(strings(n))) for shape, n in dimensions.arguments]
         having = [(shape, names) for shape, names in arrays if name in names]
-        others = beside.get(name, frozenset())
-        if having and others and all(names & others for _, names in having):
-            yield name, f"{' or '.join(sorted(others))} beside it can be split without a sum"
+        batch_axes = batch_names.get(name, frozenset())
+        if having and batch_axes and all(names & batch_axes for _, names in having):
+            yield name, f"{' or '.join(sorted(batch_axes))} beside it can be split without a sum"
         elif (
             name not in multiplied
             and sum(math.prod(shape) for shape, _ in having) < _SMALL_SHARE * total
@@ -191,18 +191,18 @@ def _kept_whole(
 
 def _batch_beside(dimensions: DimensionModel) -> dict[str, frozenset[str]]:
     """Batch dimensions of products of computed arrays, by summed name."""
-    found: dict[str, frozenset[str]] = {}
+    batch_names: dict[str, frozenset[str]] = {}
     for product in dimensions.products:
         batch = {n for dim in product.dims if dim.role == "batch" for n in dim.names}
         for dim in product.dims if product.computed and batch else ():
             if dim.role == "sum":
                 for name in dim.names:
-                    found[name] = found.get(name, frozenset()) | batch - dim.names
-    return found
+                    batch_names[name] = batch_names.get(name, frozenset()) | batch - dim.names
+    return batch_names
 
 
 def _tied(dimensions: DimensionModel, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Ties names of which no two are on one argument."""
+    """Ties names never together on one argument."""
     arrays = [set(strings(names)) for _, names in dimensions.arguments]
     groups: list[list[str]] = []
     for name in names:
@@ -226,8 +226,8 @@ def mesh_shapes(devices: int, axes: Sequence[str], slices: int = 1) -> Meshes:
         )
     if slices > 1:
         inner = names[1:] if names[0] == _SLICE_AXIS else names
-        rest = mesh_shapes(devices // slices, inner) if inner else ((),)
-        return tuple(((_SLICE_AXIS, slices), *mesh) for mesh in rest)
+        inner_shapes = mesh_shapes(devices // slices, inner) if inner else ((),)
+        return tuple(((_SLICE_AXIS, slices), *mesh) for mesh in inner_shapes)
     if len(names) == 1:
         return (((names[0], devices),),)
     sizes = [size for size in range(devices, 0, -1) if devices % size == 0]
@@ -247,32 +247,41 @@ class LayoutCandidate(NamedTuple):
     order: tuple[int, ...]
 
 
-def _keep_first(kept: dict[Any, LayoutCandidate], key: Any, found: LayoutCandidate) -> None:
-    if key not in kept or found.order < kept[key].order:
-        kept[key] = found
+def _keep_first(
+    first_by_key: dict[Any, LayoutCandidate], key: Any, candidate: LayoutCandidate
+) -> None:
+    if key not in first_by_key or candidate.order < first_by_key[key].order:
+        first_by_key[key] = candidate
 
 
 def _equivalence_key(candidate: LayoutCandidate) -> Any:
-    """A key that is equal for equivalent candidates."""
+    """A key, equal for equivalent candidates."""
     sizes = {axis: size for axis, size in candidate.layout.mesh if size > 1}
-    entries = [[mesh_axes_of(target) for target in each] for each in candidate.entries]
+    entries = [
+        [mesh_axes_of(target) for target in target_axes] for target_axes in candidate.entries
+    ]
 
-    def together(one: str, other: str) -> bool:
-        return all((one in axes) == (other in axes) for each in entries for axes in each)
+    def together(axis: str, next_axis: str) -> bool:
+        return all(
+            (axis in axes) == (next_axis in axes) for target_axes in entries for axes in target_axes
+        )
 
-    used = {axis for each in entries for axes in each for axis in axes}
+    used = {axis for target_axes in entries for axes in target_axes for axis in axes}
     tokens: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in sizes if axis in used}
     idle = tuple(sorted(size for axis, size in sizes.items() if axis not in used))
-    for one, other in itertools.pairwise([axis for axis in sizes if axis in used]):
-        if _SLICE_AXIS not in (one, other) and together(one, other):
-            tokens[other] = (*tokens.pop(one), other)
+    for axis, next_axis in itertools.pairwise([axis for axis in sizes if axis in used]):
+        if _SLICE_AXIS not in (axis, next_axis) and together(axis, next_axis):
+            tokens[next_axis] = (*tokens.pop(axis), next_axis)
     merged = {axes[-1]: math.prod(sizes[a] for a in axes) for axes in tokens.values()}
-    kept = [[tuple(a for a in axes if a in merged) for axes in each] for each in entries]
+    merged_entries = [
+        [tuple(a for a in axes if a in merged) for axes in target_axes] for target_axes in entries
+    ]
     forms = []
     for order in itertools.permutations(merged):
         number = {axis: position for position, axis in enumerate(order)}
         numbered = tuple(
-            tuple(tuple(sorted(number[a] for a in axes)) for axes in each) for each in kept
+            tuple(tuple(sorted(number[a] for a in axes)) for axes in target_axes)
+            for target_axes in merged_entries
         )
         forms.append((tuple((merged[a], a == _SLICE_AXIS) for a in order), numbered))
     return idle, min(forms)
@@ -281,14 +290,14 @@ def _equivalence_key(candidate: LayoutCandidate) -> Any:
 def _free_names(dimensions: DimensionModel, inputs: Inputs) -> frozenset[str]:
     """Names on no parameter, but on (nearly) every product, once."""
     total = dimensions.flops
-    found: set[str] = set()
+    free: set[str] = set()
     stored = set(_names_of(inputs, "parameters", "optimizer"))
     for name in (name for name in dimensions.names if name not in stored):
         on = [[d for d in p.dims if name in d.names] for p in dimensions.products]
         covered = sum(p.flops for p, d in zip(dimensions.products, on, strict=True) if d)
         if total and covered >= 0.99 * total and all(len(d) <= 1 for d in on):
-            found.add(name)
-    return frozenset(found)
+            free.add(name)
+    return frozenset(free)
 
 
 def _storage_key(
@@ -297,18 +306,18 @@ def _storage_key(
     large: Sequence[bool],
     free: frozenset[str],
 ) -> Any:
-    """A key equal for candidates that store arguments differently at most."""
+    """A key, equal for candidates with equal computation."""
     axes_of = {name: mesh_axes_of(target) for name, target in candidate.layout.rules}
     of_free = {axis for name in free for axis in axes_of.get(name, ())}
     names = tuple((n, tuple(a for a in axes if a not in of_free)) for n, axes in axes_of.items())
-    held = tuple((name, axes_of[name]) for name in sorted(free) if name in axes_of)
+    free_axes = tuple((name, axes_of[name]) for name in sorted(free) if name in axes_of)
     arguments = candidate.entries[len(arrays) - len(large) :]
     stored = tuple(
-        frozenset(axis for target in each for axis in mesh_axes_of(target) if axis in of_free)
-        for each, counts in zip(arguments, large, strict=True)
+        frozenset(axis for target in spec for axis in mesh_axes_of(target) if axis in of_free)
+        for spec, counts in zip(arguments, large, strict=True)
         if counts
     )
-    return candidate.layout.mesh, names, held, stored
+    return candidate.layout.mesh, names, free_axes, stored
 
 
 def names_of_batch(inputs: Inputs) -> Iterable[str]:
@@ -325,7 +334,7 @@ def _names_of(inputs: Inputs, *kinds: str) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is to be compiled."""
+    """The layouts to compile, and the rejected ones."""
 
     layouts: tuple[Layout, ...]  # in order of meshes and names
     repeating: tuple[LayoutReport, ...]  # rejected because they repeat work
@@ -335,31 +344,35 @@ class Candidates:
 
     @property
     def rejected(self) -> tuple[LayoutReport, ...]:
-        """Reports of all that were rejected."""
+        """Reports of the rejected layouts."""
         return (*self.repeating, *self.too_large)
 
 
 def find_candidates(
     dimensions: DimensionModel, space: SearchSpace, inputs: Inputs, limit_bytes: int | None
 ) -> Candidates:
-    """Enumerates a search space and takes out what need not be compiled."""
+    """Enumerates a search space, without candidates not worth compiling."""
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
     elements = [math.prod(shape) for shape, _ in dimensions.arguments]
     large = [count > _SMALL_SHARE * sum(elements) for count in elements]
     free = _free_names(dimensions, inputs)
-    kept: dict[Any, LayoutCandidate] = {}
+    first_by_key: dict[Any, LayoutCandidate] = {}
     tried = 0
     for candidate in _enumerate(dimensions, space, arrays, free):
         tried += 1
         if candidate is not None:
-            _keep_first(kept, _equivalence_key(candidate), candidate)
+            _keep_first(first_by_key, _equivalence_key(candidate), candidate)
     by_storage: dict[Any, LayoutCandidate] = {}
-    for candidate in kept.values():
+    for candidate in first_by_key.values():
         _keep_first(by_storage, _storage_key(candidate, arrays, large, free), candidate)
-    found = sorted(by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order))
-    layouts, repeating = _without_repeated_work([each.layout for each in found], dimensions)
+    distinct = sorted(
+        by_storage.values(), key=lambda a: (space.meshes.index(a.layout.mesh), a.order)
+    )
+    layouts, repeating = _without_repeated_work(
+        [candidate.layout for candidate in distinct], dimensions
+    )
     layouts, too_large = _within_memory(layouts, inputs, limit_bytes)
-    return Candidates(tuple(layouts), tuple(repeating), tuple(too_large), tried, len(found))
+    return Candidates(tuple(layouts), tuple(repeating), tuple(too_large), tried, len(distinct))
 
 
 def _enumerate(
@@ -368,7 +381,7 @@ def _enumerate(
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     free: frozenset[str],
 ) -> Iterator[LayoutCandidate | None]:
-    """Yields every assignment, or None for one that cannot be."""
+    """Yields every assignment, or None for an impossible one."""
     sizes_of = {name: dimensions.sizes_of(name) for name in dimensions.names}
     searched = [name for group in space.groups for name in group]
     names = [*searched, *(name for name in dimensions.names if name not in searched)]
@@ -398,11 +411,11 @@ def _enumerate(
                 for name in free:
                     rules[name] = _with_axis(rules[name], "expert", sizes, sizes_of[name])
             pairs = tuple((name, rules[name]) for name in names)
-            entries = tuple(assign(each, pairs).entries for _, each in arrays)
+            entries = tuple(assign(dims, pairs).entries for _, dims in arrays)
             if whole or not all(
                 size % math.prod(sizes.get(axis, 1) for axis in mesh_axes_of(target)) == 0
-                for (shape, _), found in zip(arrays, entries, strict=True)
-                for size, target in zip(shape, found, strict=True)
+                for (shape, _), spec in zip(arrays, entries, strict=True)
+                for size, target in zip(shape, spec, strict=True)
             ):
                 yield None
                 continue
@@ -422,7 +435,7 @@ def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEn
         if size > 1 and axis not in FORMS and not (inner_only and axis == _SLICE_AXIS)
     ]
     counts = range(2, len(axes) + 1)
-    several = [found for count in counts for found in itertools.combinations(axes, count)]
+    several = [chosen for count in counts for chosen in itertools.combinations(axes, count)]
     return [None, *axes, *several]
 
 
@@ -431,14 +444,14 @@ def _with_axis(
 ) -> SpecEntry:
     """The mesh axes of a name with one more, or None."""
     axes = (*mesh_axes_of(target), axis)
-    ways = math.prod(sizes[each] for each in axes)
+    ways = math.prod(sizes[axis] for axis in axes)
     if sizes[axis] == 1 or any(length % ways for length in lengths):
         return target
     return axes if len(axes) > 1 else axis
 
 
 def _outside(dimensions: DimensionModel, space: SearchSpace) -> list[str]:
-    """Names of parameters that stages do not have, such as the vocabulary."""
+    """Names of parameters outside of stages, such as the vocabulary."""
     arrays = [set(strings(names)) for _, names in dimensions.arguments]
     staged = [names for names in arrays if names & set(space.staged)]
     inside = {name for names in staged for name in names}
@@ -450,26 +463,26 @@ def _outside(dimensions: DimensionModel, space: SearchSpace) -> list[str]:
 def _without_repeated_work(
     layouts: Sequence[Layout], dimensions: DimensionModel
 ) -> tuple[list[Layout], list[LayoutReport]]:
-    factors = [dimensions.replicated_compute(each.as_rules, each.sizes) for each in layouts]
+    factors = [dimensions.replicated_compute(layout.as_rules, layout.sizes) for layout in layouts]
     best = min(factors, default=1.0)
-    kept: list[Layout] = []
+    layouts_kept: list[Layout] = []
     rejected: list[LayoutReport] = []
     for layout, factor in zip(layouts, factors, strict=True):
         if factor <= _MOST_REPEATED * best * (1 + 1e-9):
-            kept.append(layout)
+            layouts_kept.append(layout)
             continue
         reason = (
             f"the devices would do each operation at least {factor:.2f} times, and "
             f"{best:.2f} times in the best candidates"
         )
         rejected.append(LayoutReport(layout, "rejected", reason))
-    return kept, rejected
+    return layouts_kept, rejected
 
 
 def _within_memory(
     layouts: Sequence[Layout], inputs: Inputs, limit_bytes: int | None
 ) -> tuple[list[Layout], list[LayoutReport]]:
-    kept: list[Layout] = []
+    fitting: list[Layout] = []
     rejected: list[LayoutReport] = []
     for layout in layouts:
         placed = inputs.place(layout)
@@ -477,7 +490,7 @@ def _within_memory(
         if placed.errors:
             rejected.append(LayoutReport(layout, "rejected", "\n".join(placed.errors)))
         elif limit_bytes is None or total <= limit_bytes:
-            kept.append(layout)
+            fitting.append(layout)
         else:
             report = LayoutReport(
                 layout,
@@ -488,7 +501,7 @@ def _within_memory(
                 replicated=placed.replicated,
             )
             rejected.append(report)
-    return kept, rejected
+    return fitting, rejected
 
 
 def with_settings(
@@ -496,7 +509,7 @@ def with_settings(
     dimensions: DimensionModel,
     space: SearchSpace,
     inputs: Inputs,
-    given: Mapping[str, Sequence[Any]],
+    settings: Mapping[str, Sequence[Any]],
 ) -> list[Layout]:
     """Returns a layout under all settings to compare."""
     sizes, axes_of = layout.sizes, {name: mesh_axes_of(axes) for name, axes in layout.rules}
@@ -504,27 +517,27 @@ def with_settings(
     stages = sizes.get("stage", 1) if space.staged else 1
     if stages > 1:
         rows = _batch_rows(inputs, axes_of, sizes)
-        counts = given.get("microbatches", [stages * times for times in _PER_STAGE])
+        counts = settings.get("microbatches", [stages * times for times in _PER_STAGE])
         choices["microbatches"] = [n for n in counts if rows % n == 0]
         rounds = min(dimensions.sizes_of(space.staged[0]), default=stages) // stages
-        choices["schedule"] = given.get("schedule", ["gpipe", "circular"] if rounds > 1 else [])
+        choices["schedule"] = settings.get("schedule", ["gpipe", "circular"] if rounds > 1 else [])
     if sizes.get("context", 1) > 1:
-        choices["context"] = given.get("context", ["all-gather", "ring-zigzag"])
+        choices["context"] = settings.get("context", ["all-gather", "ring-zigzag"])
     zero_rules = _zero_rules(layout, dimensions, inputs, space)
-    zero = (zero_rules if level else () for level in given.get("zero", []))
+    zero = (zero_rules if level else () for level in settings.get("zero", []))
     choices["zero"] = list(dict.fromkeys(zero))
-    choices["optimizer_memory"] = [kind or "" for kind in given.get("optimizer_memory", [])]
+    choices["optimizer_memory"] = [kind or "" for kind in settings.get("optimizer_memory", [])]
     if stages > 1 and not choices["microbatches"]:
         return []  # a pipeline needs rows to cut
     choices = {name: values for name, values in choices.items() if values}
-    found = []
+    variants = []
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         zero_rules = chosen.pop("zero", ())
         memory = chosen.pop("optimizer_memory", "")
         parts = [f"{name}:{value}" for name, value in chosen.items()]
         parts += ["zero:1"] * bool(zero_rules) + [f"optimizer:{memory}"] * bool(memory)
-        found.append(
+        variants.append(
             dataclasses.replace(
                 layout,
                 name=" ".join([layout.name, *parts]),
@@ -533,13 +546,13 @@ def with_settings(
                 optimizer_memory=memory,
             )
         )
-    return found
+    return variants
 
 
 def _batch_rows(
     inputs: Inputs, axes_of: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
 ) -> int:
-    """Returns how many rows of the batch a device has."""
+    """Returns the number of rows of the batch of a device."""
     rows = 0
     for leaf, kind in zip(TreeInventory(inputs.tree).leaves, inputs.kinds, strict=True):
         names = leaf.axes if kind == "batch" else None

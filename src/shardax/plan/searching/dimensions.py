@@ -62,30 +62,30 @@ class DimensionClasses:
         return self._sizes[dimension]
 
     def find(self, dimension: int) -> int:
-        """Returns the dimension that stands for the class."""
+        """Returns the representative dimension of the class."""
         parents = self._parents
         while parents[dimension] != dimension:
             parents[dimension] = parents[parents[dimension]]
             dimension = parents[dimension]
         return dimension
 
-    def join(self, one: int, other: int) -> None:
+    def join(self, first: int, second: int) -> None:
         """Joins the classes of two dimensions, unless of size 1."""
-        if 1 in (self._sizes[one], self._sizes[other]):
+        if 1 in (self._sizes[first], self._sizes[second]):
             return
-        one, other = sorted((self.find(one), self.find(other)))
-        if one != other:
-            self._parents[other] = one
-            self._names.setdefault(one, set()).update(self._names.pop(other, ()))
+        first, second = sorted((self.find(first), self.find(second)))
+        if first != second:
+            self._parents[second] = first
+            self._names.setdefault(first, set()).update(self._names.pop(second, ()))
 
-    def join_same_sizes(self, one: Sequence[int], other: Sequence[int]) -> None:
-        """Joins dimensions of two arrays pairwise where sizes are equal."""
-        for a, b in zip(one, other, strict=False):
+    def join_same_sizes(self, left: Sequence[int], right: Sequence[int]) -> None:
+        """Joins dimensions of two arrays pairwise, if sizes are equal."""
+        for a, b in zip(left, right, strict=False):
             if self._sizes[a] == self._sizes[b]:
                 self.join(a, b)
 
     def make_whole(self, whole: int, parts: Sequence[int]) -> None:
-        """Says that a dimension is made of several, major to minor."""
+        """Declares a dimension made of several, major to minor."""
         self._wholes.append((whole, tuple(parts)))
 
     def name(self, dimension: int, name: str) -> None:
@@ -94,59 +94,61 @@ class DimensionClasses:
             self._names.setdefault(self.find(dimension), set()).add(name)
 
     def loop_over(self, dimension: int) -> None:
-        """Says that a loop takes a dimension one element at a time."""
+        """Declares a dimension taken element by element by a loop."""
         self._looped.add(dimension)
 
     def looped_names(self) -> frozenset[str]:
-        """Returns the names of dimensions that loops run over."""
-        return frozenset(name for each in self._looped for name in self.own_names(each))
+        """Returns the names of dimensions of loops."""
+        return frozenset(name for dim in self._looped for name in self.own_names(dim))
 
     def own_names(self, dimension: int) -> frozenset[str]:
         """Returns the names given to a dimension's class."""
         return frozenset(self._names.get(self.find(dimension), ()))
 
     def resolve(self) -> dict[int, frozenset[str]]:
-        """Joins what is left; returns names by class, across wholes and parts."""
+        """Joins the remaining parts; returns names by class."""
         while self._join_parts():
             pass
-        reached = {self.find(each): set(self.own_names(each)) for each in self._names}
+        reached = {self.find(dim): set(self.own_names(dim)) for dim in self._names}
         for whole, parts in self._wholes:
             for part in parts:
-                for one, other in ((whole, part), (part, whole)):
-                    found = self.own_names(other)
-                    if found and self._sizes[one] != 1:
-                        reached.setdefault(self.find(one), set()).update(found)
-        return {each: frozenset(names) for each, names in reached.items()}
+                for target, source in ((whole, part), (part, whole)):
+                    names = self.own_names(source)
+                    if names and self._sizes[target] != 1:
+                        reached.setdefault(self.find(target), set()).update(names)
+        return {dim: frozenset(names) for dim, names in reached.items()}
 
     def _join_parts(self) -> bool:
         """Joins the parts of joined wholes; whether there were any."""
         # The same whole of the same sizes of parts, met again, has the same parts.
-        known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        first_parts: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         changed = False
         for whole, parts in self._wholes:
             key = (self.find(whole), tuple(self._sizes[part] for part in parts))
-            for one, other in zip(known.setdefault(key, parts), parts, strict=True):
-                if self._sizes[one] != 1 and self.find(one) != self.find(other):
-                    self.join(one, other)
+            for first, second in zip(first_parts.setdefault(key, parts), parts, strict=True):
+                if self._sizes[first] != 1 and self.find(first) != self.find(second):
+                    self.join(first, second)
                     changed = True
         return changed
 
 
 def matching_groups(
-    one: Sequence[int], other: Sequence[int]
+    left_sizes: Sequence[int], right_sizes: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Pairs the fewest consecutive dimensions of two shapes that have equal products."""
-    left = [i for i, size in enumerate(one) if size != 1]
-    right = [i for i, size in enumerate(other) if size != 1]
+    """Pairs the fewest consecutive dimensions of two shapes with equal products."""
+    left = [i for i, size in enumerate(left_sizes) if size != 1]
+    right = [i for i, size in enumerate(right_sizes) if size != 1]
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     while left and right:
-        taken, given = [left.pop(0)], [right.pop(0)]
-        while (a := math.prod(one[i] for i in taken)) != (b := math.prod(other[i] for i in given)):
-            source, target = (left, taken) if a < b else (right, given)
+        left_group, right_group = [left.pop(0)], [right.pop(0)]
+        while (a := math.prod(left_sizes[i] for i in left_group)) != (
+            b := math.prod(right_sizes[i] for i in right_group)
+        ):
+            source, target = (left, left_group) if a < b else (right, right_group)
             if not source:  # sizes of no element: nothing corresponds
                 return groups
             target.append(source.pop(0))
-        groups.append((tuple(taken), tuple(given)))
+        groups.append((tuple(left_group), tuple(right_group)))
     return groups
 
 
@@ -155,7 +157,7 @@ Rule = Callable[[DimensionClasses, Any, Sequence[Dims]], list[Dims]]
 
 
 def _fresh(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
-    """Dimensions that are unrelated to those of operands."""
+    """Dimensions unrelated to those of operands."""
     return [classes.new(getattr(out.aval, "shape", ())) for out in eqn.outvars]
 
 
@@ -184,19 +186,19 @@ def _broadcast(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) ->
 
 def _reduce(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     """Reductions over axes, and squeezed dimensions."""
-    gone = {int(axis) for axis in eqn.params.get("axes", eqn.params.get("dimensions"))}
-    kept = [tuple(d for i, d in enumerate(dims) if i not in gone) for dims in operands]
-    return kept[: len(eqn.outvars)]
+    reduced = {int(axis) for axis in eqn.params.get("axes", eqn.params.get("dimensions"))}
+    remaining = [tuple(d for i, d in enumerate(dims) if i not in reduced) for dims in operands]
+    return remaining[: len(eqn.outvars)]
 
 
 def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
     (out,) = _fresh(classes, eqn, operands)
-    given = operands[0]
-    sizes = [classes.size(d) for d in given]
+    in_dims = operands[0]
+    sizes = [classes.size(d) for d in in_dims]
     if eqn.params.get("dimensions") is not None:
         return [out]
-    for taken, made in matching_groups(sizes, [classes.size(d) for d in out]):
-        sources, targets = [given[i] for i in taken], [out[i] for i in made]
+    for in_axes, out_axes in matching_groups(sizes, [classes.size(d) for d in out]):
+        sources, targets = [in_dims[i] for i in in_axes], [out[i] for i in out_axes]
         if len(sources) == len(targets) == 1:
             classes.join(sources[0], targets[0])
         elif len(sources) == 1:
@@ -211,8 +213,8 @@ def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> l
     results = _fresh(classes, eqn, operands)
     for operand, out in itertools.product(operands, results):
         if len(operand) == len(out):
-            for one, other in zip(operand, out, strict=True):
-                classes.join(one, other)
+            for in_dim, out_dim in zip(operand, out, strict=True):
+                classes.join(in_dim, out_dim)
     return results
 
 
@@ -246,12 +248,12 @@ def _join_rows(
     collapsed: Sequence[int],  # dimensions of the operand that rows do not have
     batching: Sequence[tuple[int, int]],  # pairs of dimensions of operand and indices
 ) -> None:
-    gone = {*collapsed, *(one for one, _ in batching)}
-    kept = [d for i, d in enumerate(operand) if i not in gone]
-    classes.join_same_sizes(kept, [rows[i] for i in window])
+    indexed = {*collapsed, *(operand_axis for operand_axis, _ in batching)}
+    sliced = [d for i, d in enumerate(operand) if i not in indexed]
+    classes.join_same_sizes(sliced, [rows[i] for i in window])
     classes.join_same_sizes(indices[:-1], [d for i, d in enumerate(rows) if i not in window])
-    for one, other in batching:
-        classes.join(operand[one], indices[other])
+    for operand_axis, index_axis in batching:
+        classes.join(operand[operand_axis], indices[index_axis])
 
 
 _ELEMENTWISE = """
@@ -336,56 +338,56 @@ class JaxprWalk:
         self.notes: dict[str, None] = {}
 
     def program(
-        self, jaxpr: Any, inputs: Sequence[TracedArray], wanted: Sequence[bool], runs: int
+        self, jaxpr: Any, inputs: Sequence[TracedArray], needed_results: Sequence[bool], runs: int
     ) -> list[TracedArray]:
         """Walks a program."""
-        known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
-        known.update({id(var): self._new(var, given=True) for var in jaxpr.constvars})
-        needed = _needed(jaxpr, wanted)
+        values = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
+        values.update({id(var): self._new(var, given=True) for var in jaxpr.constvars})
+        needed = _needed(jaxpr, needed_results)
         for eqn, results in zip(jaxpr.eqns, needed, strict=True):
             if results is None:
                 continue
-            operands = [self._read(known, item) for item in eqn.invars]
-            made = self._equation(eqn, operands, results, runs)
-            known.update(zip(map(id, eqn.outvars), made, strict=True))
-        return [self._read(known, item) for item in jaxpr.outvars]
+            operands = [self._read(values, item) for item in eqn.invars]
+            results_made = self._equation(eqn, operands, results, runs)
+            values.update(zip(map(id, eqn.outvars), results_made, strict=True))
+        return [self._read(values, item) for item in jaxpr.outvars]
 
     def _new(self, item: Any, given: bool = False) -> TracedArray:
         return TracedArray(self.classes.new(getattr(item.aval, "shape", ())), given)
 
-    def _read(self, known: dict[int, TracedArray], item: Any) -> TracedArray:
-        return known[id(item)] if id(item) in known else self._new(item)
+    def _read(self, values: dict[int, TracedArray], item: Any) -> TracedArray:
+        return values[id(item)] if id(item) in values else self._new(item)
 
     def _equation(
-        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         match eqn.primitive.name:
             case "dot_general":
-                made = self._dot(eqn, operands, runs)
-                return [TracedArray(made, False, _changes(operands), len(self.products) - 1)]
+                out_dims = self._dot(eqn, operands, runs)
+                return [TracedArray(out_dims, False, _changes(operands), len(self.products) - 1)]
             case "conv_general_dilated":
-                made = self._convolution(eqn, operands, runs)
-                return [TracedArray(made, False, _changes(operands), len(self.products) - 1)]
+                out_dims = self._convolution(eqn, operands, runs)
+                return [TracedArray(out_dims, False, _changes(operands), len(self.products) - 1)]
             case "scan":
-                return self._scan(eqn, operands, wanted, runs)
+                return self._scan(eqn, operands, needed_results, runs)
             case "while":
                 return self._while(eqn, operands, runs)
             case "cond":
-                return self._cond(eqn, operands, wanted, runs)
+                return self._cond(eqn, operands, needed_results, runs)
             case name if name not in _RULES:
-                return self._call(eqn, operands, wanted, runs)
+                return self._call(eqn, operands, needed_results, runs)
             case "name":
                 dims, names = operands[0].dims, names_marked(eqn.params["name"])
                 if names is not None:
                     self.constraints[tuple(map(self.classes.size, dims)), names] = None
                     for dim, entry in zip(dims, names, strict=False):
-                        for each in strings((entry,)):  # a merged dimension has several
-                            self.classes.name(dim, each)
-        made = _RULES[name](self.classes, eqn, [value.dims for value in operands])
-        given = name in _KEEPS_ARGUMENT and operands[0].given
+                        for name_text in strings((entry,)):  # a merged dimension has several
+                            self.classes.name(dim, name_text)
+        out_dims = _RULES[name](self.classes, eqn, [value.dims for value in operands])
+        is_argument = name in _KEEPS_ARGUMENT and operands[0].given
         keeps = name in _KEEPS_ARGUMENT or name in _ADDITIONS
-        product = max((each.product for each in operands), default=-1) if keeps else -1
-        return [TracedArray(dims, given, _changes(operands), product) for dims in made]
+        product = max((operand.product for operand in operands), default=-1) if keeps else -1
+        return [TracedArray(dims, is_argument, _changes(operands), product) for dims in out_dims]
 
     def _add_product(
         self,
@@ -404,8 +406,8 @@ class JaxprWalk:
     def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
         (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
         left, right = operands[0].dims, operands[1].dims
-        for one, other in ((sum_left, sum_right), (batch_left, batch_right)):
-            for a, b in zip(one, other, strict=True):
+        for left_axes, right_axes in ((sum_left, sum_right), (batch_left, batch_right)):
+            for a, b in zip(left_axes, right_axes, strict=True):
                 self.classes.join(left[a], right[b])
         batch = [left[i] for i in batch_left]
         rows = [d for i, d in enumerate(left) if i not in {*sum_left, *batch_left}]
@@ -426,11 +428,11 @@ class JaxprWalk:
         (out,) = _fresh(classes, eqn, (left, right))
         batch, feature, *spatial = numbers.lhs_spec
         out_feature, in_feature, *window = numbers.rhs_spec
-        out_batch, made, *places = numbers.out_spec
+        out_batch, out_channel, *places = numbers.out_spec
         classes.join(left[batch], out[out_batch])
-        classes.join(right[out_feature], out[made])
-        for one, other in zip(spatial, places, strict=True):
-            classes.join(left[one], out[other])
+        classes.join(right[out_feature], out[out_channel])
+        for in_axis, out_axis in zip(spatial, places, strict=True):
+            classes.join(left[in_axis], out[out_axis])
         if eqn.params["feature_group_count"] * eqn.params["batch_group_count"] == 1:
             classes.join(left[feature], right[in_feature])
         dims = [("left", left[batch]), ("right", right[out_feature]), ("sum", right[in_feature])]
@@ -442,7 +444,7 @@ class JaxprWalk:
         return out
 
     def _scan(
-        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         body = open_jaxpr(eqn.params["jaxpr"])
         # Versions of JAX name the numbers of constants and of carried values differently; what the
@@ -452,57 +454,57 @@ class JaxprWalk:
         consts = first - carried
         for value in operands[first:]:
             self.classes.loop_over(value.dims[0])
-        flags = [True] * carried + wanted[carried:]
+        flags = [True] * carried + needed_results[carried:]
         times = runs * int(eqn.params["length"])
         inner = [TracedArray(v.dims[1:], v.given, times) for v in operands[first:]]
         state = [TracedArray(v.dims, False, times) for v in operands[consts:first]]
         inputs = [*operands[:consts], *state]
-        around, self.loops = self.loops, (*self.loops, *(v.dims[0] for v in operands[first:]))
-        made = self.program(body, [*inputs, *inner], flags, times)
-        self.loops = around
-        for before, after in zip(operands[consts:first], made, strict=False):
-            self.classes.join_same_sizes(before.dims, after.dims)
+        outer_loops, self.loops = self.loops, (*self.loops, *(v.dims[0] for v in operands[first:]))
+        results = self.program(body, [*inputs, *inner], flags, times)
+        self.loops = outer_loops
+        for start, end in zip(operands[consts:first], results, strict=False):
+            self.classes.join_same_sizes(start.dims, end.dims)
         for place in _sums(body, consts, carried):  # what only adds up is summed after the loop
-            if (number := made[place].product) >= 0:
+            if (number := results[place].product) >= 0:
                 product = self.products[number]
                 self.products[number] = product._replace(changes=(*product.changes[:2], runs))
         stacked = []
-        for out, value in zip(eqn.outvars[carried:], made[carried:], strict=True):
+        for out, value in zip(eqn.outvars[carried:], results[carried:], strict=True):
             (loop,) = self.classes.new(out.aval.shape[:1])
             self.classes.loop_over(loop)
             stacked.append(TracedArray((loop, *value.dims), False, runs))
-        return [*(TracedArray(v.dims, v.given, runs) for v in made[:carried]), *stacked]
+        return [*(TracedArray(v.dims, v.given, runs) for v in results[:carried]), *stacked]
 
     def _while(self, eqn: Any, operands: list[TracedArray], runs: int) -> list[TracedArray]:
         params = eqn.params
-        before, consts = params["cond_nconsts"], params["body_nconsts"]
-        state = [TracedArray(v.dims, False, runs) for v in operands[before + consts :]]
-        made = self.program(
+        cond_consts, consts = params["cond_nconsts"], params["body_nconsts"]
+        state = [TracedArray(v.dims, False, runs) for v in operands[cond_consts + consts :]]
+        results = self.program(
             open_jaxpr(params["body_jaxpr"]),
-            [*operands[before : before + consts], *state],
+            [*operands[cond_consts : cond_consts + consts], *state],
             [True] * len(state),
             runs,
         )
-        for one, other in zip(state, made, strict=True):
-            self.classes.join_same_sizes(one.dims, other.dims)
+        for start, end in zip(state, results, strict=True):
+            self.classes.join_same_sizes(start.dims, end.dims)
         self.notes["a loop of unknown length counts once"] = None
-        return made
+        return results
 
     def _cond(
-        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         results = [
-            self.program(open_jaxpr(branch), operands[1:], wanted, runs)
+            self.program(open_jaxpr(branch), operands[1:], needed_results, runs)
             for branch in eqn.params["branches"]
         ]
-        for other in results[1:]:
-            for one, two in zip(results[0], other, strict=True):
-                self.classes.join_same_sizes(one.dims, two.dims)
+        for branch_results in results[1:]:
+            for first, second in zip(results[0], branch_results, strict=True):
+                self.classes.join_same_sizes(first.dims, second.dims)
         self.notes["all branches of a condition count"] = None
         return results[0]
 
     def _call(
-        self, eqn: Any, operands: list[TracedArray], wanted: list[bool], runs: int
+        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         """A jaxpr inside of an equation, or an unknown operation."""
         unrelated = _fresh(self.classes, eqn, [value.dims for value in operands])
@@ -515,7 +517,7 @@ class JaxprWalk:
             if not hasattr(inner, "eqns"):
                 continue
             if len(inner.invars) == len(operands) and len(inner.outvars) == len(results):
-                return self.program(inner, operands, wanted, runs)
+                return self.program(inner, operands, needed_results, runs)
             self.program(
                 inner, [self._new(v) for v in inner.invars], [True] * len(inner.outvars), runs
             )
@@ -523,43 +525,43 @@ class JaxprWalk:
 
 
 def _changes(operands: Sequence[TracedArray]) -> int:
-    """Returns how often a result of these arrays changes."""
+    """Returns the number of changes of a result of these arrays."""
     return max((value.changes for value in operands), default=1)
 
 
 def _sums(body: Any, consts: int, carried: int) -> list[int]:
-    """Returns which carried values of a loop's body are only added to."""
-    found = []
+    """Returns the carried values of a loop only ever added to."""
+    sums = []
     for place in range(carried):
-        before, after = body.invars[consts + place], body.outvars[place]
-        uses = [eqn for eqn in body.eqns for item in eqn.invars if item is before]
+        start, end = body.invars[consts + place], body.outvars[place]
+        uses = [eqn for eqn in body.eqns for item in eqn.invars if item is start]
         added = len(uses) == 1 and uses[0].primitive.name in _ADDITIONS
-        if added and uses[0].outvars[0] is after:
-            found.append(place)
-    return found
+        if added and uses[0].outvars[0] is end:
+            sums.append(place)
+    return sums
 
 
 def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """Counts the values in front that a loop does not take apart."""
+    """Counts the values in front kept whole by a loop."""
     ranks = [
-        len(getattr(one.aval, "shape", ())) == len(getattr(other.aval, "shape", ()))
-        for one, other in zip(outer, inner, strict=True)
+        len(getattr(outer_var.aval, "shape", ())) == len(getattr(inner_var.aval, "shape", ()))
+        for outer_var, inner_var in zip(outer, inner, strict=True)
     ]
     return ranks.index(False) if False in ranks else len(ranks)
 
 
-def _needed(jaxpr: Any, wanted: Sequence[bool]) -> list[list[bool] | None]:
+def _needed(jaxpr: Any, needed_results: Sequence[bool]) -> list[list[bool] | None]:
     """Returns the needed results of each equation; None if it is dead."""
-    live = {id(item) for item, flag in zip(jaxpr.outvars, wanted, strict=True) if flag}
-    found: list[list[bool] | None] = []
+    live = {id(item) for item, flag in zip(jaxpr.outvars, needed_results, strict=True) if flag}
+    needed: list[list[bool] | None] = []
     for eqn in reversed(jaxpr.eqns):
         results = [id(item) in live for item in eqn.outvars]
         if not any(results) and not eqn.effects:
-            found.append(None)
+            needed.append(None)
             continue
-        found.append(results)
+        needed.append(results)
         live |= {id(item) for item in eqn.invars}
-    return found[::-1]
+    return needed[::-1]
 
 
 NamedArrayShape = tuple[tuple[int, ...], tuple[Any, ...]]
@@ -578,7 +580,7 @@ class ProductDimension:
 
 @dataclass(frozen=True)
 class Product:
-    """All matrix products whose dimensions have the same names, sizes and roles."""
+    """All matrix products with dimensions of equal names, sizes and roles."""
 
     flops: float  # of all runs on all devices: two for a product and a sum
     runs: int
@@ -620,7 +622,7 @@ class DimensionModel:
         return tuple(sorted({size for size, entry in pairs if name in strings((entry,))}))
 
     def replicated_compute(self, rules: RulesLike, mesh_sizes: Mapping[str, int]) -> float:
-        """Returns a lower bound of how often devices repeat each operation."""
+        """Returns a lower bound of the copies of each operation."""
         # A product can be split by every mesh axis that a name of one of its dimensions has by the
         # rules. A dimension without a name counts as split by whatever is left, as far as its size
         # goes; so this is a lower bound.
@@ -651,8 +653,8 @@ def trace_dimensions(
         traced = make_jaxpr(_marked(inputs), static_argnums=static)(*inputs.shapes())
     jaxpr = traced.jaxpr
     walk = JaxprWalk()
-    given = [TracedArray(walk.classes.new(var.aval.shape), True) for var in jaxpr.invars]
-    walk.program(jaxpr, given, [True] * len(jaxpr.outvars), 1)
+    step_inputs = [TracedArray(walk.classes.new(var.aval.shape), True) for var in jaxpr.invars]
+    walk.program(jaxpr, step_inputs, [True] * len(jaxpr.outvars), 1)
     reached = walk.classes.resolve()
     arguments: dict[NamedArrayShape, None] = {}
     for leaf, named in _names_of_leaves(inputs):
@@ -675,7 +677,7 @@ def trace_dimensions(
 
 
 def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
-    """Merges the products whose dimensions are the same."""
+    """Merges the products with equal dimensions."""
     sizes, classes = walk.classes.size, walk.classes
     groups: dict[tuple[Any, bool, frozenset[str]], list[RawProduct]] = {}
     for product in walk.products:
@@ -686,28 +688,30 @@ def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> 
         )
         loops = frozenset(name for loop in product.loops for name in classes.own_names(loop))
         groups.setdefault((dims, product.computed, loops), []).append(product)
-    found: list[Product] = []
+    merged: list[Product] = []
     for (dims, computed, loops), group in groups.items():
-        flops = sum(each.flops * each.runs for each in group)
-        left, right, result = (sum(each.changes[i] for each in group) for i in range(3))
-        runs = sum(each.runs for each in group)
-        found.append(Product(flops, runs, dims, computed, loops, (left, right, result)))
-    return tuple(sorted(found, key=lambda product: -product.flops))
+        flops = sum(product.flops * product.runs for product in group)
+        left, right, result = (sum(product.changes[i] for product in group) for i in range(3))
+        runs = sum(product.runs for product in group)
+        merged.append(Product(flops, runs, dims, computed, loops, (left, right, result)))
+    return tuple(sorted(merged, key=lambda product: -product.flops))
 
 
 def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[Names | None]]]:
     """The logical names of the arrays of each leaf."""
-    found: list[tuple[LeafInfo, list[Names | None]]] = []
+    names_of_leaves: list[tuple[LeafInfo, list[Names | None]]] = []
     for leaf in TreeInventory(inputs.tree).leaves:
         logical = not isinstance(leaf.axes, PartitionSpec)  # else the names are those of mesh axes
         names = [leaf.names_of(info) if logical else None for info in leaf.arrays]
-        found.append((leaf, [None if each is None else check_names(each) for each in names]))
-    return found
+        names_of_leaves.append(
+            (leaf, [None if spec is None else check_names(spec) for spec in names])
+        )
+    return names_of_leaves
 
 
 @contextlib.contextmanager
 def needs_no_values() -> Iterator[None]:
-    """Turns JAX's concretization errors into one that names the line."""
+    """Turns JAX's concretization errors into one with the line."""
     try:
         yield
     except (
@@ -716,12 +720,12 @@ def needs_no_values() -> Iterator[None]:
         jax.errors.TracerIntegerConversionError,
         jax.errors.NonConcreteBooleanIndexError,
     ) as error:
-        line, here = "", error.__traceback__
-        while here is not None:  # the innermost line that is neither JAX's nor shardax's
-            name = here.tb_frame.f_globals.get("__name__", "")
+        line, frame = "", error.__traceback__
+        while frame is not None:  # the innermost line that is neither JAX's nor shardax's
+            name = frame.tb_frame.f_globals.get("__name__", "")
             if name.partition(".")[0] not in ("jax", "shardax", "contextlib"):
-                line = f" at {here.tb_frame.f_code.co_filename}:{here.tb_lineno}"
-            here = here.tb_next
+                line = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+            frame = frame.tb_next
         raise PlanInputError(
             f"The step needs concrete values{line}, but is planned from shapes alone. Compute with "
             "jax.numpy and sx.cond or sx.while_loop there, or make the value static. JAX says: "
@@ -743,11 +747,14 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
         for leaf in inventory.leaves:
             names = named.get(leaf.path) or [None] * len(leaf.arrays)  # numbers are traced too
             arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)
-            marks = [array if each is None else mark_names(array, each) for array, each in arrays]
-            made = leaf.with_arrays(leaf.value, marks)
-            if leaf.variable is not None and any(each is not None for each in names):
-                leaf.variable.value = made
-            values.append(made)
+            marks = [
+                array if axis_names is None else mark_names(array, axis_names)
+                for array, axis_names in arrays
+            ]
+            marked = leaf.with_arrays(leaf.value, marks)
+            if leaf.variable is not None and any(axis_names is not None for axis_names in names):
+                leaf.variable.value = marked
+            values.append(marked)
         tree = inventory.unflatten(
             lambda part: part.value if isinstance(part.value, Object) else part.filled(values)
         )

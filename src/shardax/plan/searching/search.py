@@ -142,17 +142,17 @@ def search(
     ]
     inputs = variants[0].inputs
     with (
-        progress_for(progress) as shown,
+        progress_for(progress) as bar,
         make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
     ):
-        found = _Search(target, top, variants, cache_folder(cache), evaluator, shown)
+        run = _Search(target, top, variants, cache_folder(cache), evaluator, bar)
         try:
-            found.screen(within, max(top or 1, finalists))
+            run.screen(within, max(top or 1, finalists))
             if effort == "full":
-                found.confirm(finalists)
+                run.confirm(finalists)
         except KeyboardInterrupt as error:
-            raise found.interrupted() from error
-    return found.plan()
+            raise run.interrupted() from error
+    return run.plan()
 
 
 def explore(
@@ -166,7 +166,7 @@ def explore(
     fix: Mapping[str, Any] | None = None,
     parallel: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[DimensionModel, Candidates]:
-    """Returns what ``search`` would compile, without compiling.
+    """Returns the candidates of ``search``, without compiling.
 
     Args:
         step: As for ``search``.
@@ -201,21 +201,21 @@ def _meshes(
     target: Target, mesh_axes: Sequence[str], meshes: Sequence[Mapping[str, int]] | None
 ) -> Meshes:
     if meshes is not None:
-        given = [meshes] if isinstance(meshes, Mapping) else list(meshes)
-        if not given:
+        mesh_list = [meshes] if isinstance(meshes, Mapping) else list(meshes)
+        if not mesh_list:
             raise PlanInputError("meshes is empty: give at least one, or None to try all sizes.")
-        for mesh in given:
+        for mesh in mesh_list:
             target.check_mesh(mesh)
-        return tuple(dict.fromkeys(tuple(mesh.items()) for mesh in given))
+        return tuple(dict.fromkeys(tuple(mesh.items()) for mesh in mesh_list))
     shapes = candidate_search.mesh_shapes(target.device_count, mesh_axes, target.slices)
-    found: list[tuple[tuple[str, int], ...]] = []
+    possible: list[tuple[tuple[str, int], ...]] = []
     for mesh in shapes:
         with contextlib.suppress(TargetError):
             target.check_mesh(dict(mesh))
-            found.append(mesh)
-    if not found:
+            possible.append(mesh)
+    if not possible:
         target.check_mesh(dict(shapes[0]))  # raises, and says why
-    return tuple(found)
+    return tuple(possible)
 
 
 def _steps(
@@ -237,14 +237,14 @@ def _steps(
         )
     for values in itertools.product(*varied.values()):
         chosen = dict(zip(varied, values, strict=True))
-        made = step(**chosen)
-        if not isinstance(made, tuple) or len(made) != 2:
+        built = step(**chosen)
+        if not isinstance(built, tuple) or len(built) != 2:
             raise PlanInputError(
-                f"step(**{chosen}) returned {type(made).__name__}; with batch= or remat= it "
+                f"step(**{chosen}) returned {type(built).__name__}; with batch= or remat= it "
                 "returns (step, args)."
             )
         label = " ".join(f"{name}:{value}" for name, value in chosen.items())
-        yield label, float(chosen.get("batch", 1.0)), Inputs(*made)
+        yield label, float(chosen.get("batch", 1.0)), Inputs(*built)
 
 
 @dataclass(frozen=True)
@@ -276,21 +276,21 @@ def _variant(
     space = candidate_search.search_space(
         model, meshes, activations=candidate_search.names_of_batch(inputs), tie=tie, fix=fix
     )
-    found = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
+    candidates = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
     chip = target.hardware
     flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
     possible = [
-        each
-        for layout in found.layouts
-        for each in candidate_search.with_settings(layout, model, space, inputs, settings)
+        layout
+        for layout in candidates.layouts
+        for layout in candidate_search.with_settings(layout, model, space, inputs, settings)
     ]
-    costs = {each: rough_cost(each, model, flops_per_byte) for each in possible}
+    costs = {layout: rough_cost(layout, model, flops_per_byte) for layout in possible}
     layouts = sorted(costs, key=lambda layout: costs[layout])  # the most promising first
     least = min(costs.values(), default=0.0) or 1.0
-    rough = tuple(costs[each] / least for each in layouts)
+    rough = tuple(costs[layout] / least for layout in layouts)
     if label:
-        layouts = [dataclasses.replace(each, name=f"{each.name} {label}") for each in layouts]
-    return _Variant(label, examples, inputs, model, space, found, tuple(layouts), rough)
+        layouts = [dataclasses.replace(layout, name=f"{layout.name} {label}") for layout in layouts]
+    return _Variant(label, examples, inputs, model, space, candidates, tuple(layouts), rough)
 
 
 def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float) -> float:
@@ -305,14 +305,14 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
 
     total = _BYTES * pipeline.moved * flops_per_byte
     for product in dimensions.products:
-        taken: set[str] = set()
+        used_axes: set[str] = set()
         whole, parts, gathered, summed = [1, 1, 1], [1, 1, 1], [1, 1, 1], 1
         names: list[set[str]] = [set(), set(), set()]
         for dim in sorted(product.dims, key=priority):
-            wanted = {axis for name in dim.names for axis in axes_of.get(name, ())}
-            ways = math.prod(sizes[axis] for axis in wanted - taken)
-            lost = math.prod(sizes[axis] for axis in wanted & taken)
-            taken |= wanted
+            dim_axes = {axis for name in dim.names for axis in axes_of.get(name, ())}
+            ways = math.prod(sizes[axis] for axis in dim_axes - used_axes)
+            lost = math.prod(sizes[axis] for axis in dim_axes & used_axes)
+            used_axes |= dim_axes
             for array in _OPERANDS[dim.role]:
                 whole[array] *= dim.size
                 parts[array] *= ways
@@ -322,37 +322,39 @@ def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float
                 summed *= ways
         sent = [whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)]
         sent[2] += 2 * whole[2] / parts[2] * (1 - 1 / summed)
-        flops = product.flops / math.prod(sizes[axis] for axis in taken)
+        flops = product.flops / math.prod(sizes[axis] for axis in used_axes)
         times = [1.0, 1.0, 1.0]
         if product.loops & pipeline.names:
             flops /= pipeline.stages * (1 - pipeline.bubble)
             # Weights are gathered, and their gradients summed, for each microbatch.
             times = [
-                (pipeline.microbatches if found and found <= pipeline.weights else 1)
+                (pipeline.microbatches if counts and counts <= pipeline.weights else 1)
                 / (pipeline.stages * (1 - pipeline.bubble))
-                for found in names
+                for counts in names
             ]
         # What a loop does not change is sent once, before it; what it adds up, after it.
-        moved = sum(math.prod(each) for each in zip(sent, times, product.changes, strict=True))
+        moved = sum(
+            math.prod(factors) for factors in zip(sent, times, product.changes, strict=True)
+        )
         total += flops + _BYTES * moved * flops_per_byte
     return total
 
 
 def _best_of_forms(pairs: Sequence[tuple[float, Layout]]) -> set[Layout]:
     """Returns the most promising layouts of each of several forms."""
-    found: dict[frozenset[str], list[Layout]] = {}
+    layouts_of_form: dict[frozenset[str], list[Layout]] = {}
     for _, layout in pairs:  # the most promising first
         sizes = layout.sizes
         form = frozenset(axis for axis in candidate_search.FORMS if sizes.get(axis, 1) > 1)
-        found.setdefault(form, []).append(layout)
-    if len(found) < 2:
+        layouts_of_form.setdefault(form, []).append(layout)
+    if len(layouts_of_form) < 2:
         return set()
-    return {each for of_form in found.values() for each in of_form[:OF_EACH_FORM]}
+    return {layout for of_form in layouts_of_form.values() for layout in of_form[:OF_EACH_FORM]}
 
 
 @dataclass(frozen=True)
 class _PipelineCost:
-    """What a rough estimate needs to know of a layout's pipeline."""
+    """Figures of a layout's pipeline for a rough estimate."""
 
     names: frozenset[str] = frozenset()  # of the dimensions that its stages split
     weights: frozenset[str] = frozenset()  # names on the parameters of its layers
@@ -376,13 +378,13 @@ def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _PipelineCost:
         rounds = min(size for name in names for size in dimensions.sizes_of(name)) // stages
     axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
     moved = 0.0
-    for shape, found in inside if rounds > 1 else ():  # there, and its gradient back
-        axes = {axis for name in found for axis in axes_of.get(name, ())}
+    for shape, dim_names in inside if rounds > 1 else ():  # there, and its gradient back
+        axes = {axis for name in dim_names for axis in axes_of.get(name, ())}
         ways = math.prod(sizes[axis] for axis in axes)
         moved += 2 * math.prod(shape) / ways * (1 - 1 / stages)
     return _PipelineCost(
         frozenset(names),
-        frozenset(name for _, found in inside for name in found) - names,
+        frozenset(name for _, dim_names in inside for name in dim_names) - names,
         stages,
         count,
         bubble_share(how, stages, count, rounds),
@@ -392,8 +394,8 @@ def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _PipelineCost:
 
 def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequence[Any]]:
     """Checks the settings to compare."""
-    given = dict(parallel or {})
-    for name, values in given.items():
+    settings = dict(parallel or {})
+    for name, values in settings.items():
         if name not in candidate_search.SETTINGS:
             raise PlanInputError(
                 f"parallel={{{name!r}: ...}} is no setting; there are "
@@ -417,11 +419,11 @@ def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequenc
                     "level 1 with split gradients, which the step decides; level 3, split "
                     "parameters, is what rules of parameters do, and always among the candidates."
                 )
-    return given
+    return settings
 
 
 class _Search:
-    """A search that runs, with the reports so far."""
+    """A running search, with the reports so far."""
 
     def __init__(
         self,
@@ -430,14 +432,14 @@ class _Search:
         variants: Sequence[_Variant],
         folder: Path | None,
         evaluator: LocalEvaluator | PoolEvaluator,
-        shown: Progress,
+        bar: Progress,
     ) -> None:
         self._target = target
         self._top = top
         self._variants = variants
         self._folder = folder
         self._evaluator = evaluator
-        self._shown = shown
+        self._shown = bar
         self._reports: dict[str, LayoutReport] = {}
         self._left_out: list[LayoutReport] = []
 
@@ -445,7 +447,9 @@ class _Search:
         """Compiles in stages by rough estimate, each stage whole, until enough fit."""
         many = sum(len(variant.layouts) for variant in self._variants) > FEW
         limit = within if within is not None and many else float("inf")
-        waiting = [list(zip(each.rough, each.layouts, strict=True)) for each in self._variants]
+        waiting = [
+            list(zip(variant.rough, variant.layouts, strict=True)) for variant in self._variants
+        ]
         # Forms of parallelism differ in what a rough estimate leaves out, so each is compiled.
         first = [_best_of_forms(pairs) for pairs in waiting]
         while any(waiting):
@@ -459,10 +463,10 @@ class _Search:
                 for pairs, best in zip(waiting, first, strict=True)
             ]
             self._compile(stages, "screen", "screening")
-            if sum(each.outcome == "fits" for each in self._reports.values()) >= enough:
+            if sum(report.outcome == "fits" for report in self._reports.values()) >= enough:
                 break
             # At least one more, so that every stage brings the end nearer.
-            following = sorted(rough for each in waiting for rough, _ in each)[: max(FEW, 1)]
+            following = sorted(rough for queue in waiting for rough, _ in queue)[: max(FEW, 1)]
             limit = following[-1] if following else limit
         self._left_out = [
             LayoutReport(
@@ -471,8 +475,8 @@ class _Search:
                 f"not compiled: by a rough estimate it takes {rough:.1f} times as long as the most "
                 "promising candidate; within=None compiles all",
             )
-            for each in waiting
-            for rough, layout in each
+            for queue in waiting
+            for rough, layout in queue
         ]
 
     def confirm(self, finalists: int) -> None:
@@ -481,55 +485,62 @@ class _Search:
         left = finalists * _MORE_FINALISTS
         while left > 0:
             ranked = sorted(self._reports.values(), key=rank)
-            best = [each for each in ranked if each.outcome == "fits"][:finalists]
-            chosen = [each.layout for each in best if each.layout.name not in confirmed][:left]
+            best = [report for report in ranked if report.outcome == "fits"][:finalists]
+            chosen = [report.layout for report in best if report.layout.name not in confirmed][
+                :left
+            ]
             if not chosen:
                 return
             left -= len(chosen)
             confirmed.update(layout.name for layout in chosen)
-            own = [{layout.name for layout in each.layouts} for each in self._variants]
-            stages = [[layout for layout in chosen if layout.name in names] for names in own]
+            layouts_of_variants = [
+                {layout.name for layout in variant.layouts} for variant in self._variants
+            ]
+            stages = [
+                [layout for layout in chosen if layout.name in names]
+                for names in layouts_of_variants
+            ]
             self._compile(stages, "full", "finalists")
 
-    def _compile(self, stages: Sequence[Sequence[Layout]], effort: str, what: str) -> None:
+    def _compile(self, stages: Sequence[Sequence[Layout]], effort: str, stage_text: str) -> None:
         """Compiles layouts of each variant."""
-        self._shown.expect(sum(map(len, stages)), what)
+        self._shown.expect(sum(map(len, stages)), stage_text)
         for variant, layouts in zip(self._variants, stages, strict=True):
             if layouts:
                 self._evaluator.take(variant.inputs)
-            for each in self._evaluator.evaluate(layouts, effort, begun=self._shown.begin):
-                report = dataclasses.replace(each.report, examples=variant.examples)
+            for outcome in self._evaluator.evaluate(layouts, effort, begun=self._shown.begin):
+                report = dataclasses.replace(outcome.report, examples=variant.examples)
                 self._reports[report.layout.name] = report
-                self._shown.end(each.report, each.cached)
+                self._shown.end(outcome.report, outcome.cached)
 
     def plan(self, *more: str) -> Plan:
-        """Returns the plan of what was found, with notes."""
+        """Returns the plan of the reports, with notes."""
         notes = list(more)
         for variant in self._variants:
-            found = variant.candidates
+            candidates = variant.candidates
             start = f"{variant.label}: " if variant.label else ""
             groups = ", ".join("+".join(group) for group in variant.space.groups)
             notes.append(
-                f"{start}{found.tried:,} assignments of {groups} over "
-                f"{len(variant.space.meshes)} meshes; {found.distinct} of them possible and "
-                f"different; rejected without compiling: {len(found.repeating)} that repeat work, "
-                f"{len(found.too_large)} whose arguments do not fit; {len(found.layouts)} "
-                "candidates"
+                f"{start}{candidates.tried:,} assignments of {groups} over "
+                f"{len(variant.space.meshes)} meshes; {candidates.distinct} of them possible and "
+                f"different; rejected without compiling: {len(candidates.repeating)} that repeat "
+                f"work, {len(candidates.too_large)} whose arguments do not fit; "
+                f"{len(candidates.layouts)} candidates"
             )
-        outcomes = [each.outcome for each in self._reports.values()]
+        outcomes = [report.outcome for report in self._reports.values()]
         counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
         if counts:
             left = f"; left out by a rough estimate: {len(self._left_out)}" * bool(self._left_out)
             notes.append(f"compiled: {', '.join(counts)}{left}")
-        notes += dict.fromkeys(note for each in self._variants for note in each.space.notes)
+        notes += dict.fromkeys(note for variant in self._variants for note in variant.space.notes)
         reports = sorted(self._reports.values(), key=rank)[: self._top]
         if self._top is None:
             reports += self._left_out
-            reports += [each for v in self._variants for each in v.candidates.rejected]
+            reports += [report for v in self._variants for report in v.candidates.rejected]
         return Plan(self._target.text, tuple(reports), tuple(notes))
 
     def interrupted(self) -> PlanInterrupted:
-        """Returns the error that says what was done."""
+        """Returns the error of an interrupted search, with its progress."""
         done = f"{self._shown.done} of {self._shown.total} layouts"
         again = (
             f"What was compiled is kept in {self._folder}: the same call goes on from there."
