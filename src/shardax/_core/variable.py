@@ -524,7 +524,7 @@ def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Any]) -> None:
 
 
 def refuse_read(variable: Any) -> NoReturn:
-    """Raises the error of a read, with a path from a caller's object."""
+    """Raises the error of a read, with a path in a caller."""
     places = list(_places_of(variable, sys._getframe(1)))
     found = ", ".join([*places[-1:], a_kind_of(variable)])
     raise DonationError(f"Cannot read {found}: its array was donated or deleted. {_OF_DELETED}")

@@ -198,7 +198,7 @@ def trip_count(program: Program, inside: Computation, loop: Instruction) -> int 
 
 
 def _steps(first: int, step: int, direction: str) -> int | None:
-    """Number of ``first``, ``first + step``, ... with a true comparison with 0."""
+    """Number of ``first``, ``first + step``, ... that compare true with 0."""
     if direction in ("LT", "LE"):
         first, step = -first, -step
         direction = "GT" if direction == "LT" else "GE"

@@ -307,7 +307,7 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntr
     rule_entries += [None] * (hidden.ndim - len(rule_entries))
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     used_axes: set[str] = set()
-    entries: list[SpecEntry] = []
+    layout: list[SpecEntry] = []
     present = (*(typed[0] or (None,) * hidden.ndim)[:-1], (typed[1] or (None, None))[1])
     for entry, rule, size in zip(
         present, rule_entries, (*hidden.shape[:-1], kernel.shape[1]), strict=True
@@ -316,8 +316,8 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntr
         axes = tuple(axis for axis in mesh_axes_of(entry) or more if axis not in used_axes)
         axes = axes if size % _parts(axes, mesh) == 0 else ()
         used_axes.update(axes)
-        entries.append(axes or None)
-    return mesh, entries[:-1], entries[-1]
+        layout.append(axes or None)
+    return mesh, layout[:-1], layout[-1]
 
 
 def _parts(entry: SpecEntry, mesh: Any) -> int:

@@ -432,7 +432,7 @@ def check_result(result: Any, name: str) -> None:
 
 
 class RetraceRequest(Exception):
-    """Stops a trace, to be made again with more inputs or other layouts."""
+    """Stops a trace, to start again with other inputs or layouts."""
 
     def __init__(self, objects: Sequence[Any] = (), drops_program: bool = False) -> None:
         super().__init__(objects)

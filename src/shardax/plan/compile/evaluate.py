@@ -66,8 +66,8 @@ def evaluate(
 ) -> LayoutReport:
     """Compiles a step in a layout, in this process."""
     target.check_mesh(layout.sizes)
-    target_compiler = compiler_for(target, compiler=compiler)
-    mesh = target_compiler.mesh(layout.sizes)
+    xla = compiler_for(target, compiler=compiler)
+    mesh = xla.mesh(layout.sizes)
     placed = inputs.place(layout, mesh)
     if placed.errors:
         return LayoutReport(layout, "rejected", "\n".join(placed.errors))
@@ -82,9 +82,7 @@ def evaluate(
         replicated=placed.replicated,
         arrays=placed.arrays,
         limit_bytes=limit,
-        provenance=Provenance(
-            target.text, target_compiler.label, effort, target_compiler.tier, jax.__version__
-        ),
+        provenance=Provenance(target.text, xla.label, effort, xla.tier, jax.__version__),
     )
     mesh_axes = tuple(layout.sizes)
     try:
@@ -96,9 +94,9 @@ def evaluate(
         return report("rejected", _first_lines(error))
     try:
         if cache is None:
-            compiled = target_compiler.compile(lowered, effort)
+            compiled = xla.compile(lowered, effort)
         else:
-            compiled = cache.compile(target_compiler, layout.sizes, lowered, effort)
+            compiled = cache.compile(xla, layout.sizes, lowered, effort)
     except CompilerFailedError as error:
         return report("failed", str(error))
     if compiled.text is None:
@@ -121,7 +119,7 @@ def evaluate(
     least = max(compiled.peak_bytes or 0, sum(placed.argument_bytes.values()))
     fits = least <= limit
     reason = f"needs {least:,} bytes of a device's memory, which has {limit:,}"
-    whole, program_warnings = _whole_program(inputs, layout, facts.matmul_flops)
+    whole, lost = _whole_program(inputs, layout, facts.matmul_flops)
     copies = rematerialization_warnings(compiled.full_rematerializations, paths, program.sources)
     return report(
         "fits" if fits else "does not fit",
@@ -133,13 +131,7 @@ def evaluate(
         collectives=facts.collectives,
         time=time_band(facts, target, layout.sizes, _dimensions(inputs, mesh_axes).dtype),
         compile_seconds=compiled.seconds,
-        warnings=(
-            *placed.warnings,
-            *program_warnings,
-            *copies,
-            *_assumptions(layout),
-            *facts.warnings,
-        ),
+        warnings=(*placed.warnings, *lost, *copies, *_assumptions(layout), *facts.warnings),
         bubble_share=_bubble_share(compiled.text),
     )
 
