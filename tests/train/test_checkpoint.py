@@ -387,6 +387,16 @@ def test_data_that_refuses_its_position_changes_nothing(tmp_path: Path) -> None:
     assert model.embed.is_lazy and own == {"step": 0}
 
 
+def test_positions_before_a_refused_one_are_put_back(tmp_path: Path) -> None:
+    first, second = make_batches(), make_batches()
+    next(first)
+    save({"model": Net(), "first": first, "second": second}, tmp_path / "checkpoint")
+    fresh, other = make_batches(), make_batches(seed=1)
+    with pytest.raises(DataPositionError):
+        restore({"model": Net(), "first": fresh, "second": other}, tmp_path / "checkpoint")
+    assert (fresh.step, other.step) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("extra", "named"),
     [

@@ -14,6 +14,7 @@ and knows the latest that is complete.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Self
 
 import jax
@@ -244,11 +245,19 @@ def _in_order_of(tree: Any, copy: Any) -> Any:
 
 
 def _restore_positions(contents: Contents, saved: Any) -> None:
-    """Restores positions; refusals come before any change of a dict."""
+    """Restores all positions, or none."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
-    for holder, state in holders:
-        if not isinstance(holder, dict):
-            holder.restore(state)
+    moved: list[tuple[Any, Any]] = []
+    try:
+        for holder, state in holders:
+            if not isinstance(holder, dict):
+                old_state = deepcopy(holder.state())
+                holder.restore(state)
+                moved.append((holder, old_state))
+    except Exception:
+        for holder, old_state in moved:
+            holder.restore(old_state)
+        raise
     for holder, state in holders:
         if isinstance(holder, dict):
             holder.clear()
