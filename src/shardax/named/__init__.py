@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays whose dimensions have names."""
+"""Arrays with named dimensions."""
 
 from shardax.named.array import NamedArray as NamedArray
 from shardax.named.functions import dot as dot

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``NamedArray``: an array whose dimensions have names.
+"""``NamedArray``: an array with named dimensions.
 
 Operations find axes by name, so it does not matter in which order they are stored. Dimensions may
 also stay positional, without a name: untag the axes that a function shall see, run it by ``nmap``
@@ -26,7 +26,7 @@ from shardax.named.lift import lifted_method, lifted_operator
 
 
 class NamedArray(Operators, Reductions, Indexing, ShownArray):
-    """Immutable array whose dimensions have names; a pytree.
+    """Immutable array with named dimensions; a pytree.
 
     Operators meet by name and repeat an operand along the names that it lacks. Methods such as
     ``sum("batch")`` work along names; methods of arrays that know dimensions by position, such as
@@ -77,8 +77,8 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
                 f"tag was given the {len(names)} names {names}, but of the axes "
                 f"{shown(dims, data.shape)} {len(places)} are positional. Give each a name or None."
             )
-        given = dict(zip(places, names, strict=True))
-        renamed = (given.get(place, name) for place, name in enumerate(dims))
+        new_names = dict(zip(places, names, strict=True))
+        renamed = (new_names.get(place, name) for place, name in enumerate(dims))
         return self._make(data, base.check_dims(renamed))
 
     def untag(self, *names: Any) -> Self:
@@ -99,14 +99,14 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             ((None, 'b', None), (4, 3, 2))
         """
         data, dims = self._parts()
-        wanted = (*positional_places(dims), *(self._place(name) for name in names))
-        if len(set(wanted)) < len(wanted):
+        tagged = (*positional_places(dims), *(self._place(name) for name in names))
+        if len(set(tagged)) < len(tagged):
             raise NamedAxesError(f"untag was given a name twice: {names}.")
         # The dimensions concerned trade places, so that they stand in the order asked for.
-        sources = dict(zip(sorted(wanted), wanted, strict=True))
+        sources = dict(zip(sorted(tagged), tagged, strict=True))
         order = tuple(sources.get(place, place) for place in range(len(dims)))
-        kept = tuple(None if place in wanted else name for place, name in enumerate(dims))
-        return self._make(base.transposed(data, order), kept)
+        new_dims = tuple(None if place in tagged else name for place, name in enumerate(dims))
+        return self._make(base.transposed(data, order), new_dims)
 
     def unwrap(self, *names: Any) -> jax.Array:
         """Returns the plain array with the names as dimensions, in order.
@@ -156,17 +156,17 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             >>> x.order_as("b", "a").shape, x.order_as("b", "a").axes == x.axes
             ((3, 2), True)
         """
-        data, own = self._parts()
-        places = positional_places(own)
+        data, own_dims = self._parts()
+        places = positional_places(own_dims)
         target = base.check_dims(dims if None in dims else (*(None for _ in places), *dims))
-        if len(target) != len(own) or {*target} != {*own}:
+        if len(target) != len(own_dims) or {*target} != {*own_dims}:
             raise NamedAxesError(
-                f"order_as{dims!r} does not have the dims {own} in another order. Give every name "
-                f"once, and None for each positional dimension, or for none."
+                f"order_as{dims!r} does not have the dims {own_dims} in another order. Give every "
+                f"name once, and None for each positional dimension, or for none."
             )
         positional = iter(places)
-        order = tuple(next(positional) if name is None else own.index(name) for name in target)
-        if order == tuple(range(len(own))):
+        order = tuple(next(positional) if name is None else own_dims.index(name) for name in target)
+        if order == tuple(range(len(own_dims))):
             return self
         return self._make(base.transposed(data, order), target)
 
@@ -204,7 +204,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self._make(data, base.check_dims(renamed))
 
     def broadcast_axes(self, axes: Mapping[Any, int]) -> Self:
-        """Returns the array repeated along names that it lacks.
+        """Returns the array repeated along missing names.
 
         Operators do this by themselves; it is for functions that need the axes to be there.
 
@@ -219,14 +219,14 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             {'b': 3, 'a': 2}
         """
         data, dims = self._parts()
-        own = self.axes
+        own_axes = self.axes
         for name, size in axes.items():
-            if own.get(name, size) != size:
+            if own_axes.get(name, size) != size:
                 raise NamedAxesError(
-                    f"The axis {name!r} has size {own[name]}, not {size}: the axes are "
+                    f"The axis {name!r} has size {own_axes[name]}, not {size}: the axes are "
                     f"{shown(dims, data.shape)}."
                 )
-        new = tuple(name for name in axes if name not in own)
+        new = tuple(name for name in axes if name not in own_axes)
         shape = (*(axes[name] for name in new), *data.shape)
         places = tuple(range(len(new), len(shape)))
         return self._make(
@@ -321,20 +321,20 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
     def __contains__(self, item: Any) -> bool:
         return item in self._nameless("be searched ((x == item).any() says whether it is there)")
 
-    def _nameless(self, what: str) -> Any:
+    def _nameless(self, action: str) -> Any:
         names = ", ".join(repr(name) for name in self.dims if name is not None)
         if names:
             raise NamesRemainError(
-                f"A NamedArray with axes {self._shown()} cannot {what}, which would lose its "
+                f"A NamedArray with axes {self._shown()} cannot {action}, which would lose its "
                 f"names. Say in which order they become dimensions: x.unwrap({names})."
             )
         return self._data
 
-    def _scalar(self, what: str) -> Any:
+    def _scalar(self, action: str) -> Any:
         if self.dims:
             raise NamesRemainError(
-                f"A NamedArray with axes {self._shown()} cannot {what}: it has dimensions. Reduce "
-                f"it first, by x.sum(...), x.all(...) or x[{{name: position}}]."
+                f"A NamedArray with axes {self._shown()} cannot {action}: it has dimensions. "
+                f"Reduce it first, by x.sum(...), x.all(...) or x[{{name: position}}]."
             )
         return self._data
 
@@ -350,7 +350,7 @@ base.register(NamedArray)
 
 
 def as_named(value: Any, function: str) -> NamedArray:
-    """Returns a named array, or that of a Variable, or raises."""
+    """Returns a named array, or a Variable's, or raises."""
     if isinstance(value, Variable):
         value = value.value
     if isinstance(value, NamedArray):

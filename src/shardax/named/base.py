@@ -50,7 +50,7 @@ class NamedAxesError(ShardaxError, ValueError):
 
 
 class NamedIndexError(ShardaxError, IndexError):
-    """A position that is known before running is out of range."""
+    """A position, known before running, is out of range."""
 
 
 class NamesRemainError(ShardaxError, TypeError):
@@ -66,11 +66,11 @@ Form = tuple[tuple[Name, ...], tuple[int, ...]]
 
 def check_dims(dims: Iterable[Any]) -> Dims:
     """Returns dims as a tuple, or raises AxisNamesError."""
-    given = tuple(dims)
+    names = tuple(dims)
     try:
-        return _checked(given)
+        return _checked(names)
     except TypeError:
-        for name in given:
+        for name in names:
             try:
                 hash(name)
             except TypeError:
@@ -91,7 +91,7 @@ def _checked(dims: Dims) -> Dims:
             f"found by its name, so give each its own, such as {str(repeated[0]) + '_2'!r}."
         )
     keys = sorted(map(_sort_key, names))
-    if any(one == other for one, other in itertools.pairwise(keys)):
+    if any(left == right for left, right in itertools.pairwise(keys)):
         raise AxisNamesError(
             f"Of the names {names} two are different and have one type and text, by which names "
             f"are sorted. Give their class a __repr__ that tells them apart."
@@ -150,7 +150,7 @@ def label(name: Name) -> Any:
 
 
 def positional_places(dims: Dims) -> tuple[int, ...]:
-    """Returns the dimensions that have no name."""
+    """Returns the dimensions without a name."""
     return tuple(place for place, name in enumerate(dims) if name is None)
 
 
@@ -174,12 +174,12 @@ mapped = _MappedNames()
 @contextlib.contextmanager
 def mapping(names: Iterable[Name]) -> Iterator[None]:
     """Marks names as mapped while the body runs."""
-    before = mapped.names
-    mapped.names = before | frozenset(names)
+    outer_names = mapped.names
+    mapped.names = outer_names | frozenset(names)
     try:
         yield
     finally:
-        mapped.names = before
+        mapped.names = outer_names
 
 
 class NamedStorage:
@@ -201,7 +201,7 @@ class NamedStorage:
 
     @classmethod
     def _make(cls, data: Any, dims: Dims) -> Self:
-        """Makes an array of parts that are known to fit."""
+        """Makes an array of fitting parts."""
         array = object.__new__(cls)
         array._data, array._dims, array._form = data, dims, None
         return array
@@ -286,7 +286,7 @@ class NamedStorage:
         return (*positional, *map(label, names))
 
     def _dims_of_leaf(self) -> Dims:
-        """Returns the dims of what JAX put into this node."""
+        """Returns the dims of the leaf put into this node by JAX."""
         assert self._form is not None  # only JAX makes an array without dims
         names, sizes = self._form
         leaf = self._data
@@ -322,7 +322,7 @@ class NamedStorage:
 
 
 def as_leaf(data: Any) -> Any:
-    """Returns what a named array can hold for what a caller gives."""
+    """Returns a caller's value as the content of a named array."""
     if isinstance(data, ArrayLike):
         data = data.value
     if isinstance(data, (jax.Array, jax.ShapeDtypeStruct)):

@@ -115,23 +115,23 @@ def listing(operands: Sequence[Operand]) -> str:
     )
 
 
-def operand_of(value: Any, beside: Operand) -> Any:
+def operand_of(value: Any, mate: Operand) -> Any:
     """Returns an operand, a number, or NotImplemented for the other side."""
     if isinstance(value, NamedStorage):
         return Operand(*value._parts())
     if isinstance(value, _NUMBERS):
         return value
     if isinstance(value, ArrayLike):
-        return operand_of(value.value, beside)
+        return operand_of(value.value, mate)
     if not isinstance(value, (jax.Array, np.ndarray)):
         return NotImplemented
     if value.ndim == 0:
         return value
-    if value.ndim > len(positional_places(beside.dims)):
-        names = [name for name in beside.dims if name is not None] + ["other"] * value.ndim
+    if value.ndim > len(positional_places(mate.dims)):
+        names = [name for name in mate.dims if name is not None] + ["other"] * value.ndim
         raise NamedAxesError(
             f"An array of shape {tuple(value.shape)} has no names to meet the axes "
-            f"{shown(beside.dims, beside.data.shape)} by. Name its dimensions, "
+            f"{shown(mate.dims, mate.data.shape)} by. Name its dimensions, "
             f"named.wrap(array, {', '.join(map(repr, names[: value.ndim]))}), or, for "
             f"dimensions besides those, named.wrap(array)."
         )
@@ -143,13 +143,13 @@ def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Call
 
     def method(self: NamedStorage, other: Any) -> Any:
         mine = Operand(*self._parts())
-        found = operand_of(other, mine)
-        if found is NotImplemented:
+        operand = operand_of(other, mine)
+        if operand is NotImplemented:
             return NotImplemented
-        if not isinstance(found, Operand):
-            data = function(found, mine.data) if reflected else function(mine.data, found)
+        if not isinstance(operand, Operand):
+            data = function(operand, mine.data) if reflected else function(mine.data, operand)
             return self._make(data, mine.dims)
-        left, right = (found, mine) if reflected else (mine, found)
+        left, right = (operand, mine) if reflected else (mine, operand)
         if left.dims == right.dims and left.data.shape == right.data.shape:
             return self._make(function(left.data, right.data), left.dims)
         (first, second), dims = align((left, right))
@@ -216,7 +216,7 @@ def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
     if axis is None:
         return positional_places(dims) or tuple(range(len(dims)))
     several = isinstance(axis, list) or (isinstance(axis, tuple) and axis not in dims)
-    places = tuple(place_of(dims, each) for each in (axis if several else (axis,)))
+    places = tuple(place_of(dims, name) for name in (axis if several else (axis,)))
     if len(set(places)) < len(places):
         raise NamedAxesError(f"axis={axis!r} has an axis twice; the dims are {dims}.")
     return places
@@ -239,7 +239,7 @@ def place_of(dims: Dims, axis: Any) -> int:
 
 
 def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method that removes axes."""
+    """Returns a method for removing axes."""
 
     def method(
         self: NamedStorage,
@@ -262,8 +262,8 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
                     f"another size. It is not needed: what lacks a name is repeated along it."
                 )
             return self._make(function(data, axis=places, keepdims=True, **options), dims)
-        kept = tuple(name for place, name in enumerate(dims) if place not in places)
-        return self._make(function(data, axis=places, **options), kept)
+        kept_dims = tuple(name for place, name in enumerate(dims) if place not in places)
+        return self._make(function(data, axis=places, **options), kept_dims)
 
     return method
 
@@ -283,7 +283,7 @@ def _mask(where: Any, reduced: Operand) -> Any:
 
 
 def _along(function: Callable[..., Any], removes: bool = False) -> Callable[..., Any]:
-    """Returns the method that works along one axis."""
+    """Returns a method along one axis."""
 
     def method(self: NamedStorage, axis: Any = None, **options: Any) -> Any:
         data, dims = self._parts()
@@ -295,14 +295,14 @@ def _along(function: Callable[..., Any], removes: bool = False) -> Callable[...,
                 f"x.{function.__name__}({next(iter(dims), 'name')!r})."
             )
         (place,) = places
-        kept = (*dims[:place], *dims[place + 1 :]) if removes else dims
-        return self._make(function(data, axis=place, **options), kept)
+        kept_dims = (*dims[:place], *dims[place + 1 :]) if removes else dims
+        return self._make(function(data, axis=place, **options), kept_dims)
 
     return method
 
 
 class Reductions(NamedStorage):
-    """Methods that work along axes."""
+    """Methods along axes."""
 
     __slots__ = ()
 

@@ -47,7 +47,7 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
         >>> sx.named.dot(x, w, "embed").axes
         {'batch': 2, 'time': 3, 'mlp': 5}
     """
-    first, second = (Operand(*as_named(each, "dot")._parts()) for each in (x, y))
+    first, second = (Operand(*as_named(array, "dot")._parts()) for array in (x, y))
     names = _names(axes, first.dims, second.dims)
     check_sizes((first, second))
     if positional_places(first.dims) and positional_places(second.dims):
@@ -63,8 +63,8 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
     ]
     left, right = cast_all(None, first.data, second.data)
     summed, batch = (
-        (tuple(map(first.dims.index, each)), tuple(map(second.dims.index, each)))
-        for each in (names, joint)
+        (tuple(map(first.dims.index, shared_names)), tuple(map(second.dims.index, shared_names)))
+        for shared_names in (names, joint)
     )
     data = jax.lax.dot_general(
         left,
@@ -73,8 +73,8 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
         preferred_element_type=left.dtype if dtype is None else dtype,
         out_sharding=joined_sharding(((left, (*batch[0], *free[0])), (right, free[1]))),
     )
-    kept = (first.dims[place] for place in free[0]), (second.dims[place] for place in free[1])
-    return NamedArray._make(data, (*joint, *kept[0], *kept[1]))
+    free_names = (first.dims[place] for place in free[0]), (second.dims[place] for place in free[1])
+    return NamedArray._make(data, (*joint, *free_names[0], *free_names[1]))
 
 
 def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
@@ -129,23 +129,23 @@ def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
     places = {name: place for place, name in enumerate(sizes)}
     dims = (*(name for name in sizes if name not in mentioned), *result)
     interleaved: list[Any] = []
-    for data, own in operands:
-        interleaved += [data, [places[name] for name in own]]
+    for data, own_dims in operands:
+        interleaved += [data, [places[name] for name in own_dims]]
     out = [places[name] for name in dims]
     return NamedArray._make(jnp.einsum(*interleaved, out, preferred_element_type=dtype), dims)
 
 
 def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
     single = isinstance(axes, str) or not isinstance(axes, Iterable)
-    if isinstance(axes, tuple) and any(axes in each for each in dims):
+    if isinstance(axes, tuple) and any(axes in array_dims for array_dims in dims):
         single = True  # a name that is a tuple
     names = (axes,) if single else tuple(axes)
-    for each in dims:
+    for array_dims in dims:
         for name in names:
-            if name is None or name not in each:
+            if name is None or name not in array_dims:
                 raise NamedAxesError(
                     f"dot sums over {', '.join(map(repr, names))}, which both arrays need; one "
-                    f"has the dims {each}."
+                    f"has the dims {array_dims}."
                 )
     return names
 
@@ -260,8 +260,10 @@ def scan(
     results: list[Any] = []
 
     def body(values: Sequence[Any], now: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        given = [NamedArray._make(data, each.dims) for data, each in zip(now, slices, strict=True)]
-        result = function(carry.filled(values), slices_tree.unflatten(given))
+        step_slices = [
+            NamedArray._make(data, operand.dims) for data, operand in zip(now, slices, strict=True)
+        ]
+        result = function(carry.filled(values), slices_tree.unflatten(step_slices))
         if not isinstance(result, tuple) or len(result) != 2:
             raise CarryError(
                 f"The function of named.scan returns (carry, result), but returned "
@@ -275,14 +277,16 @@ def scan(
     run = scans.scan(body, length=length, reverse=reverse, unroll=unroll)
     last, stacked = run(carry.values, [data for data, _ in slices])
     treedef, *dims = results
-    arrays = [NamedArray._make(data, each) for data, each in zip(stacked, dims, strict=True)]
+    arrays = [
+        NamedArray._make(data, array_dims) for data, array_dims in zip(stacked, dims, strict=True)
+    ]
     return carry.filled(last), treedef.unflatten(arrays)
 
 
 def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
     """Returns the arrays with the axis in front, without its name."""
     leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=is_named)
-    found: list[Operand] = []
+    operands: list[Operand] = []
     sizes: dict[int, str] = {}
     for path, leaf in leaves:
         where = f"xs{jax.tree_util.keystr(path)}"
@@ -298,12 +302,12 @@ def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
             )
         place = dims.index(axis)
         sizes.setdefault(data.shape[place], where)
-        rest = (*dims[:place], *dims[place + 1 :])
-        found.append(Operand(jnp.moveaxis(data, place, 0), rest))
+        remaining = (*dims[:place], *dims[place + 1 :])
+        operands.append(Operand(jnp.moveaxis(data, place, 0), remaining))
     if len(sizes) > 1:
         texts = ", ".join(f"{size} at {where}" for size, where in sizes.items())
         raise NamedAxesError(f"The sizes of the axis {axis!r} of named.scan differ: {texts}.")
-    return found, treedef
+    return operands, treedef
 
 
 class _ScanCarry(NamedTuple):
@@ -320,9 +324,9 @@ class _ScanCarry(NamedTuple):
         values: list[Any] = []
         dims: list[Dims | None] = []
         for _, leaf in leaves:
-            data, own = leaf._parts() if isinstance(leaf, NamedArray) else (leaf, None)
+            data, own_dims = leaf._parts() if isinstance(leaf, NamedArray) else (leaf, None)
             values.append(data if isinstance(data, Object) else jnp.asarray(data))
-            dims.append(own)
+            dims.append(own_dims)
         paths = [f"carry{jax.tree_util.keystr(path)}" for path, _ in leaves]
         return cls(values, dims, treedef, paths)
 
@@ -344,8 +348,8 @@ class _ScanCarry(NamedTuple):
         return [self._checked(place, leaf) for place, leaf in enumerate(leaves)]
 
     def _checked(self, place: int, leaf: Any) -> Any:
-        before, dims = self.values[place], self.dims[place]
-        if isinstance(leaf, Object) or isinstance(before, Object):
+        start, dims = self.values[place], self.dims[place]
+        if isinstance(leaf, Object) or isinstance(start, Object):
             return leaf
         if dims is None and isinstance(leaf, NamedArray) and not leaf.dims:
             return leaf.data  # a number to begin with is a number in every iteration
@@ -353,15 +357,15 @@ class _ScanCarry(NamedTuple):
             raise self._changed(place, leaf)
         if dims is None:
             return leaf
-        was = NamedArray._make(before, dims)
+        was = NamedArray._make(start, dims)
         for trait in ("axes", "positional_shape", "dtype"):  # but storage order may change
             if getattr(was, trait) != getattr(leaf, trait):
                 raise self._changed(place, leaf)
         return leaf.order_as(*dims).data
 
     def _changed(self, place: int, leaf: Any) -> CarryError:
-        before = self.filled(self.values)
-        was = jax.tree.leaves(before, is_leaf=is_whole)[place]
+        start = self.filled(self.values)
+        was = jax.tree.leaves(start, is_leaf=is_whole)[place]
         hint = "Every iteration must hand on what it was given."
         if isinstance(was, NamedArray) and isinstance(leaf, NamedArray):
             gained = [name for name in leaf.axes if name not in was.axes]

@@ -38,7 +38,7 @@ Change = Callable[[Any, Any, Any], Any]
 
 
 class ResolvedIndex(NamedTuple):
-    """An index of the stored array, transposed first, that JAX can apply."""
+    """An index of the stored array, transposed first, in JAX's form."""
 
     permutation: tuple[int, ...] | None  # None: none is needed
     entries: tuple[Any, ...]  # one per dimension
@@ -54,59 +54,59 @@ class _Gathered(NamedTuple):
 
 
 def resolve_index(array: elementwise.Operand, index: Any) -> ResolvedIndex:
-    """Resolves an index by names or position that adds no names."""
+    """Resolves an index by names or position, without new names."""
     entries = _by_place(array, index)
     entries = {place: _resolve(array, place, entry) for place, entry in entries.items()}
-    taken = [
+    gathered = [
         _Gathered(place, entry)
         for place, entry in entries.items()
         if isinstance(entry, elementwise.Operand)
     ]
-    if not taken:
+    if not gathered:
         whole = tuple(entries.get(place, slice(None)) for place in range(len(array.dims)))
-        kept = [place for place, entry in enumerate(whole) if not isinstance(entry, int)]
-        dims = tuple(array.dims[place] for place in kept)
-        return ResolvedIndex(None, whole, dims, _sizes(array, entries, kept))
+        kept_places = [place for place, entry in enumerate(whole) if not isinstance(entry, int)]
+        dims = tuple(array.dims[place] for place in kept_places)
+        return ResolvedIndex(None, whole, dims, _sizes(array, entries, kept_places))
     # Axes of the array that positions have too: each position goes with its own.
-    wanted = {name for each in taken for name in each.positions.dims if name is not None}
+    new_names = {name for item in gathered for name in item.positions.dims if name is not None}
     for place, name in enumerate(array.dims):
-        if name in wanted and place not in entries:
+        if name in new_names and place not in entries:
             positions = elementwise.Operand(jnp.arange(array.data.shape[place]), (name,))
-            taken.append(_Gathered(place, positions))
-    return _gather(array, entries, taken)
+            gathered.append(_Gathered(place, positions))
+    return _gather(array, entries, gathered)
 
 
 def _gather(
-    array: elementwise.Operand, entries: Mapping[int, Any], taken: Sequence[_Gathered]
+    array: elementwise.Operand, entries: Mapping[int, Any], items: Sequence[_Gathered]
 ) -> ResolvedIndex:
-    """Orders dimensions so that gathered ones stand where JAX leaves them."""
+    """Orders dimensions, gathered ones in JAX's place."""
     # In the place of a single array of positions; in front, if there are more, or integers.
-    positions, dims = elementwise.align([each.positions for each in taken])
-    gathered = [each.place for each in taken]
+    positions, dims = elementwise.align([item.positions for item in items])
+    gathered = [item.place for item in items]
     single = [place for place, entry in entries.items() if isinstance(entry, int)]
-    rest = [place for place in range(len(array.dims)) if place not in (*gathered, *single)]
-    before = gathered[0] if len(gathered) == 1 and not single else 0
-    order = (*rest[:before], *gathered, *single, *rest[before:])
-    found = {**entries, **dict(zip(gathered, positions, strict=True))}
-    names = [array.dims[place] for place in rest]
-    kept = (*names[:before], *dims, *names[before:])
-    twice = [name for name in kept if name is not None and kept.count(name) > 1]
+    remaining = [place for place in range(len(array.dims)) if place not in (*gathered, *single)]
+    lead = gathered[0] if len(gathered) == 1 and not single else 0
+    order = (*remaining[:lead], *gathered, *single, *remaining[lead:])
+    all_entries = {**entries, **dict(zip(gathered, positions, strict=True))}
+    names = [array.dims[place] for place in remaining]
+    new_dims = (*names[:lead], *dims, *names[lead:])
+    twice = [name for name in new_dims if name is not None and new_dims.count(name) > 1]
     if twice:
         raise base.NamedAxesError(
             f"The result of this index would have the axis {twice[0]!r} twice: of the array "
             f"{base.shown(array.dims, array.data.shape)} it takes only a slice along that axis, "
             f"and positions have that name too. Take the slice first: x[{{...: slice}}][...]."
         )
-    sizes = _sizes(array, entries, rest)
-    shape = np.broadcast_shapes(*(each.shape for each in positions))
-    indices = tuple(found.get(place, slice(None)) for place in order)
-    return ResolvedIndex(order, indices, kept, (*sizes[:before], *shape, *sizes[before:]))
+    sizes = _sizes(array, entries, remaining)
+    shape = np.broadcast_shapes(*(index_array.shape for index_array in positions))
+    indices = tuple(all_entries.get(place, slice(None)) for place in order)
+    return ResolvedIndex(order, indices, new_dims, (*sizes[:lead], *shape, *sizes[lead:]))
 
 
 def _sizes(
     array: elementwise.Operand, entries: Mapping[int, Any], places: Sequence[int]
 ) -> tuple[int, ...]:
-    """Sizes of dimensions that stay, whole or sliced."""
+    """Sizes of remaining dimensions, whole or sliced."""
     return tuple(
         len(range(*entries.get(place, slice(None)).indices(array.data.shape[place])))
         for place in places
@@ -122,25 +122,25 @@ def _by_place(array: elementwise.Operand, index: Any) -> dict[int, Any]:
                 raise base.NamedAxesError(f"The index {dict(index)} has an axis twice.")
             entries[place] = entry
         return entries
-    given = index if isinstance(index, tuple) else (index,)
+    items = index if isinstance(index, tuple) else (index,)
     places = base.positional_places(array.dims)
-    if sum(entry is Ellipsis for entry in given) > 1:
+    if sum(entry is Ellipsis for entry in items) > 1:
         raise base.NamedAxesError("An index has one Ellipsis (...) at most.")
-    if any(entry is None for entry in given):
+    if any(entry is None for entry in items):
         raise base.NamedAxesError(
             "None in an index would add a dimension without saying where among names. Add an axis "
             "by name, x[{'new': None}]; for a positional one say so after, .untag('new')."
         )
-    before = next((i for i, entry in enumerate(given) if entry is Ellipsis), len(given))
-    after = given[before + 1 :]
-    if before + len(after) > len(places):
+    ellipsis_at = next((i for i, entry in enumerate(items) if entry is Ellipsis), len(items))
+    trailing = items[ellipsis_at + 1 :]
+    if ellipsis_at + len(trailing) > len(places):
         raise base.NamedAxesError(
-            f"The index has {before + len(after)} entries, but an array with axes "
+            f"The index has {ellipsis_at + len(trailing)} entries, but an array with axes "
             f"{base.shown(array.dims, array.data.shape)} has {len(places)} positional "
             f"dimensions, which an index without names counts. Index by name: x[{{name: ...}}]."
         )
-    pairs = zip(places[len(places) - len(after) :], after, strict=True)
-    return {**dict(zip(places, given[:before], strict=False)), **dict(pairs)}
+    pairs = zip(places[len(places) - len(trailing) :], trailing, strict=True)
+    return {**dict(zip(places, items[:ellipsis_at], strict=False)), **dict(pairs)}
 
 
 def _resolve(array: elementwise.Operand, place: int, entry: Any) -> Any:
@@ -229,7 +229,7 @@ def _masked(name: Any, mask: Any, dims: base.Dims, size: int) -> elementwise.Ope
 
 
 class _Index(NamedTuple):
-    """An index, and the names that it adds."""
+    """An index, and its new names."""
 
     entries: Any
     added: base.Dims = ()
@@ -242,11 +242,11 @@ def _take_apart(array: elementwise.Operand, index: Any) -> _Index:
         if added:
             base.check_dims((*added, *(name for name in array.dims if name is not None)))
         return _Index({k: entry for k, entry in index.items() if entry is not None}, added)
-    given = index if isinstance(index, tuple) else (index,)
+    entries = index if isinstance(index, tuple) else (index,)
     simple = (slice, int, np.integer, type(None), type(Ellipsis))
-    if all(isinstance(entry, simple) for entry in given):
+    if all(isinstance(entry, simple) for entry in entries):
         return _Index(index)
-    values = (entry.value if isinstance(entry, ArrayLike) else entry for entry in given)
+    values = (entry.value if isinstance(entry, ArrayLike) else entry for entry in entries)
     return _Index(tuple(np.asarray(e) if isinstance(e, list) else e for e in values), (), True)
 
 
@@ -281,11 +281,11 @@ class At:
 
 def _update(name: str) -> Callable[..., Any]:
     def method(self: Update, value: Any, **options: Any) -> Any:
-        def change(array: Any, at: Any, given: Any) -> Any:
+        def change(array: Any, at: Any, new_values: Any) -> Any:
             # Over Explicit mesh axes the result is laid out as the array is.
             place = explicit_sharding(array)
-            kept = {} if place is None else {"out_sharding": place}
-            return getattr(array.at[at], name)(given, **{**kept, **options})
+            layout_option = {} if place is None else {"out_sharding": place}
+            return getattr(array.at[at], name)(new_values, **{**layout_option, **options})
 
         return self._run(change, value, options.get("mode"))
 
@@ -318,61 +318,67 @@ class Update:
         index = _take_apart(array, self.index)
         if index.is_lifted:
             return run_lifted(self.array._make, get, (self.array, index.entries), {})
-        found = resolve_index(array, index.entries)
-        data = get(base.transposed(array.data, found.permutation), found.entries)
+        resolved = resolve_index(array, index.entries)
+        data = get(base.transposed(array.data, resolved.permutation), resolved.entries)
         if index.added:
             data = jax.lax.expand_dims(data, range(len(index.added)))
-        return self.array._make(data, (*index.added, *found.dims))
+        return self.array._make(data, (*index.added, *resolved.dims))
 
     def _run(self, change: Change, value: Any, mode: Any = None) -> Any:
         array = elementwise.Operand(*self.array._parts())
         index = _take_apart(array, self.index)
         if index.is_lifted:
             return self._run_lifted(array, index.entries, change, value, mode)
-        found = resolve_index(array, index.entries)
-        dims, shape = (*index.added, *found.dims), (*(1 for _ in index.added), *found.shape)
+        resolved = resolve_index(array, index.entries)
+        dims, shape = (*index.added, *resolved.dims), (*(1 for _ in index.added), *resolved.shape)
         part = elementwise.Operand(jax.ShapeDtypeStruct(shape, array.data.dtype), dims)
-        given = _fitting(value, part)
-        if index.added and np.ndim(given):
-            given = jax.lax.squeeze(given, range(len(index.added)))
-        data = change(base.transposed(array.data, found.permutation), found.entries, given)
-        if found.permutation is not None:
-            data = base.transposed(data, tuple(map(found.permutation.index, range(data.ndim))))
+        new_values = _fitting(value, part)
+        if index.added and np.ndim(new_values):
+            new_values = jax.lax.squeeze(new_values, range(len(index.added)))
+        data = change(
+            base.transposed(array.data, resolved.permutation), resolved.entries, new_values
+        )
+        if resolved.permutation is not None:
+            data = base.transposed(data, tuple(map(resolved.permutation.index, range(data.ndim))))
         return self.array._make(data, array.dims)
 
     def _run_lifted(
         self, array: elementwise.Operand, index: Any, change: Change, value: Any, mode: Any
     ) -> Any:
-        """Changes the elements at the positions that the index takes."""
+        """Changes the elements at the positions of the index."""
         # Names of the index that the array lacks are further positions, not further arrays. A
         # position out of range stays so, for JAX to treat by the mode.
         shape, places = array.data.shape, []
         fills = jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.FILL_OR_DROP
-        taken = array
+        updated = array
         for place, size in enumerate(shape):
             options = {"mode": "fill", "fill_value": size} if fills else {"mode": mode}
-            own = self.array._make(jax.lax.broadcasted_iota(np.int32, shape, place), array.dims)
-            part = Update(own, index)._part(lambda each, at, o=options: each.at[at].get(**o))
-            taken = elementwise.Operand(*part._parts())
-            places.append(taken.data)
-        data = change(array.data, tuple(places), _fitting(value, taken))
+            positions_array = self.array._make(
+                jax.lax.broadcasted_iota(np.int32, shape, place), array.dims
+            )
+            part = Update(positions_array, index)._part(
+                lambda indexed, at, o=options: indexed.at[at].get(**o)
+            )
+            updated = elementwise.Operand(*part._parts())
+            places.append(updated.data)
+        data = change(array.data, tuple(places), _fitting(value, updated))
         return self.array._make(data, array.dims)
 
 
 def _fitting(value: Any, part: elementwise.Operand) -> Any:
     """Returns a value with the dimensions of its part."""
-    found = elementwise.operand_of(value, part)
-    if found is NotImplemented:
+    operand = elementwise.operand_of(value, part)
+    if operand is NotImplemented:
         raise base.NamedAxesError(
             f"A part of a NamedArray cannot be set to {value!r} of type {type(value).__name__}."
         )
-    if not isinstance(found, elementwise.Operand):
-        return found
-    elementwise.check_sizes((part, found))
-    if elementwise.joined(part.dims, found.dims) != part.dims:
+    if not isinstance(operand, elementwise.Operand):
+        return operand
+    elementwise.check_sizes((part, operand))
+    if elementwise.joined(part.dims, operand.dims) != part.dims:
         raise base.NamedAxesError(
-            f"A value with axes {base.shown(found.dims, found.data.shape)} does not fit into a "
+            f"A value with axes {base.shown(operand.dims, operand.data.shape)} does not fit into a "
             f"part with axes {base.shown(part.dims, part.data.shape)}: it may lack axes, along "
             f"which it is repeated, but not have more."
         )
-    return elementwise.expand(found, part.dims)
+    return elementwise.expand(operand, part.dims)

@@ -53,7 +53,7 @@ class AxisSizes:
 
 
 def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> AxisSizes:
-    """Returns the axes that a layer was made with, or raises ``LayerConfigError``."""
+    """Returns the axes of a layer, or raises ``LayerConfigError``."""
     try:
         names, sizes = check_sizes_by_name(axes, least=1)
     except (AxisNamesError, NamedAxesError) as error:
@@ -68,7 +68,7 @@ def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> Ax
 def parameter(
     initializer: Initializer, axes: AxisSizes, dtype: Any, rngs: Rngs | None
 ) -> Param[Any]:
-    """Makes a lazy parameter whose dimensions have the given names and sizes."""
+    """Makes a lazy parameter with the given names and sizes."""
     return parameters.make_parameter(initializer, axes.sizes, dtype, axes.names, rngs)
 
 
@@ -80,19 +80,19 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
             f"{layer} takes a NamedArray, but was given {type(x).__name__}{shape}. Name the "
             f"dimensions: named.wrap(x, {', '.join(map(repr, ('batch', *expected.names)))})."
         )
-    own = x.axes
+    own_axes = x.axes
     wrong = [
-        f"axis {name!r}: expected size {size}, found {own.get(name, 'no such axis')}"
+        f"axis {name!r}: expected size {size}, found {own_axes.get(name, 'no such axis')}"
         for name, size in expected.items()
-        if own.get(name) != size
+        if own_axes.get(name) != size
     ]
     wrong += [
-        f"axis {name!r}: expected no such axis, as the layer makes it, found size {own[name]}"
+        f"axis {name!r}: expected no such axis, as the layer makes it, found size {own_axes[name]}"
         for name in absent
-        if name in own
+        if name in own_axes
     ]
     if wrong:
-        lines = "".join(f"\n  {each}" for each in wrong)
+        lines = "".join(f"\n  {line}" for line in wrong)
         raise parameters.LayerInputError(
             f"{layer} was given {x.dtype}{shown(x.dims, x.shape)}, whose axes do not fit:{lines}\n"
             f"Exchange names with x.rename({{found: expected}})."
@@ -163,14 +163,14 @@ class Linear(Module):
                 f"{self._shown()} has the axis {twice[0]!r} among batch_axes, which stay, and "
                 f"among those that it sums over or makes. It can be one of these."
             )
-        made = AxisSizes(tuple(self._out_names().values()), outputs.sizes)
+        outputs_made = AxisSizes(tuple(self._out_names().values()), outputs.sizes)
         if kernel_init is None:
             first, second = len(batch.names), len(batch.names) + len(inputs.names)
             last = second + len(outputs.names)
             kernel_init = parameters.lecun_normal(
                 tuple(range(first, second)), tuple(range(second, last)), tuple(range(first))
             )
-        self.kernel = parameter(kernel_init, batch + inputs + made, param_dtype, rngs)
+        self.kernel = parameter(kernel_init, batch + inputs + outputs_made, param_dtype, rngs)
         self.bias = parameter(bias_init, batch + outputs, param_dtype, rngs) if use_bias else None
         self.dtype = parameters.canonical_dtype(dtype)
 
@@ -189,8 +189,8 @@ class Linear(Module):
         """
         inputs, batch = self.input_axes, self.batch_axes
         names = self._out_names()
-        made = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
-        x = check_input(self._shown(), x, inputs + batch, made)
+        made_names = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
+        x = check_input(self._shown(), x, inputs + batch, made_names)
         data, kernel = linear.cast_all(self.dtype, x.data, self.kernel.value)
         dims = (*batch.names, *inputs.names, *names.values())
         y = dot(NamedArray._make(data, x.dims), NamedArray._make(kernel, dims), inputs.names)
@@ -281,10 +281,10 @@ class Embed(Module):
                 f"{shown(indices.dims, indices.shape)}. Cast them: indices.astype(int)."
             )
         (table,) = linear.cast_all(self.dtype, self.embedding.value)
-        data, rest = indices.data, range(1, table.ndim)
-        out_sharding = linear.joined_sharding(((data, range(data.ndim)), (table, rest)))
-        found = look_up(table, data, out_sharding)
-        return NamedArray._make(found, (*indices.dims, *self.output_axes.names))
+        data, remaining = indices.data, range(1, table.ndim)
+        out_sharding = linear.joined_sharding(((data, range(data.ndim)), (table, remaining)))
+        rows = look_up(table, data, out_sharding)
+        return NamedArray._make(rows, (*indices.dims, *self.output_axes.names))
 
     def attend(self, x: NamedArray) -> NamedArray:
         """Multiplies by the table: logits of a model with a tied head.
@@ -328,8 +328,8 @@ class _Normalization(Module):
         self.axes = check_axes(layer, "axes", axes)
         self.epsilon = parameters.check_epsilon(layer, epsilon)
         for name, init in initializers.items():
-            made = None if init is None else parameter(init, self.axes, param_dtype, rngs)
-            setattr(self, name, made)
+            parameter_made = None if init is None else parameter(init, self.axes, param_dtype, rngs)
+            setattr(self, name, parameter_made)
         self.dtype = parameters.canonical_dtype(dtype)
 
     def _normalised(self, x: NamedArray) -> NamedArray:
@@ -344,7 +344,9 @@ class _Normalization(Module):
             y = y * beside(self.scale, self.axes, y)
         if self.bias is not None:
             y = y + beside(self.bias, self.axes, y)
-        learnt = [None if each is None else each.value for each in (self.scale, self.bias)]
+        learnt = [
+            None if learnable is None else learnable.value for learnable in (self.scale, self.bias)
+        ]
         return y.astype(linear.result_dtype(self.dtype, x.data, *learnt))
 
 
@@ -571,8 +573,8 @@ class Attention(Module):
                 mask is not of booleans.
         """
         source = x if context is None else context
-        for each in (x, source):
-            self._check(each)
+        for argument in (x, source):
+            self._check(argument)
         read = {self.along: self._read}
         query, key, value = self.q(x), self.k(source).rename(read), self.v(source).rename(read)
         wide = linear.at_least_float32(query.dtype)
@@ -586,23 +588,23 @@ class Attention(Module):
         return self.out(dot(weights, value, [self._read]))
 
     def _allowed(self, logits: NamedArray, mask: NamedArray | None) -> NamedArray | None:
-        """Returns which positions may read which, or None for all."""
+        """Returns a mask of readable positions, or None for all."""
         if mask is not None:
-            known = isinstance(mask, NamedArray) and set(mask.dims) <= set(logits.dims)
-            if not known or mask.dtype != jnp.bool_:
-                found = (
+            is_fitting = isinstance(mask, NamedArray) and set(mask.dims) <= set(logits.dims)
+            if not is_fitting or mask.dtype != jnp.bool_:
+                mask_text = (
                     f"{mask.dtype}{shown(mask.dims, mask.shape)}"
                     if isinstance(mask, NamedArray)
                     else type(mask).__name__
                 )
                 raise parameters.LayerInputError(
                     f"{self._shown()} takes a mask of booleans with axes among those of the "
-                    f"weights, {shown(logits.dims, logits.shape)}, but was given {found}."
+                    f"weights, {shown(logits.dims, logits.shape)}, but was given {mask_text}."
                 )
         if not self.causal:
             return mask
-        own, other = (logits.axes[name] for name in (self.along, self._read))
-        causal = arange({self.along: own}) >= arange({self._read: other})
+        read_size, key_size = (logits.axes[name] for name in (self.along, self._read))
+        causal = arange({self.along: read_size}) >= arange({self._read: key_size})
         return causal if mask is None else causal & mask
 
     def _check(self, x: NamedArray) -> None:

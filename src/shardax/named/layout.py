@@ -120,7 +120,7 @@ def constrain(
 
 
 class Constrain(Module):
-    """Identity layer that lays its input out by names of axes.
+    """Identity layer with a layout of its input by names.
 
     Insert it where the compiler shall be told: ``sx.select(model).at_instances_of(Block)
     .insert_after(Constrain({"batch": "data"}))``.
@@ -151,23 +151,23 @@ def _rules(mapping: Mapping[Any, Any]) -> Rules:
 
 
 def _names_in(tree: Any) -> set[str]:
-    """Returns the names of axes that arrays of a tree have."""
+    """Returns the names of the axes of a tree's arrays."""
     axes = [leaf.names_of(info) or () for leaf, info, _ in TreeInventory(tree).arrays()]
     return {name for names in axes for name in strings(names)}
 
 
-def _check_known(mapping: Mapping[Any, Any], known: Set[str]) -> None:
-    """Raises if the mapping has names that no array has."""
-    unknown = [name for name in mapping if label(name) not in known]
+def _check_known(mapping: Mapping[Any, Any], names_known: Set[str]) -> None:
+    """Raises if the mapping has names of no array."""
+    unknown = [name for name in mapping if label(name) not in names_known]
     if not unknown:
         return
     near = [
         match
         for name in unknown
-        for match in difflib.get_close_matches(str(label(name)), sorted(map(str, known)), n=1)
+        for match in difflib.get_close_matches(str(label(name)), sorted(map(str, names_known)), n=1)
     ]
     hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
-    names = ", ".join(map(repr, sorted(map(str, known)))) or "none"
+    names = ", ".join(map(repr, sorted(map(str, names_known)))) or "none"
     raise NamedAxesError(
         f"The mapping has {', '.join(map(repr, unknown))}, but no array has such an axis; the "
         f"names are {names}.{hint} allow_unused=True lets a mapping have more."

@@ -49,10 +49,10 @@ def run_lifted(
     # Objects need the vmap that knows of them; without any the plain one does the same, and sooner.
     transform: Callable[..., Any] = vmap if objects else jax.vmap
     for place, name in enumerate(names):
-        gone = names[place + 1 :]  # mapped over outside of this vmap
+        outer_names = names[place + 1 :]  # mapped over outside of this vmap
         axes = []
         for _, dims in operands:
-            left = [each for each in dims if each is None or each not in gone]
+            left = [dim for dim in dims if dim is None or dim not in outer_names]
             axes.append(left.index(name) if name in left else None)
         run = transform(run, in_axes=(axes, None), out_axes=-1, axis_name=name)
     datas = run([data for data, _ in operands], objects)
@@ -76,8 +76,8 @@ def _take_apart(
         filled = list(leaves)
         for place, value in zip((*named, *whole), (*datas, *objects), strict=True):
             filled[place] = value
-        called, given, keywords = treedef.unflatten(filled)
-        return called(*given, **keywords)
+        called, positional, keywords = treedef.unflatten(filled)
+        return called(*positional, **keywords)
 
     operands = _laid_out_alike([Operand(*leaves[place]._parts()) for place in named])
     return operands, [leaves[place] for place in whole], rebuild
@@ -88,32 +88,32 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
     # An array in which a name is not split takes the layout of one in which it is.
     if all(explicit_entries(data) is None for data, _ in operands):
         return operands
-    wanted: dict[Name, Any] = {}
+    by_name: dict[Name, Any] = {}
     specs = [tuple(jax.typeof(data).sharding.spec) for data, _ in operands]
     for (_, dims), spec in zip(operands, specs, strict=True):
         for name, entry in zip(dims, spec, strict=True):
             if name is None or entry is None:
                 continue
-            if wanted.setdefault(name, entry) != entry:
+            if by_name.setdefault(name, entry) != entry:
                 raise MappedShardingError(
-                    f"nmap cannot run along {name!r}, which is split over {wanted[name]!r} in one "
+                    f"nmap cannot run along {name!r}, which is split over {by_name[name]!r} in one "
                     f"argument and over {entry!r} in another: {listing(operands)}. Lay one out as "
-                    f"the other: named.constrain(x, {{{name!r}: {wanted[name]!r}}})."
+                    f"the other: named.constrain(x, {{{name!r}: {by_name[name]!r}}})."
                 )
     mesh = next(jax.typeof(data).sharding.mesh for data, _ in operands if explicit_entries(data))
-    found = []
+    laid_out = []
     for (data, dims), spec in zip(operands, specs, strict=True):
         entries = tuple(
-            wanted.get(name) if now is None else now for name, now in zip(dims, spec, strict=True)
+            by_name.get(name) if now is None else now for name, now in zip(dims, spec, strict=True)
         )
         if entries != spec:
             data = jax.sharding.reshard(data, NamedSharding(mesh, PartitionSpec(*entries)))
-        found.append(Operand(data, dims))
-    return found
+        laid_out.append(Operand(data, dims))
+    return laid_out
 
 
 def _named_value(variable: Variable[Any]) -> Any:
-    """Returns the named array that a Variable holds, or the Variable."""
+    """Returns the named array of a Variable, or the Variable."""
     if variable.is_lazy:
         return variable
     return variable.value if isinstance(variable.value, NamedStorage) else variable

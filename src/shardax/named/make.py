@@ -157,13 +157,14 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
         [0, 0, 0]
     """
     if isinstance(key, Mapping) or not callable(sampler):
-        found = f"the axes {dict(key)}" if isinstance(key, Mapping) else f"{sampler!r} first"
+        description = f"the axes {dict(key)}" if isinstance(key, Mapping) else f"{sampler!r} first"
         raise base.NamedAxesError(
-            f"A function that draws was given {found} in the place of a random key. The key comes "
-            "before the axes: named.normal(key, {'batch': 8}), named.random(sampler, key, {...})."
+            f"A function that draws was given {description} in the place of a random key. The key "
+            "comes before the axes: named.normal(key, {'batch': 8}), "
+            "named.random(sampler, key, {...})."
         )
-    given, _ = base.check_sizes_by_name(axes)
-    names = base.sorted_names(given)
+    sizes_by_name, _ = base.check_sizes_by_name(axes)
+    names = base.sorted_names(sizes_by_name)
     shape = tuple(axes[name] for name in names)
     sizes = dict(axes) | (key.axes if isinstance(key, NamedArray) else {})
     for option, value in options.items():
@@ -292,7 +293,7 @@ def random_split(key: Any, axes: base.Axes) -> NamedArray:
 
 
 def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
-    """Concatenates arrays along an axis that all of them have.
+    """Concatenates arrays along a common axis.
 
     Args:
         arrays: Named arrays; one that lacks another name is repeated along it.
@@ -325,7 +326,9 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
         jax.ShapeDtypeStruct(narrowed(data, dims.index(axis)), data.dtype)
         for data, dims in operands
     )
-    check_sizes([Operand(each, dims) for each, (_, dims) in zip(structs, operands, strict=True)])
+    check_sizes(
+        [Operand(struct, dims) for struct, (_, dims) in zip(structs, operands, strict=True)]
+    )
     dims = functools.reduce(joined, (operand.dims for operand in operands))
     datas = [expand(operand, dims) for operand in operands]
     place = dims.index(axis)
@@ -338,7 +341,7 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
 
 
 def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
-    """Stacks arrays along a new axis, which is stored first.
+    """Stacks arrays along a new axis, stored first.
 
     Args:
         arrays: Named arrays, or numbers; one that lacks a name is repeated along it.
@@ -379,8 +382,8 @@ def unstack(array: NamedArray, axis: Any) -> tuple[NamedArray, ...]:
     array = as_named(array, "unstack")
     data, dims = array._parts()
     place = array._place(axis)
-    rest = (*dims[:place], *dims[place + 1 :])
-    return tuple(NamedArray._make(part, rest) for part in jnp.unstack(data, axis=place))
+    remaining = (*dims[:place], *dims[place + 1 :])
+    return tuple(NamedArray._make(part, remaining) for part in jnp.unstack(data, axis=place))
 
 
 def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[NamedArray, ...]:
@@ -441,23 +444,25 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
         >>> sx.named.where(x % 2 == 0, x, -1).unwrap("a").tolist()
         [0, -1, 2, -1]
     """
-    first = next((each for each in (x, y, condition) if isinstance(each, NamedArray)), None)
+    first = next(
+        (argument for argument in (x, y, condition) if isinstance(argument, NamedArray)), None
+    )
     if first is None:
         raise base.NamedAxesError(
             "named.where chooses between named arrays, but none was given; for plain ones there "
             "is jnp.where."
         )
-    beside = Operand(*first._parts())
-    found = [operand_of(each, beside) for each in (x, y, condition)]
-    for each, given in zip(found, (x, y, condition), strict=True):
-        if each is NotImplemented:
+    mate = Operand(*first._parts())
+    operands = [operand_of(argument, mate) for argument in (x, y, condition)]
+    for operand, argument in zip(operands, (x, y, condition), strict=True):
+        if operand is NotImplemented:
             raise base.NamedAxesError(
-                f"named.where takes arrays and numbers, but was given {given!r}."
+                f"named.where takes arrays and numbers, but was given {argument!r}."
             )
-    datas, dims = align([each for each in found if isinstance(each, Operand)])
+    datas, dims = align([operand for operand in operands if isinstance(operand, Operand)])
     expanded = iter(datas)
-    chosen, other, mask = (next(expanded) if isinstance(e, Operand) else e for e in found)
-    return NamedArray._make(jnp.where(mask, chosen, other), dims)
+    chosen, alternative, mask = (next(expanded) if isinstance(e, Operand) else e for e in operands)
+    return NamedArray._make(jnp.where(mask, chosen, alternative), dims)
 
 
 def _operands(arrays: Sequence[Any], function: str) -> list[Operand]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers: Modules whose parameters carry axis names.
+"""Layers: Modules with named parameter axes.
 
 A layer is an ordinary Module. It is lazy until used (building it runs no JAX operation), keeps
 parameter dtype and compute dtype apart, takes arrays with any batch dimensions in front, and runs

@@ -335,7 +335,7 @@ class MultiHeadAttention(Module):
     def _read_around(
         self, query: Any, key: Any, value: Any, mask: Any, segments: Any, axis: str
     ) -> jax.Array:
-        """Reads keys and values that go round a mesh axis."""
+        """Reads keys and values sent round a mesh axis."""
         dropped = self.dropout is not None and not self.dropout.deterministic
         if dropped or self.softmax is not softmax or self.precision:
             refuse_input(
@@ -754,7 +754,7 @@ def _within_segments(one: jax.Array, other: jax.Array, mask: Any) -> jax.Array:
 
 
 def positions_within(segment_ids: jax.Array) -> jax.Array:
-    """Returns positions that count from the beginning of each segment."""
+    """Returns positions from the beginning of each segment."""
     places = jnp.cumsum(jnp.ones_like(segment_ids, jnp.int32), axis=-1, dtype=jnp.int32) - 1
     is_first = jnp.diff(segment_ids, axis=-1, prepend=segment_ids[..., :1] - 1) != 0
     return places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=segment_ids.ndim - 1)
@@ -802,7 +802,7 @@ def _check_mask(mask: jax.Array, ndim: int) -> jax.Array:
 
 
 def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Repeats kv heads where Explicit mesh axes split heads differently."""
+    """Repeats kv heads, if Explicit mesh axes split heads differently."""
     # A split of query heads that cuts through a group has no counterpart among the kv heads.
     if explicit_entries(query) is None and explicit_entries(key) is None:
         return key

@@ -164,7 +164,7 @@ class ConvBase(Module):
         return y.reshape((*front, *y.shape[1:]))
 
     def _extended(self, x: jax.Array, pairs: Any) -> jax.Array:
-        """Pads by what the input itself has at its ends."""
+        """Pads with the input's own ends."""
         for size, (before, after) in zip(x.shape[1:-1], pairs, strict=True):
             most = size if self.padding == "CIRCULAR" else size - 1
             if max(before, after) > most:
@@ -177,7 +177,7 @@ class ConvBase(Module):
         return jnp.pad(x, ((0, 0), *pairs, (0, 0)), mode=_MODES[str(self.padding)])
 
     def _spans(self) -> list[int]:
-        """Returns how far each dimension of the kernel reaches."""
+        """Returns the reach of each dimension of the kernel."""
         pairs = zip(self.kernel_size, self.dilation, strict=True)
         return [dilation * (size - 1) + 1 for size, dilation in pairs]
 

@@ -63,11 +63,11 @@ class Equation:
 
     @property
     def made(self) -> str:
-        """Letters of the result that come from the kernel alone."""
+        """Letters of the result from the kernel alone."""
         return "".join(x for x in self.output if x in self.kernel and x not in self.input)
 
     def kernel_dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Returns the kernel's dimensions that are summed over, made, and batch."""
+        """Returns the kernel's summed, new, and batch dimensions."""
         letters = tuple(enumerate(self.kernel))
         batch = tuple(i for i, x in letters if x in self.output and x in self.input)
         made = tuple(i for i, x in letters if x in self.made)

@@ -37,7 +37,7 @@ Axes = tuple[str, ...]
 
 
 class Split(NamedTuple):
-    """The mesh axes that hold experts, tokens and hidden layers."""
+    """The mesh axes of experts, tokens and hidden layers."""
 
     mesh: AnyMesh
     experts: Axes
@@ -47,15 +47,15 @@ class Split(NamedTuple):
 
     @property
     def axes(self) -> Axes:
-        """All axes that split the tokens inside of the region."""
+        """All axes of tokens inside of the region."""
         return tuple(axis for axes in self.tokens for axis in axes)
 
     def size(self, axes: Axes) -> int:
-        """Returns how many devices there are along axes."""
+        """Returns the number of devices along axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def enter(self, x: jax.Array) -> jax.Array:
-        """Cuts the input as the region has it, which moves nothing."""
+        """Cuts the input to the region's parts, without moving anything."""
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         added = [a for a in self.axes if all(a not in axes for axes in self.outside)]
         if not added:
@@ -95,7 +95,7 @@ class Split(NamedTuple):
         return (y if self.tokens == self.outside else self._constrained(y, self.outside)), loss
 
     def _constrained(self, x: jax.Array, wanted: tuple[Axes, ...]) -> jax.Array:
-        """Lays out the dimension of tokens that the region cuts."""
+        """Lays out the dimension of tokens cut by the region."""
         pairs = zip(self.tokens, self.outside, wanted, strict=True)
         free = PartitionSpec.UNCONSTRAINED
         spec: Any = _spec(*(free if a == b else axes for a, b, axes in pairs), free)
@@ -110,7 +110,7 @@ def _spec(*entries: Any) -> PartitionSpec:
 
 
 def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> Split | None:
-    """Returns where tokens and experts are; None: leave it to the compiler."""
+    """Returns the split of tokens and experts; None: the compiler's."""
     mesh = resolve_mesh()
     if mesh is None or x.ndim < 2 or not x.size:
         return None
@@ -322,12 +322,12 @@ def _nested(
 
 
 def _outer(given: Any) -> frozenset[str]:
-    """Returns the manual axes along which any value differs."""
+    """Returns the manual axes of any varying value."""
     return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(given)))
 
 
 def _varying(tree: Any, axes: frozenset[str]) -> Any:
-    """Marks values as such that may differ along axes."""
+    """Marks values as varying along axes."""
 
     def marked(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - varying_axes(x)))
@@ -337,7 +337,7 @@ def _varying(tree: Any, axes: frozenset[str]) -> Any:
 
 
 def _untyped(x: jax.Array) -> jax.Array:
-    """Returns a value that does not say along which axes it differs."""
+    """Returns a value without its varying axes."""
     return x[None].reshape(x.shape)
 
 
@@ -353,7 +353,7 @@ def _summed(ct: jax.Array, axes: Axes) -> jax.Array:
 
 
 class _Exchange(NamedTuple):
-    """Sizes that are known when the program is traced."""
+    """Sizes known while the program is traced."""
 
     axes: Axes
     devices: int
@@ -363,7 +363,7 @@ class _Exchange(NamedTuple):
     received: int  # the most rows that come to a device
 
     def parts(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rows that come here and that go from here."""
+        """Returns the numbers of received and of sent rows."""
         # By other device and expert. ``table`` says how many each device has for each expert.
         me = jax.lax.axis_index(self.axes)
         by_device = table.reshape(self.devices, self.devices, self.local)
@@ -371,12 +371,12 @@ class _Exchange(NamedTuple):
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
-    """Returns where parts start, that follow each other in the last dimension."""
+    """Returns the starts of consecutive parts of the last dimension."""
     return jnp.cumsum(sizes, axis=-1) - sizes
 
 
 def _taken(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
-    """Returns the rows at an index, zeros where not valid."""
+    """Returns the rows at an index, zeros if not valid."""
     index = jnp.where(valid, index, len(rows))
     return rows.at[index].get(mode="fill", fill_value=0)
 
@@ -389,7 +389,7 @@ def _moved(rows: jax.Array, sizes: jax.Array, shifts: jax.Array, length: int) ->
 
 
 def _sorted_starts(coming: jax.Array) -> jax.Array:
-    """Returns where rows lie that are sorted by expert, then by device."""
+    """Returns the places of rows, sorted by expert, then by device."""
     return _starts(coming.T.reshape(-1)).reshape(coming.T.shape).T
 
 
@@ -417,7 +417,7 @@ def _padded_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
 
 
 def _ragged_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
-    """Sends a slice for each expert to where its rows are expected."""
+    """Sends a slice for each expert to its device."""
     mine = table[jax.lax.axis_index(exchange.axes)]
     # Of each device what comes to it, sorted by expert, then by device.
     shape = (exchange.devices, exchange.devices, exchange.local)
@@ -429,7 +429,7 @@ def _ragged_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
 
 
 def _ragged_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
-    """Sends the slices back to where they come from."""
+    """Sends the slices back to their senders."""
     me = jax.lax.axis_index(exchange.axes)
     coming = exchange.parts(table)[0]
     shape = (exchange.devices, exchange.devices, exchange.local)
@@ -455,7 +455,7 @@ def _there(exchange: _Exchange, table: Any, rows: Any) -> Any:
 
 
 def _back(exchange: _Exchange, table: Any, rows: Any) -> Any:
-    """Returns the results of the rows that were sent, in their order."""
+    """Returns the results of the sent rows, in their order."""
     return jax.lax.platform_dependent(
         table,
         rows,

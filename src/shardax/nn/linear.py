@@ -136,7 +136,7 @@ def numbered(name: str, count: int) -> tuple[str, ...]:
 
 
 def take_precision(layer: Module, precision: Any, preferred_element_type: Any) -> None:
-    """Sets how a layer multiplies, or raises if it cannot be."""
+    """Sets the precision of a layer, or raises if not valid."""
     # Set only where given: a layer that has the defaults looks as it did before there were others.
     if precision is not None:
         try:
@@ -192,7 +192,7 @@ def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...
 
 
 def at_least_float32(dtype: Any) -> np.dtype:
-    """Returns the dtype in which statistics over a ``dtype`` array are computed."""
+    """Returns the dtype of statistics over an array."""
     # Not by JAX's promotion, which a user may forbid: these casts are meant.
     dtype = jnp.dtype(dtype)
     is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
@@ -200,7 +200,7 @@ def at_least_float32(dtype: Any) -> np.dtype:
 
 
 def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
-    """Returns the compute dtype; without one, what input and parameters promote to."""
+    """Returns the compute dtype; without one, the promoted dtype."""
     if dtype is not None:
         return dtype
     promoted = jnp.result_type(x, *(one for one in parameters if one is not None))

@@ -208,7 +208,7 @@ class Sequential(Module):
 
 
 def _side_inputs(layer: Any, names: Collection[str]) -> set[str]:
-    """Returns which names a layer takes besides its input."""
+    """Returns the names taken by a layer besides its input."""
     if isinstance(layer, Sequential):
         return {name for inner in layer.layers for name in _side_inputs(inner, names)}
     if isinstance(layer, (ModuleWrapper, Stack)):

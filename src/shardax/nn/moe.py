@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts, of which each token uses a few.
+"""Mixture of experts, a few for each token.
 
 The router's softmax over all experts is in float32. The load-balance loss is that of Fedus et al.,
 "Switch Transformers", 2021, equation 4, with the shares of all choices added up as Mixtral does.
@@ -307,7 +307,7 @@ class MoE(Module):
         return _product(hidden, down, multiply=gather, first=each)
 
     def _sorted(self, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Returns the results of rows that are sorted by expert."""
+        """Returns the results of rows sorted by expert."""
         gate, up, down = kernels
         given = jnp.arange(len(x))[:, None] < sizes.sum()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, dtypes and checks that layers share.
+"""Parameters, dtypes and checks shared by layers.
 
 A layer's parameters are lazy: building a layer runs no JAX operation. Each has an axis name per
 dimension. The names have defaults, the same for layers that are meant to be joined ("embed" is what
@@ -100,7 +100,7 @@ def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> Ax
 
 
 def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
-    """Raises the error for an input that a layer cannot take."""
+    """Raises the error for a refused input of a layer."""
     shape = f"{found.dtype}{list(found.shape)}" if hasattr(found, "shape") else repr(found)
     raise LayerInputError(f"{layer} takes {expected}, but was given {shape}. {hint}")
 
@@ -111,7 +111,7 @@ def canonical_dtype(dtype: Any) -> np.dtype | None:
 
 
 def check_epsilon(layer: str, epsilon: float) -> float:
-    """Returns what is added to a variance, or raises if negative."""
+    """Returns the term added to a variance, or raises if negative."""
     if not epsilon >= 0:
         raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
     return float(epsilon)

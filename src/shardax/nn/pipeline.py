@@ -53,7 +53,7 @@ Run = Callable[[Any, Any, list[Any], int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The mesh axis that layers are laid out over."""
+    """The mesh axis of the layers."""
 
     axis: str | None
     count: int
@@ -63,14 +63,14 @@ class Stages:
         return jnp.int32(0) if self.axis is None else jax.lax.axis_index(self.axis)
 
     def hand_on(self, tree: Any) -> Any:
-        """Gives each stage what the stage before it has."""
+        """Gives each stage the value of the stage before."""
         if self.axis is None:
             return tree
         ring = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
 
     def varying(self, tree: Any) -> Any:
-        """Marks values that stages have alike as such that may differ."""
+        """Marks equal values of stages as varying."""
         if self.axis is None:
             return tree
         axis = self.axis
@@ -81,7 +81,7 @@ class Stages:
         return jax.tree.map(marked, tree)
 
     def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
-        """Returns values whole along the axis, where their type has it."""
+        """Returns values whole along the axis, if their type has it."""
 
         def whole(x: Any) -> Any:
             sharding = jax.typeof(x).sharding
@@ -169,7 +169,7 @@ class Stages:
         return exchange
 
     def of_last(self, tree: Any) -> Any:
-        """Returns what the last stage has, in all stages."""
+        """Returns the last stage's value, in all stages."""
         if self.axis is None:
             return tree
         is_last = self.index() == self.count - 1
@@ -191,7 +191,7 @@ class _Move(NamedTuple):
 
 
 def _moves(stages: int, rounds: int) -> list[_Move]:
-    """Returns permutations by which layers in order come into rounds."""
+    """Returns permutations of layers from order into rounds."""
     # Layer l is in stage l // R, and goes to stage l % S. Of the layers whose (l % R + l // m) % R
     # is one number, m the least common multiple of R and S, each stage has one and is sent one: all
     # layers of a stage have one l // m, and two layers for one stage differ by a multiple of S, so
@@ -207,7 +207,7 @@ def _moves(stages: int, rounds: int) -> list[_Move]:
 
 
 def find_stages(axis_name: str, length: int) -> Stages:
-    """Returns the mesh axis that the rules give to a stack."""
+    """Returns the mesh axis of a stack by the rules."""
     mesh, rules = resolve_mesh(), current_rules()
     if mesh is None or not rules:
         return Stages(None, 1)
@@ -260,7 +260,7 @@ def joined(tree: Any) -> Any:
 
 
 def check_rows(x: Any, count: int) -> int:
-    """Returns the number of rows, which can be cut."""
+    """Returns the number of rows, if divisible."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
     rows = {shape[0] if shape else None for shape in shapes}
     if len(rows) != 1 or None in rows:
@@ -282,7 +282,7 @@ def check_rows(x: Any, count: int) -> int:
 def find_rowwise(
     run: Callable[[Any, list[Any]], Any], x: Any, given: list[Any], rows: int, count: int
 ) -> list[bool]:
-    """Returns which arguments have a row for each row of ``x``."""
+    """Returns the arguments with a row for each row of ``x``."""
     found = [item is not None and np.shape(item)[:1] == (rows,) for item in given]
     inner = {size for leaf in jax.tree.leaves(x) for size in np.shape(leaf)[1:]}
     doubtful = [position for position, is_rowwise in enumerate(found) if is_rowwise]
@@ -351,7 +351,7 @@ class Step:
     def __call__(
         self, values: Mapping[Path, Any], x: Any, given: list[Any], length: int, number: Any
     ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
-        """Returns the result, the state that was written, and what was sown."""
+        """Returns the result, the written state, and the sown values."""
         entering = dict(values)
         if self.microbatches > 1:
             for path in self.keys:
@@ -398,7 +398,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _added(before: Any, after: Any) -> Any:
-    """Returns what was appended to a tuple, else all."""
+    """Returns the appended items of a tuple, else all."""
     grown = isinstance(before, tuple) and isinstance(after, tuple) and len(after) > len(before)
     return after[len(before) :] if grown else after
 
@@ -472,7 +472,7 @@ def _with_auto_axes(function: Callable[..., Any], like: Any) -> Callable[..., An
 
 
 class _Pipeline:
-    """One call: what each stage does at each tick."""
+    """One call: the work of each stage at each tick."""
 
     def __init__(
         self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str, policy: Any
@@ -495,7 +495,7 @@ class _Pipeline:
     def __call__(
         self, values: dict[Path, Any], x: Any, parts: list[Any], same: list[Any]
     ) -> tuple[Any, Any, Any]:
-        """Runs all ticks; returns rows by microbatch, state, and what was sown."""
+        """Runs all ticks; returns rows by microbatch, state, and sown values."""
         shared = {p: v for p, v in values.items() if p in self.step.shared}
         own = {p: v for p, v in values.items() if p not in self.step.shared}
         if self.stages.axis is None:
@@ -577,7 +577,7 @@ class _Pipeline:
         return y, (final, written), stages.to_layers(mine, rounds, dim=1)
 
     def _wait(self, stage: Any, time: Any, arriving: Any, waiting: Any) -> tuple[Any, Any]:
-        """Keeps what arrives in the first stage until its next round begins."""
+        """Keeps arrivals of the first stage until its next round begins."""
         if waiting is None:
             return arriving, None
         place = time % (self.period - self.stages.count)
@@ -598,7 +598,7 @@ class _Pipeline:
         )
 
     def _of_stage(self, by_tick: jax.Array, stage: Any) -> jax.Array:
-        """What layers sowed in the ticks of a stage, (microbatches, layers, ...)."""
+        """Sown values of the ticks of a stage, (microbatches, layers, ...)."""
         if self.rounds == 1:
             return jax.lax.dynamic_slice_in_dim(by_tick, stage, self.microbatches)
         begun = self.period * jnp.arange(self.rounds)[None]
@@ -610,7 +610,7 @@ _TAKEN = frozenset({"dynamic_slice", "squeeze", "reshape", "convert_element_type
 
 
 def _keeping(policy: Any) -> Any:
-    """Returns a policy that keeps no layers of a round."""
+    """Returns a policy without saved layers of a round."""
     if policy is None:
         return None
 
@@ -625,7 +625,7 @@ def _ticks(stages: int, microbatches: int, rounds: int) -> int:
 
 
 def bubble_share(schedule: str, stages: int, microbatches: int, rounds: int) -> float:
-    """The share of a pipeline's ticks in which stages are idle."""
+    """The share of a pipeline's ticks with idle stages."""
     rounds = rounds if schedule == "circular" else 1
     return 1 - rounds * microbatches / _ticks(stages, microbatches, rounds)
 
@@ -648,7 +648,7 @@ def _choose(condition: Any, one: Any, other: Any) -> Any:
 
 
 def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
-    """Puts together what the microbatches sowed, (microbatches, layers, ...)."""
+    """Joins the sown values of microbatches, (microbatches, layers, ...)."""
     count, _, *part = parts.shape
     wanted = whole.shape[1:]
     if tuple(part) == wanted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent cells and what runs them over time.
+"""Recurrent cells and their loops over time.
 
 A cell is called as ``cell(carry, x) -> (carry, y)`` for one step, and says by
 ``cell.initial_carry(x)`` what it starts from. ``RNN`` runs it over the second last dimension of its
@@ -82,7 +82,7 @@ class _Cell(Module):
         self.recurrent = linear(self.features, hidden, recurrent_init, self._recurrent_bias)
 
     def initial_carry(self, x: Any) -> Any:
-        """Returns the zeros from which a sequence starts, for one step ``x``."""
+        """Returns the zeros at the start of a sequence."""
         return self._zeros(self._project(x))
 
     def __call__(self, carry: Any, x: Any) -> tuple[Any, jax.Array]:

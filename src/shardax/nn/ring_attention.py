@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a sequence that several devices hold in parts.
+"""Attention over a sequence split over devices.
 
 Keys and values go round the devices of a mesh axis, a part at a time; each device updates a running
 softmax of its queries with every part that comes by (H. Liu and others, "Ring Attention with
@@ -36,7 +36,7 @@ _NEVER = -0.7 * float(np.finfo(np.float32).max)  # the score of what may not be 
 
 
 class Ring(NamedTuple):
-    """What all steps of a ring have in common."""
+    """Settings of all steps of a ring."""
 
     axis: str
     devices: int
@@ -48,7 +48,7 @@ class Ring(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What travels: the keys of one device."""
+    """Keys and values of one device, sent round the ring."""
 
     key: Any
     value: Any
@@ -135,7 +135,7 @@ def _varying(x: jax.Array) -> jax.Array:
 
 
 def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    """Runs a function on what each device of the ring has."""
+    """Runs a function on each device's part of the ring."""
     # A loop around that is differentiated takes what does not depend on its values, such as zeros
     # and masks, out of its body and so out of the region, which it must not where that is within
     # another one. What is to be recomputed is not taken out; nothing here is computed twice.
@@ -150,14 +150,14 @@ def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
 
 
 def _split(ring: Ring, x: Any, dim: int) -> Any:
-    """The spec of an array that is split, or None."""
+    """The spec of a split array, or None."""
     if x is None or x.shape[dim] == 1:
         return PartitionSpec()
     return PartitionSpec(*(None,) * (x.ndim + dim), ring.axis)
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs, in the order of the ring."""
+    """Values for the backward pass, in the order of the ring."""
 
     query: Any
     part: Part
@@ -243,7 +243,7 @@ def _swapped(condition: Any, pair: Any) -> list[Any]:
 
 
 def _last_turn(ring: Ring, query: Any, key: Any) -> int:
-    """Returns how often parts are passed on until all are read."""
+    """Returns the number of sends until all parts are read."""
     if not ring.causal or ring.window is None or query.shape[-3] != key.shape[-3]:
         return ring.devices - 1
     return min(ring.devices - 1, -(-(ring.window - 1) // key.shape[-3]))
@@ -393,7 +393,7 @@ def _from_earlier(ring: Ring, step: Any) -> Any:
 
 
 def _places(ring: Ring, time: int, step: Any) -> jax.Array:
-    """Returns the positions of the part that is here after some steps."""
+    """Returns the positions of the present part after some steps."""
     device = (jax.lax.axis_index(ring.axis) - step) % ring.devices
     if not ring.zigzag:
         return device * time + jnp.arange(time)
@@ -405,7 +405,7 @@ def _places(ring: Ring, time: int, step: Any) -> jax.Array:
 def _scores(
     ring: Ring, grouped: Any, part: Part, mask: Any, own: Any, rows: Any, columns: Any
 ) -> jax.Array:
-    """Returns scores for the keys that are here, by their positions."""
+    """Returns scores for the present keys, by their positions."""
     # Of shape (..., kv heads, group, time, other time).
     scores = jnp.einsum(
         "...kgth,...ksh->...kgts", grouped, part.key, preferred_element_type=jnp.float32
@@ -435,7 +435,7 @@ def _scores(
 
 
 def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
-    """Gives each device what a device before it has."""
+    """Sends parts on to the next device of the ring."""
     if far % ring.devices == 0:
         return tree
     pairs = [(one, (one + far) % ring.devices) for one in range(ring.devices)]
@@ -443,7 +443,7 @@ def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
 
 
 def _own(ring: Ring, tree: Any) -> Any:
-    """Marks float32 values that devices have alike as such that may differ."""
+    """Marks equal float32 values of devices as varying."""
     return jax.tree.map(
         lambda x: jax.lax.pcast(x.astype(np.float32), (ring.axis,), to="varying"), tree
     )

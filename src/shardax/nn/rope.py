@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding, and how it is stretched to longer texts.
+"""Rotary position embedding, also stretched to longer texts.
 
 Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
 Embedding", 2021) in the half-split form: the first half of a head is the real part and the second
@@ -128,7 +128,7 @@ def check_head_dim(layer: str, head_dim: int) -> None:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding, and how it is stretched to longer texts.
+    """Rotary position embedding, also stretched to longer texts.
 
     Attributes:
         base: Base of the wavelengths.
@@ -157,7 +157,7 @@ class Rope:
     truncate: bool = True
 
     def rotated_size(self, head_dim: int) -> int:
-        """Returns how much of a head is turned."""
+        """Returns the size of the rotated part of a head."""
         return int(head_dim * self.fraction)
 
     def rotation(self, positions: jax.Array, head_dim: int) -> Rotation:

@@ -111,7 +111,7 @@ def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
 def rematerialised(
     function: Callable[..., Any], policy: Policy, *, in_loop: bool = False
 ) -> Callable[..., Any]:
-    """Returns a function that keeps for its gradient what the policy says."""
+    """Returns a function with rematerialization by a policy."""
     # In a loop the compiler cannot undo it, so nothing has to prevent that.
     if policy is None:
         return function
@@ -369,7 +369,7 @@ every call."""
 
 
 def _all_shared(stack: Stack) -> tuple[Path, ...]:
-    """Returns every path to what all layers share."""
+    """Returns every path to objects shared by all layers."""
     # A layer may reach it by several, such as one stream of two dropouts.
     is_shared = _IsShared(stack.shared)
     found = find_duplicates(stack.stacked)
@@ -379,7 +379,7 @@ def _all_shared(stack: Stack) -> tuple[Path, ...]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _IsShared:
-    """Filter of what all layers share, by paths of shared objects."""
+    """Filter of objects shared by all layers, by path."""
 
     paths: tuple[Path, ...]
 
@@ -427,7 +427,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 
 def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
-    """Yields ``id`` of the objects that a function closes over."""
+    """Yields ``id`` of the objects in a function's closure."""
     walk = GraphWalk()
     if isinstance(make, Object) or callable(make):
         walk.encode(make, ())
@@ -440,7 +440,7 @@ def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
 def stack_layers(
     layers: Sequence[Module], axis_name: str = "layers", *, remat: Any = None, unroll: int = 1
 ) -> Stack:
-    """Makes a stack of layers that exist.
+    """Makes a stack of existing layers.
 
     Args:
         layers: Layers of one structure, at least one. The stack has Variables of its own; what all
@@ -491,7 +491,7 @@ def unstack_layers(stack: Stack) -> list[Any]:
 
 
 def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
-    """Turns the state of unrolled layers into that of stacked ones.
+    """Turns the state of unrolled layers into a stack's.
 
     Args:
         state: Values of a model that has lists of layers where ``model`` has stacks; all of them or
@@ -547,7 +547,7 @@ def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
 
 
 def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
-    """Turns the state of stacked layers into that of unrolled ones.
+    """Turns the state of stacked layers into unrolled layers'.
 
     Args:
         state: Values of ``model``, all of them or some.
@@ -592,7 +592,7 @@ class _Level(NamedTuple):
 
 
 class _Stacks:
-    """Stacks of a tree that holds a model."""
+    """Stacks of a tree with a model."""
 
     def __init__(self, tree: Any) -> None:
         modules = dict(iter_modules(tree))
@@ -633,7 +633,7 @@ def _common_end(one: Path, other: Path) -> int:
 
 
 def _indices(levels: Sequence[_Level]) -> Iterator[tuple[int, ...]]:
-    """Yields the indices of the layers that a path stands for."""
+    """Yields the indices of the layers of a path."""
     return itertools.product(*(range(level.length or 1) for level in levels))
 
 

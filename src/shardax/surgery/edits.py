@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers around selected layers, which take their places.
+"""Wrappers in the places of selected layers.
 
 Layers of a ``nn.Stack`` are edited all at once: what is saved of them, and their adapters, have a
 leading dimension of layers.
@@ -58,7 +58,7 @@ class LayerWrapper(ModuleWrapper):
 
 
 def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> Any:
-    """Replace what is selected, by a function of path and value."""
+    """Replace the selection by a function of path and value."""
     wrappers: list[Any] = []
     for path, value in _checked(edit, selection).get_by_path().items():
         if not callable(value) or isinstance(value, (type, Variable)):
@@ -83,7 +83,7 @@ def _checked(edit: str, selection: Any) -> Selection:
 
 
 class SavedActivation(LayerWrapper):
-    """A layer that saves its result; made by ``save_activations``.
+    """A layer with a saved result; made by ``save_activations``.
 
     Args:
         layer: A Module, or a function.
@@ -104,14 +104,14 @@ class SavedActivation(LayerWrapper):
     _own = frozenset({"body", "activation"})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer and saves what it returns."""
+        """Calls the layer and saves its result."""
         result = self.body(*args, **kwargs)
         self.sow("activation", result)
         return result
 
 
 def save_activations(selection: Selection) -> Any:
-    """Makes selected layers save what they return.
+    """Makes selected layers save their results.
 
     Args:
         selection: Layers, or functions that a model calls, such as the softmax of attention.
@@ -305,7 +305,7 @@ def _is_own(cls: type, name: str) -> bool:
 
 
 def _kernels_of(layer: Any) -> tuple[str, ...]:
-    """Names of the kernels of a layer that adapters are for."""
+    """Names of the adapted kernels of a layer."""
     if isinstance(layer, MoE):
         return ("gate", "up", "down")
     return ("embedding",) if isinstance(layer, Embed) else ("kernel",)
@@ -486,7 +486,7 @@ class Linearised(LayerWrapper):
 
 
 class _Recorder(LayerWrapper):
-    """A layer that saves its first argument."""
+    """A layer with a saved first argument."""
 
     _own = frozenset({"body", "inputs"})
 
