@@ -257,9 +257,9 @@ class MultiHeadAttention(Module):
         query, key, value = cast_all(None, query, key, value)
         if self.rope_base is None and not isinstance(positions, Rotation):
             return QueryKeyValue(query, key, value)
-        turned = self._rotation(x, positions)
-        other = turned if context is None else self._rotation(source, others)
-        return QueryKeyValue(rotate(query, turned), rotate(key, other), value)
+        query_rotation = self._rotation(x, positions)
+        key_rotation = query_rotation if context is None else self._rotation(source, others)
+        return QueryKeyValue(rotate(query, query_rotation), rotate(key, key_rotation), value)
 
     def attend(
         self,
@@ -282,9 +282,9 @@ class MultiHeadAttention(Module):
             The shape of the queries.
         """
         query, key, value = qkv
-        around = ring_axis(query) if ordered else None
-        if around is not None:
-            return self._read_around(query, key, value, mask, segment_ids, around)
+        axis_name = ring_axis(query) if ordered else None
+        if axis_name is not None:
+            return self._read_around(query, key, value, mask, segment_ids, axis_name)
         if segment_ids is not None:
             mask = _within_segments(*segment_ids, mask)
         key, value = _gathered(key, -3), _gathered(value, -3)
@@ -372,23 +372,23 @@ class MultiHeadAttention(Module):
         except Exception as error:
             if self.implementation != "cudnn":
                 raise
-            found = f"{query.dtype}{list(query.shape)} on {jax.default_backend()}"
+            description = f"{query.dtype}{list(query.shape)} on {jax.default_backend()}"
             raise LayerInputError(
-                f'MultiHeadAttention(implementation="cudnn") does not run for queries {found} '
-                f"({error}). cuDNN takes float16 and bfloat16 on NVIDIA GPUs; elsewhere use "
-                f"implementation=None."
+                'MultiHeadAttention(implementation="cudnn") does not run for queries '
+                f"{description} ({error}). cuDNN takes float16 and bfloat16 on NVIDIA GPUs; "
+                "elsewhere use implementation=None."
             ) from error
 
     def _read_cache(
         self, x: Any, context: Any, mask: Any, segment_ids: Any, positions: Any, cache: Any
     ) -> jax.Array:
         """Writes this call's keys and values to the cache and reads it."""
-        given = {"a context": context, "segment ids": segment_ids}
-        for name, value in given.items():
+        unsupported = {"a context": context, "segment ids": segment_ids}
+        for name, value in unsupported.items():
             if value is not None or x.ndim == 2:
-                what = name if value is not None else "an input without batch"
+                reason = name if value is not None else "an input without batch"
                 refuse_input(
-                    "A cache of MultiHeadAttention", f"no call with {what}", x, "Call it without."
+                    "A cache of MultiHeadAttention", f"no call with {reason}", x, "Call it without."
                 )
         batch, time = x.shape[:2]
         if mask is not None:
@@ -402,8 +402,8 @@ class MultiHeadAttention(Module):
         if positions is None and self.rope_base is not None:
             positions = places
         query, key, value = self.project(x, None, positions)
-        keys, values, held, is_full = cache.update(key, value, places, self.window)
-        allowed = _readable(held, places, self.causal, self.window)
+        keys, values, positions_held, is_full = cache.update(key, value, places, self.window)
+        allowed = _readable(positions_held, places, self.causal, self.window)
         qkv = QueryKeyValue(query, keys.astype(query.dtype), values.astype(query.dtype))
         read = self.attend(qkv, allowed, ordered=False)
         return read if is_full is None else jnp.where(is_full, jnp.nan, read)
@@ -548,13 +548,13 @@ class AttentionCache(Module):
             attention: The attention.
             batch: Rows of its input.
         """
-        wanted = (batch, self.length, attention.num_kv_heads, attention.head_dim)
-        if self.key.shape != wanted:
+        shape = (batch, self.length, attention.num_kv_heads, attention.head_dim)
+        if self.key.shape != shape:
             refuse_input(
                 "MultiHeadAttention",
-                f"a cache with keys of shape {wanted}",
+                f"a cache with keys of shape {shape}",
                 self.key,
-                f"Make it with nn.AttentionCache{wanted}, one for each layer.",
+                f"Make it with nn.AttentionCache{shape}, one for each layer.",
             )
         if self.ring and (attention.window is None or attention.window > self.length):
             raise LayerInputError(
@@ -597,7 +597,7 @@ class AttentionCache(Module):
         time, count = positions.shape[1], self.count.value
         pairs = ((self.key, key), (self.value, value), (self.position, positions))
         old = [variable.value for variable, _ in pairs]
-        if any(jax.typeof(one).sharding.mesh.empty for one in old) and (
+        if any(jax.typeof(array).sharding.mesh.empty for array in old) and (
             explicit_entries(key) is not None
         ):
             raise LayerInputError(
@@ -605,7 +605,7 @@ class AttentionCache(Module):
                 f"{jax.typeof(key)} over Explicit mesh axes. Lay it out as the model: "
                 f"sx.shard(cache, mesh, rules)."
             )
-        new = [_laid_out(one.astype(v.dtype), v.value) for v, one in pairs]
+        new = [_laid_out(array.astype(v.dtype), v.value) for v, array in pairs]
         is_full = None
         if not self.ring:
             is_full = count + time > self.length
@@ -618,9 +618,9 @@ class AttentionCache(Module):
             written = [_write(*pair, count) for pair in zip(old, new, strict=True)]
             read = written
         else:
-            kept = min(time, self.length)
-            start = count + (time - kept)
-            last = [one[:, time - kept :] for one in new]
+            kept_count = min(time, self.length)
+            start = count + (time - kept_count)
+            last = [array[:, time - kept_count :] for array in new]
             written = [_write_ring(*pair, start) for pair in zip(old, last, strict=True)]
             # What is overwritten may still be read by the first of many new positions.
             fits = time == 1 or time + (window or 0) <= self.length + 1
@@ -629,31 +629,35 @@ class AttentionCache(Module):
                 if fits
                 else [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
             )
-        for (variable, _), one in zip(pairs, written, strict=True):
-            variable.value = one
+        for (variable, _), array in zip(pairs, written, strict=True):
+            variable.value = array
         self.count.value = count + time
-        keys, values, held = read
-        return keys, values, held, is_full
+        keys, values, positions_held = read
+        return keys, values, positions_held, is_full
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=INLINE)
-def _next_positions(held: jax.Array, time: int, positions: Any, mask: Any) -> jax.Array:
-    shape = (held.shape[0], time)
+def _next_positions(positions_held: jax.Array, time: int, positions: Any, mask: Any) -> jax.Array:
+    shape = (positions_held.shape[0], time)
     if positions is None:
         real = jnp.ones(shape, np.int32) if mask is None else mask.astype(np.int32)
-        positions = _laid_out(jnp.cumsum(real, 1), held) + jnp.max(held, 1, keepdims=True)
+        positions = _laid_out(jnp.cumsum(real, 1), positions_held) + jnp.max(
+            positions_held, 1, keepdims=True
+        )
     positions = jnp.broadcast_to(as_array(positions), shape).astype(np.int32)
     positions = positions if mask is None else jnp.where(mask, positions, -1)
-    return _laid_out(positions, held)
+    return _laid_out(positions, positions_held)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
-def _readable(held: jax.Array, places: jax.Array, causal: bool, window: int | None) -> jax.Array:
-    seen, own = held[:, None, None, :], places[:, None, :, None]
+def _readable(
+    positions_held: jax.Array, places: jax.Array, causal: bool, window: int | None
+) -> jax.Array:
+    seen, own_position = positions_held[:, None, None, :], places[:, None, :, None]
     allowed = seen >= 0
     if causal:
-        allowed &= seen <= own
-    return allowed if window is None else allowed & (seen > own - window)
+        allowed &= seen <= own_position
+    return allowed if window is None else allowed & (seen > own_position - window)
 
 
 def _write(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
@@ -667,18 +671,18 @@ def _write_ring(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
         return _write(old, new, start)
     # Slot s takes what is new at (s - start) modulo the length.
     source = (jnp.arange(length, dtype=np.int32) - start) % length
-    rest = (1,) * (old.ndim - 2)
-    taken = jnp.take(new, jnp.minimum(source, time - 1), axis=1)
-    return jnp.where((source < time).reshape(1, length, *rest), taken, old)
+    trailing = (1,) * (old.ndim - 2)
+    source_rows = jnp.take(new, jnp.minimum(source, time - 1), axis=1)
+    return jnp.where((source < time).reshape(1, length, *trailing), source_rows, old)
 
 
 def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
     """Lays an array out as another, over Explicit mesh axes."""
-    have, wanted = jax.typeof(new).sharding, jax.typeof(old).sharding
+    present, target = jax.typeof(new).sharding, jax.typeof(old).sharding
     if explicit_entries(new) == explicit_entries(old):
         return new
-    mesh = wanted.mesh if explicit_entries(old) is not None else have.mesh
-    return jax.sharding.reshard(new, NamedSharding(mesh, wanted.spec))
+    mesh = target.mesh if explicit_entries(old) is not None else present.mesh
+    return jax.sharding.reshard(new, NamedSharding(mesh, target.spec))
 
 
 # Units, as eager arrays over Explicit axes need their mesh where masks are broadcast.
@@ -711,9 +715,9 @@ def _gathered(x: jax.Array, axis: int) -> jax.Array:
     entries = explicit_entries(x)
     if entries is None or entries[axis] is None:
         return x
-    rest = list(entries)
-    rest[axis] = None
-    return jax.sharding.reshard(x, PartitionSpec(*rest))
+    gathered_entries = list(entries)
+    gathered_entries[axis] = None
+    return jax.sharding.reshard(x, PartitionSpec(*gathered_entries))
 
 
 def _normed(norm: Any, heads: jax.Array) -> jax.Array:
@@ -735,8 +739,8 @@ def _pair_of_segments(x: jax.Array, context: Any, segment_ids: Any) -> tuple[Any
             "MultiHeadAttention takes segment_ids as an array, and with a context as a pair, those "
             "of x and of the context."
         )
-    one, other = (as_array(ids) for ids in pair)
-    for ids, source in zip((one, other), sources, strict=True):
+    query_ids, key_ids = (as_array(ids) for ids in pair)
+    for ids, source in zip((query_ids, key_ids), sources, strict=True):
         if ids.shape != source.shape[:-1] or not jnp.issubdtype(ids.dtype, np.integer):
             refuse_input(
                 "MultiHeadAttention",
@@ -744,12 +748,12 @@ def _pair_of_segments(x: jax.Array, context: Any, segment_ids: Any) -> tuple[Any
                 ids,
                 "There is one for each position.",
             )
-    return one, other
+    return query_ids, key_ids
 
 
-def _within_segments(one: jax.Array, other: jax.Array, mask: Any) -> jax.Array:
+def _within_segments(query_ids: jax.Array, key_ids: jax.Array, mask: Any) -> jax.Array:
     """Narrows a mask to positions of the same segment."""
-    same = one[..., None, :, None] == _gathered(other, -1)[..., None, None, :]
+    same = query_ids[..., None, :, None] == _gathered(key_ids, -1)[..., None, None, :]
     return same if mask is None else mask & same
 
 
@@ -816,9 +820,9 @@ def _repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:
     queries = explicit_entries(query)
     if queries is None and explicit_entries(key) is None:
         return jnp.repeat(key, repeats, axis=-2)
-    wanted, have = (tuple(jax.typeof(array).sharding.spec) for array in (query, key))
+    query_spec, key_spec = (tuple(jax.typeof(array).sharding.spec) for array in (query, key))
     mesh = jax.typeof(query if queries is not None else key).sharding.mesh
-    whole = NamedSharding(mesh, PartitionSpec(*have[:-2], None, have[-1]))
-    split = NamedSharding(mesh, PartitionSpec(*have[:-2], wanted[-2], have[-1]))
+    whole = NamedSharding(mesh, PartitionSpec(*key_spec[:-2], None, key_spec[-1]))
+    split = NamedSharding(mesh, PartitionSpec(*key_spec[:-2], query_spec[-2], key_spec[-1]))
     repeated = jnp.repeat(jax.sharding.reshard(key, whole), repeats, axis=-2)
     return jax.sharding.reshard(repeated, split)

@@ -165,12 +165,12 @@ class ConvBase(Module):
 
     def _extended(self, x: jax.Array, pairs: Any) -> jax.Array:
         """Pads with the input's own ends."""
-        for size, (before, after) in zip(x.shape[1:-1], pairs, strict=True):
+        for size, (low, high) in zip(x.shape[1:-1], pairs, strict=True):
             most = size if self.padding == "CIRCULAR" else size - 1
-            if max(before, after) > most:
+            if max(low, high) > most:
                 parameters.refuse_input(
                     f"{type(self).__name__}(padding={self.padding!r})",
-                    f"at least {max(before, after) + size - most} along each dimension",
+                    f"at least {max(low, high) + size - most} along each dimension",
                     x,
                     "Use padding='SAME', or a smaller kernel.",
                 )
@@ -290,19 +290,19 @@ class ConvTranspose(ConvBase):
         if self.padding == "VALID":
             return span - 1, max(span, stride) - 1
         total = span + stride - 2
-        before = min(span - 1, (total + 1) // 2)
-        return before, total - before
+        low = min(span - 1, (total + 1) // 2)
+        return low, total - low
 
 
 def _per_dimension(layer: str, name: str, sizes: Any, rank: int) -> tuple[int, ...]:
-    found = parameters.as_sizes(layer, name, sizes)
-    found = found * rank if not isinstance(sizes, (tuple, list)) else found
-    if len(found) != rank:
+    all_sizes = parameters.as_sizes(layer, name, sizes)
+    all_sizes = all_sizes * rank if not isinstance(sizes, (tuple, list)) else all_sizes
+    if len(all_sizes) != rank:
         raise LayerConfigError(
             f"{layer} needs one number of {name} for each of {rank} dimensions, but "
             f"{name}={sizes!r}."
         )
-    return found
+    return all_sizes
 
 
 def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) -> Any:
@@ -315,7 +315,7 @@ def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) 
             )
         return padding
     many = padding if isinstance(padding, (tuple, list)) else (padding,) * rank
-    pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, one) for one in many]
+    pairs = [tuple(pair) if isinstance(pair, (tuple, list)) else (pair, pair) for pair in many]
     whole = [
         len(pair) == 2 and all(isinstance(n, (int, np.integer)) and n >= 0 for n in pair)
         for pair in pairs
@@ -325,7 +325,7 @@ def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) 
             f"{layer} needs padding to be one of {', '.join(map(repr, named))}, or numbers of at "
             f"least 0, one or a pair for each of {rank} dimensions, but padding={padding!r}."
         )
-    return tuple((int(before), int(after)) for before, after in pairs)
+    return tuple((int(low), int(high)) for low, high in pairs)
 
 
 def _take_window(layer: str, x: Any, rank: int, features: int | None) -> jax.Array:
@@ -344,11 +344,11 @@ def _take_window(layer: str, x: Any, rank: int, features: int | None) -> jax.Arr
 def _layout(x: jax.Array, rank: int, kernel: jax.Array | None = None) -> NamedSharding | None:
     """Layout of a result: batch and channels keep theirs."""
     last = (x, (x.ndim - 1,)) if kernel is None else (kernel, (kernel.ndim - 1,))
-    found = joined_sharding(((x, range(x.ndim - rank - 1)), last))
-    if found is None:
+    sharding = joined_sharding(((x, range(x.ndim - rank - 1)), last))
+    if sharding is None:
         return None
-    spec = (*found.spec[:-1], *(None,) * rank, found.spec[-1])
-    return NamedSharding(found.mesh, PartitionSpec(*spec))
+    spec = (*sharding.spec[:-1], *(None,) * rank, sharding.spec[-1])
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def max_pool(

@@ -109,5 +109,5 @@ class Dropout(Module):
         together = {axis % x.ndim for axis in self.broadcast_dims}
         shape = tuple(1 if axis in together else size for axis, size in enumerate(x.shape))
         sharding = explicit_sharding(x) if shape == x.shape else None
-        kept = jax.random.bernoulli(key, 1 - self.rate, shape, out_sharding=sharding)
-        return jnp.where(jnp.broadcast_to(kept, x.shape), x / (1 - self.rate), 0)
+        mask = jax.random.bernoulli(key, 1 - self.rate, shape, out_sharding=sharding)
+        return jnp.where(jnp.broadcast_to(mask, x.shape), x / (1 - self.rate), 0)

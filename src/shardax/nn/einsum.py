@@ -70,8 +70,8 @@ class Equation:
         """Returns the kernel's summed, new, and batch dimensions."""
         letters = tuple(enumerate(self.kernel))
         batch = tuple(i for i, x in letters if x in self.output and x in self.input)
-        made = tuple(i for i, x in letters if x in self.made)
-        return tuple(i for i, x in letters if x not in self.output), made, batch
+        new_dims = tuple(i for i, x in letters if x in self.made)
+        return tuple(i for i, x in letters if x not in self.output), new_dims, batch
 
     def spelled_out(self, extra: int) -> str:
         """Returns the equation with letters in place of the ellipsis."""
@@ -143,15 +143,15 @@ class Einsum(Module):
                 f"{name} has a kernel {parsed.kernel!r} of {len(parsed.kernel)} dimensions, but "
                 f"shape={sizes} has {len(sizes)}. Give one size per letter."
             )
-        given = tuple(parsed.kernel) if kernel_axes is None else kernel_axes
-        axes = parameters.as_axes(name, "kernel_axes", given, len(sizes))
+        axis_names = tuple(parsed.kernel) if kernel_axes is None else kernel_axes
+        axes = parameters.as_axes(name, "kernel_axes", axis_names, len(sizes))
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(*parsed.kernel_dimensions())
         self.kernel = parameters.make_parameter(kernel_init, sizes, param_dtype, axes, rngs)
         self.bias = None
         if bias_shape is not None:
-            made = [parsed.kernel.index(letter) for letter in parsed.made]
-            expected = tuple(sizes[i] for i in made)
+            new_dims = [parsed.kernel.index(letter) for letter in parsed.made]
+            expected = tuple(sizes[i] for i in new_dims)
             if tuple(bias_shape) != expected:
                 raise LayerConfigError(
                     f"{name} has bias_shape={tuple(bias_shape)}, but the dimensions of the result "
@@ -159,7 +159,7 @@ class Einsum(Module):
                     f"bias_shape={expected}."
                 )
             self.bias = parameters.make_parameter(
-                bias_init, expected, param_dtype, [axes[i] for i in made], rngs
+                bias_init, expected, param_dtype, [axes[i] for i in new_dims], rngs
             )
         self.equation = parsed
         self.dtype = parameters.canonical_dtype(dtype)
@@ -203,8 +203,10 @@ class Einsum(Module):
         if self.bias is None:
             return y
         extra = y.ndim - len(equation.output)
-        made = [extra + i for i, letter in enumerate(equation.output) if letter in equation.made]
-        return add_bias(y, self.bias.value, made)
+        new_dims = [
+            extra + i for i, letter in enumerate(equation.output) if letter in equation.made
+        ]
+        return add_bias(y, self.bias.value, new_dims)
 
 
 def _fits(equation: Equation, sizes: dict[str, int], shape: tuple[int, ...]) -> bool:

@@ -74,7 +74,7 @@ class Split(NamedTuple):
         wide = (_spec(experts, (), hidden), _spec(experts), _spec(experts, (), hidden))
         narrow = (_spec(experts, hidden), _spec(experts, hidden), _spec(experts))
         by_kernel = zip(kernels, (wide, wide, narrow), strict=True)
-        given = (
+        specs = (
             *(tokens, tokens, tokens if counted.ndim else _spec()),
             *(specs[: len(kernel)] for kernel, specs in by_kernel),
         )
@@ -87,16 +87,16 @@ class Split(NamedTuple):
         region: Any = make(
             entered if make is jax.shard_map else compute,
             mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
-            in_specs=given,
+            in_specs=specs,
             out_specs=(tokens, _spec()),
             axis_names={*self.axes, *hidden},
         )
         y, loss = region(x, logits, counted, *kernels)
         return (y if self.tokens == self.outside else self._constrained(y, self.outside)), loss
 
-    def _constrained(self, x: jax.Array, wanted: tuple[Axes, ...]) -> jax.Array:
+    def _constrained(self, x: jax.Array, layout: tuple[Axes, ...]) -> jax.Array:
         """Lays out the dimension of tokens cut by the region."""
-        pairs = zip(self.tokens, self.outside, wanted, strict=True)
+        pairs = zip(self.tokens, self.outside, layout, strict=True)
         free = PartitionSpec.UNCONSTRAINED
         spec: Any = _spec(*(free if a == b else axes for a, b, axes in pairs), free)
         if jax.sharding.get_abstract_mesh().empty:
@@ -116,7 +116,7 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> 
         return None
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def found(array: jax.Array, names: Sequence[Any]) -> tuple[Axes, ...]:
+    def axes_of(array: jax.Array, names: Sequence[Any]) -> tuple[Axes, ...]:
         entries: Sequence[Any] | None = explicit_entries(array)
         kind = AxisType.Explicit
         if entries is None:
@@ -128,22 +128,22 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> 
 
     if names is None or len(names) != kernel.ndim:
         names = (None,) * kernel.ndim
-    experts, _, hidden = found(kernel, names)
+    experts, _, hidden = axes_of(kernel, names)
     named = ("batch", "seq")[: x.ndim - 1]
-    outside = found(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
+    outside = axes_of(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
     split = Split(mesh, experts, (), outside, outside)
     rows = [size / split.size(axes) for size, axes in zip(x.shape[:-1], outside, strict=True)]
     if len(kernel) % split.size(experts) or not all(r.is_integer() for r in rows):
         return None
     if not split.axes and not experts:
         return None
-    rest = tuple(axis for axis in experts if axis not in split.axes)
-    if rest:
+    unused = tuple(axis for axis in experts if axis not in split.axes)
+    if unused:
         # Tokens that all devices of the experts have alike are cut over them.
-        place = next((i for i, size in enumerate(rows) if size % split.size(rest) == 0), None)
+        place = next((i for i, size in enumerate(rows) if size % split.size(unused) == 0), None)
         if place is None:
             return None
-        cut = (*outside[:place], (*outside[place], *rest), *outside[place + 1 :])
+        cut = (*outside[:place], (*outside[place], *unused), *outside[place + 1 :])
         split = split._replace(tokens=cut)
     # Along axes of the hidden layer sums stay partial until they are those of tokens again.
     hidden = tuple(axis for axis in hidden if axis not in split.axes)
@@ -159,22 +159,24 @@ def find_places(
     # ``shape`` is that of the tokens here. From the last dimension on that is split, the tokens of
     # a device follow each other.
     axes = () if split is None else split.tokens
-    last = max((place for place, each in enumerate(axes) if each), default=0)
+    last = max((place for place, axes_entry in enumerate(axes) if axes_entry), default=0)
     lead = tuple(shape[:last])
     choices = experts.shape[1]
     chosen = jax.nn.one_hot(experts.T, count, dtype=jnp.int32).reshape(choices, *lead, -1, count)
     within = jnp.cumsum(chosen, axis=-2)
     whole = within[..., -1:, :]
-    dimensions = [(place + 1, each) for place, each in enumerate(axes[: last + 1]) if each]
-    for dimension, each in dimensions:
-        whole = jax.lax.all_gather(whole, each, axis=dimension, tiled=True)
+    dimensions = [
+        (place + 1, axes_entry) for place, axes_entry in enumerate(axes[: last + 1]) if axes_entry
+    ]
+    for dimension, axes_entry in dimensions:
+        whole = jax.lax.all_gather(whole, axes_entry, axis=dimension, tiled=True)
     flat = whole.reshape(-1, count)
-    before = (jnp.cumsum(flat, axis=0) - flat).reshape(whole.shape)
-    for dimension, each in dimensions:
+    earlier = (jnp.cumsum(flat, axis=0) - flat).reshape(whole.shape)
+    for dimension, axes_entry in dimensions:
         size = within[..., -1:, :].shape[dimension]
-        start = jax.lax.axis_index(each) * size
-        before = jax.lax.dynamic_slice_in_dim(before, start, size, dimension)
-    place = ((within + before - 1) * chosen).sum(axis=-1)
+        start = jax.lax.axis_index(axes_entry) * size
+        earlier = jax.lax.dynamic_slice_in_dim(earlier, start, size, dimension)
+    place = ((within + earlier - 1) * chosen).sum(axis=-1)
     return place.reshape(choices, -1).T
 
 
@@ -229,8 +231,8 @@ def _spread_forward(choices: int, x: Any, order: Any, inverse: Any) -> Any:
     return x[order // choices], inverse
 
 
-def _spread_backward(choices: int, inverse: Any, given: Any) -> Any:
-    rows = given[inverse]
+def _spread_backward(choices: int, inverse: Any, cotangents: Any) -> Any:
+    rows = cotangents[inverse]
     return rows.reshape(-1, choices, *rows.shape[1:]).sum(axis=1), None, None
 
 
@@ -245,7 +247,7 @@ def _sorted_back(rows: Any, order: Any, inverse: Any) -> Any:
 
 _sorted_back.defvjp(
     lambda rows, order, inverse: (rows[inverse], order),
-    lambda order, given: (given[order], None, None),
+    lambda order, cotangents: (cotangents[order], None, None),
 )
 
 
@@ -267,11 +269,11 @@ def _nested(
     """Makes a region in another, of ``x, logits, counted, *kernels``."""
     options: dict[str, Any] = {"mesh": mesh, "axis_names": axis_names, "check_vma": False}
     make: Any = functools.partial(jax.shard_map, **options)
-    kept = PartitionSpec(tuple(sorted(axis_names)))  # in all processes alike
+    all_axes = PartitionSpec(tuple(sorted(axis_names)))  # in all processes alike
     entering = (*in_specs[:2], *in_specs[3:])
 
-    def keeping(*given: Any) -> Any:
-        x, logits, counted, *kernels = jax.tree.map(_untyped, given)
+    def keeping(*arguments: Any) -> Any:
+        x, logits, counted, *kernels = jax.tree.map(_untyped, arguments)
 
         def differentiable(x: Any, logits: Any, *kernels: Any) -> Any:
             return compute(x, logits, counted, *kernels)
@@ -283,47 +285,53 @@ def _nested(
 
     structures: list[Any] = []
 
-    def run(*given: Any) -> Any:
-        result = make(compute, in_specs=in_specs, out_specs=out_specs)(*given)
-        return _varying(result, _outer(given))
+    def run(*arguments: Any) -> Any:
+        result = make(compute, in_specs=in_specs, out_specs=out_specs)(*arguments)
+        return _varying(result, _outer(arguments))
 
-    def forward(*given: Any) -> Any:
-        region = make(keeping, in_specs=in_specs, out_specs=(out_specs, kept))
-        result, leaves = region(*given)
-        like = tuple(varying_axes(leaf) for leaf in jax.tree.leaves((*given[:2], *given[3:])))
-        back = functools.partial(backward, structures[-1], like, _outer(given))
-        return _varying(result, _outer(given)), jax.tree_util.Partial(back, leaves)
+    def forward(*arguments: Any) -> Any:
+        region = make(keeping, in_specs=in_specs, out_specs=(out_specs, all_axes))
+        result, leaves = region(*arguments)
+        like = tuple(
+            varying_axes(leaf) for leaf in jax.tree.leaves((*arguments[:2], *arguments[3:]))
+        )
+        back = functools.partial(backward, structures[-1], like, _outer(arguments))
+        return _varying(result, _outer(arguments)), jax.tree_util.Partial(back, leaves)
 
-    def backward(structure: Any, like: Any, outer: Any, leaves: Any, given: Any) -> Any:
-        def pull(leaves: Any, given: Any) -> Any:
+    def backward(structure: Any, like: Any, outer: Any, leaves: Any, cotangents: Any) -> Any:
+        def pull(leaves: Any, cotangents: Any) -> Any:
             # All devices do this, so those that have a result alike share its gradient.
-            given = jax.tree.map(lambda ct, spec: _shared(ct, _absent(spec)), given, out_specs)
+            cotangents = jax.tree.map(
+                lambda ct, spec: _shared(ct, _absent(spec)), cotangents, out_specs
+            )
             back = structure.unflatten([_untyped(leaf[0]) for leaf in leaves])
             return jax.tree.map(
                 lambda spec, ct: _summed(ct, _absent(spec)),
-                *(entering, back(given)),
-                is_leaf=lambda each: isinstance(each, PartitionSpec),
+                *(entering, back(cotangents)),
+                is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
             )
 
         def _absent(spec: PartitionSpec) -> Axes:
-            held = {axis for entry in spec for axis in mesh_axes_of(entry)}
-            return tuple(sorted(axis_names - held))
+            spec_axes = {axis for entry in spec for axis in mesh_axes_of(entry)}
+            return tuple(sorted(axis_names - spec_axes))
 
-        found = make(pull, in_specs=(kept, out_specs), out_specs=entering)(leaves, given)
-        numbers, tree = jax.tree.flatten(_varying(found, outer))
+        gradients = make(pull, in_specs=(all_axes, out_specs), out_specs=entering)(
+            leaves, cotangents
+        )
+        numbers, tree = jax.tree.flatten(_varying(gradients, outer))
         pairs = zip(numbers, like, strict=True)
         numbers = [_summed(ct, tuple(sorted(outer - varied))) for ct, varied in pairs]
         x, logits, *kernels = tree.unflatten(numbers)
         return x, logits, None, *kernels
 
-    made: Any = jax.custom_vjp(run)
-    made.defvjp(forward, lambda back, given: back(given))
-    return made
+    function: Any = jax.custom_vjp(run)
+    function.defvjp(forward, lambda back, cotangents: back(cotangents))
+    return function
 
 
-def _outer(given: Any) -> frozenset[str]:
+def _outer(values: Any) -> frozenset[str]:
     """Returns the manual axes of any varying value."""
-    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(given)))
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(values)))
 
 
 def _varying(tree: Any, axes: frozenset[str]) -> Any:
@@ -423,9 +431,9 @@ def _ragged_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
     shape = (exchange.devices, exchange.devices, exchange.local)
     coming = jnp.moveaxis(table.reshape(shape), 0, 2)
     places = _starts(coming.reshape(exchange.devices, -1)).reshape(coming.shape)
-    there = places[..., jax.lax.axis_index(exchange.axes)].reshape(-1)
-    here = exchange.parts(table)[0].reshape(-1)
-    return _ragged(exchange, rows, exchange.received, _starts(mine), mine, there, here)
+    offsets = places[..., jax.lax.axis_index(exchange.axes)].reshape(-1)
+    starts = exchange.parts(table)[0].reshape(-1)
+    return _ragged(exchange, rows, exchange.received, _starts(mine), mine, offsets, starts)
 
 
 def _ragged_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
@@ -433,10 +441,10 @@ def _ragged_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
     me = jax.lax.axis_index(exchange.axes)
     coming = exchange.parts(table)[0]
     shape = (exchange.devices, exchange.devices, exchange.local)
-    there = _starts(table).reshape(shape)[:, me].reshape(-1)
-    here = _sorted_starts(coming).reshape(-1)
+    offsets = _starts(table).reshape(shape)[:, me].reshape(-1)
+    starts = _sorted_starts(coming).reshape(-1)
     sizes = coming.reshape(-1)
-    return _ragged(exchange, rows, exchange.sent, here, sizes, there, table[me])
+    return _ragged(exchange, rows, exchange.sent, starts, sizes, offsets, table[me])
 
 
 def _ragged(exchange: _Exchange, rows: Any, length: int, *numbers: Any) -> Any:
@@ -468,10 +476,10 @@ def _back(exchange: _Exchange, table: Any, rows: Any) -> Any:
 _to_experts: Any = jax.custom_vjp(_there, nondiff_argnums=(0,))
 _to_experts.defvjp(
     lambda exchange, table, rows: (_there(exchange, table, rows), table),
-    lambda exchange, table, given: (None, _from_experts(exchange, table, given)),
+    lambda exchange, table, cotangents: (None, _from_experts(exchange, table, cotangents)),
 )
 _from_experts: Any = jax.custom_vjp(_back, nondiff_argnums=(0,))
 _from_experts.defvjp(
     lambda exchange, table, rows: (_back(exchange, table, rows), table),
-    lambda exchange, table, given: (None, _to_experts(exchange, table, given)),
+    lambda exchange, table, cotangents: (None, _to_experts(exchange, table, cotangents)),
 )

@@ -140,9 +140,9 @@ def take_precision(layer: Module, precision: Any, preferred_element_type: Any) -
     # Set only where given: a layer that has the defaults looks as it did before there were others.
     if precision is not None:
         try:
-            for one in precision if isinstance(precision, tuple) else (precision,):
-                if not isinstance(one, jax.lax.DotAlgorithmPreset):
-                    jax.lax.Precision(one)
+            for entry in precision if isinstance(precision, tuple) else (precision,):
+                if not isinstance(entry, jax.lax.DotAlgorithmPreset):
+                    jax.lax.Precision(entry)
         except (TypeError, ValueError) as error:
             raise LayerConfigError(
                 f"{type(layer).__name__} has precision={precision!r}. It takes None, 'default', "
@@ -173,22 +173,24 @@ def take_features(
 ) -> jax.Array:
     """Returns an input as an array, or raises if sizes differ."""
     x = as_array(x)
-    found = x.shape[-len(sizes) :]
-    if found != sizes:
-        have = found[0] if len(found) == 1 else found
+    last_sizes = x.shape[-len(sizes) :]
+    if last_sizes != sizes:
+        actual = last_sizes[0] if len(last_sizes) == 1 else last_sizes
         parameters.refuse_input(
             layer,
             f"an input of shape ({', '.join(['...', *map(str, sizes)])})",
             x,
-            hint or f"Make the layer with {option}={have}, or bring the features to the end.",
+            hint or f"Make the layer with {option}={actual}, or bring the features to the end.",
         )
     return x
 
 
 def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Casts arrays to the compute dtype; None promotes them to their widest."""
-    wanted = jnp.result_type(*arrays) if dtype is None else dtype
-    return tuple(array if array.dtype == wanted else array.astype(wanted) for array in arrays)
+    compute_dtype = jnp.result_type(*arrays) if dtype is None else dtype
+    return tuple(
+        array if array.dtype == compute_dtype else array.astype(compute_dtype) for array in arrays
+    )
 
 
 def at_least_float32(dtype: Any) -> np.dtype:
@@ -203,7 +205,7 @@ def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any
     """Returns the compute dtype; without one, the promoted dtype."""
     if dtype is not None:
         return dtype
-    promoted = jnp.result_type(x, *(one for one in parameters if one is not None))
+    promoted = jnp.result_type(x, *(parameter for parameter in parameters if parameter is not None))
     return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
 
 
@@ -220,8 +222,8 @@ def contract(
     # dtype, else that of ``x``.
     free = x.ndim - len(dimensions)
     if out_sharding is None:
-        rest = [axis for axis in range(kernel.ndim) if axis not in dimensions]
-        out_sharding = joined_sharding(((x, range(free)), (kernel, rest)))
+        free_dims = [axis for axis in range(kernel.ndim) if axis not in dimensions]
+        out_sharding = joined_sharding(((x, range(free)), (kernel, free_dims)))
     # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
     # on CPU then copies both operands.
     contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
@@ -280,20 +282,24 @@ def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSh
     """Sharding of a result with several operands' dimensions, for ``out_sharding=``."""
     # ``parts`` are pairs of an operand and those of its dimensions that the result has, in the
     # result's order. Where two want one mesh axis, the earlier has it. None if no operand is split.
-    found = [(array, explicit_entries(array), dimensions) for array, dimensions in parts]
+    array_entries = [(array, explicit_entries(array), dimensions) for array, dimensions in parts]
     mesh = next(
-        (jax.typeof(array).sharding.mesh for array, entries, _ in found if entries is not None),
+        (
+            jax.typeof(array).sharding.mesh
+            for array, entries, _ in array_entries
+            if entries is not None
+        ),
         None,
     )
     if mesh is None:
         return None
-    taken: set[str] = set()
+    used_axes: set[str] = set()
     spec: list[SpecEntry] = []
-    for _, entries, dimensions in found:
+    for _, entries, dimensions in array_entries:
         for dimension in dimensions:
             entry = None if entries is None else entries[dimension]
-            spec.append(None if taken.intersection(mesh_axes_of(entry)) else entry)
-            taken.update(mesh_axes_of(spec[-1]))
+            spec.append(None if used_axes.intersection(mesh_axes_of(entry)) else entry)
+            used_axes.update(mesh_axes_of(spec[-1]))
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -305,8 +311,8 @@ def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None =
         return parameter
     every = tuple(jax.typeof(x).sharding.spec)
     last = range(x.ndim - parameter.ndim, x.ndim)
-    wanted = tuple(every[i] for i in (last if dimensions is None else dimensions))
-    if wanted == entries:
+    aligned = tuple(every[i] for i in (last if dimensions is None else dimensions))
+    if aligned == entries:
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh
-    return jax.sharding.reshard(parameter, NamedSharding(mesh, PartitionSpec(*wanted)))
+    return jax.sharding.reshard(parameter, NamedSharding(mesh, PartitionSpec(*aligned)))

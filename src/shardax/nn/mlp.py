@@ -125,13 +125,13 @@ class MLP(Module):
 
 def find_activation(activation: Activation, layer: str = "MLP") -> Callable[[Any], Any]:
     """Returns a function of ``jax.nn`` by name, or the function itself."""
-    found = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
-    if not callable(found):
+    function = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
+    if not callable(function):
         raise LayerConfigError(
             f"{layer} has activation={activation!r}, which is neither a function nor the name of "
             f"one in jax.nn, such as 'silu', 'gelu' or 'relu'."
         )
-    return found
+    return function
 
 
 class Sequential(Module):
@@ -192,18 +192,18 @@ class Sequential(Module):
                 x = layer(x)
             return x
         names = [_side_inputs(layer, side_inputs) for layer in self.layers]
-        given = {name for name, value in side_inputs.items() if value is not None}
-        unknown = sorted(given.difference(*names))
+        passed = {name for name, value in side_inputs.items() if value is not None}
+        unknown = sorted(passed.difference(*names))
         if args or unknown:
-            found = f"no layer takes {', '.join(unknown)}" if unknown else "they have no names"
+            problem = f"no layer takes {', '.join(unknown)}" if unknown else "they have no names"
             raise LayerInputError(
                 f"Sequential gives further arguments to the layers that have a parameter of that "
-                f"name, but {found}. Its layers are "
+                f"name, but {problem}. Its layers are "
                 f"{', '.join(getattr(x, '__name__', type(x).__name__) for x in self.layers)}. "
                 f"Call it as model(x, mask=mask), where a layer is called as layer(x, mask=mask)."
             )
-        for layer, taken in zip(self.layers, names, strict=True):
-            x = layer(x, **{name: side_inputs[name] for name in taken})
+        for layer, accepted in zip(self.layers, names, strict=True):
+            x = layer(x, **{name: side_inputs[name] for name in accepted})
         return x
 
 
@@ -214,7 +214,9 @@ def _side_inputs(layer: Any, names: Collection[str]) -> set[str]:
     if isinstance(layer, (ModuleWrapper, Stack)):
         return _side_inputs(layer.stacked if isinstance(layer, Stack) else layer.body, names)
     parameters = (parameters_of(layer) or ())[1:]
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)
     unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-    return {each.name for each in parameters if each.kind not in unnamed}.intersection(names)
+    return {
+        parameter.name for parameter in parameters if parameter.kind not in unnamed
+    }.intersection(names)

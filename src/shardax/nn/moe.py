@@ -195,7 +195,7 @@ class MoE(Module):
         counted = jnp.ones((), bool) if mask is None else as_array(mask)
         if mask is not None and counted.shape != x.shape[:-1]:
             refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
-        wanted = out_sharding or explicit_sharding(x)
+        out_layout = out_sharding or explicit_sharding(x)
         split = None
         if self.dispatch != "dense":
             split = find_split(x, kernels["gate"][0], self.gate.axes)
@@ -206,8 +206,8 @@ class MoE(Module):
         x, *leaves = cast_all(self.dtype, x, *leaves)
         leading = (x, logits, counted)
         compute: Any = self._compute if split is None else partial(self._exchanging, split)
-        found = [explicit_sharding(one) for one in (*leading, *leaves)]
-        shardings = [one for one in found if one is not None]
+        found = [explicit_sharding(array) for array in (*leading, *leaves)]
+        shardings = [sharding for sharding in found if sharding is not None]
         if shardings:
             # Sorting and gathering by expert have no layout of their own in the types of arrays:
             # the compiler chooses it, as over Auto axes.
@@ -215,12 +215,12 @@ class MoE(Module):
             whole = NamedSharding(mesh, PartitionSpec())
             kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
             explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
-            options = {"axes": explicit, "out_sharding": (wanted or whole, whole)}
+            options = {"axes": explicit, "out_sharding": (out_layout or whole, whole)}
             compute = jax.sharding.auto_axes(compute, **options)
         if split is not None and is_eager():
             # A region outside of a compiled program would be compiled operation by operation.
             options = (self.top_k, self.dispatch, self.capacity_factor, self.normalise)
-            key = (type(self), self.activation, *options, split, wanted)
+            key = (type(self), self.activation, *options, split, out_layout)
             compute = partial(_compiled, Static(compute, key))
         parts = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
@@ -299,21 +299,21 @@ class MoE(Module):
         gate, up, down = kernels
         chosen = jax.nn.one_hot(experts, len(gate[0]), dtype=x.dtype)
         combined = jnp.einsum("tk,tke->et", weights, chosen)
-        spread, each, gather = (
+        spread, by_expert, gather = (
             partial(jnp.einsum, equation)
             for equation in ("td,edh->eth", "etd,edh->eth", "eth,ehd->td")
         )
-        hidden = combined[..., None] * self._hidden(x, gate, up, multiply=spread, second=each)
-        return _product(hidden, down, multiply=gather, first=each)
+        hidden = combined[..., None] * self._hidden(x, gate, up, multiply=spread, second=by_expert)
+        return _product(hidden, down, multiply=gather, first=by_expert)
 
     def _sorted(self, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Returns the results of rows sorted by expert."""
         gate, up, down = kernels
-        given = jnp.arange(len(x))[:, None] < sizes.sum()
+        is_valid = jnp.arange(len(x))[:, None] < sizes.sum()
 
         def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
             # What is past the last group is undefined on some platforms.
-            return jnp.where(given, jax.lax.ragged_dot(x, kernel, sizes), 0)
+            return jnp.where(is_valid, jax.lax.ragged_dot(x, kernel, sizes), 0)
 
         return _product(self._hidden(x, gate, up, multiply=multiply), down, multiply)
 
@@ -334,17 +334,17 @@ class MoE(Module):
         places = self._places(experts.size, count)
         place = find_places(experts, count).T.reshape(-1)
         rows = jnp.tile(x, (self.top_k, 1))
-        given = jnp.zeros((count, places, x.shape[-1]), x.dtype)
-        given = given.at[chosen, place].set(rows, mode="drop")
+        buffers = jnp.zeros((count, places, x.shape[-1]), x.dtype)
+        buffers = buffers.at[chosen, place].set(rows, mode="drop")
         multiply = partial(jnp.einsum, "etd,edh->eth")
-        y = _product(self._hidden(given, gate, up, multiply=multiply), down, multiply)
+        y = _product(self._hidden(buffers, gate, up, multiply=multiply), down, multiply)
         y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
 
 
 @partial(jax.jit, static_argnums=0)
-def _compiled(compute: Static, *given: Any) -> Any:
-    return compute.value(*given)
+def _compiled(compute: Static, *arguments: Any) -> Any:
+    return compute.value(*arguments)
 
 
 def _product(

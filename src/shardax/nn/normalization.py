@@ -60,8 +60,8 @@ class _Norm(Module):
         **initializers: Initializer | None,
     ) -> None:
         for name, init in initializers.items():
-            made = init and parameters.make_parameter(init, (self.features,), dtype, axes, rngs)
-            setattr(self, name, made)
+            weight = init and parameters.make_parameter(init, (self.features,), dtype, axes, rngs)
+            setattr(self, name, weight)
 
     def _over_root_mean_square(self, wide: jax.Array) -> jax.Array:
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
@@ -285,8 +285,8 @@ class GroupNorm(_Norm):
         layer = f"{type(self).__name__}({self.features})"
         x = take_features(layer, x, (self.features,))
         if x.ndim < 2:
-            wanted = f"an input of shape (batch, ..., {self.features})"
-            parameters.refuse_input(layer, wanted, x, "Of one example: layer(x[None])[0].")
+            expected = f"an input of shape (batch, ..., {self.features})"
+            parameters.refuse_input(layer, expected, x, "Of one example: layer(x[None])[0].")
         wide = x.astype(at_least_float32(x.dtype))
         # Over Explicit axes a split of the channels has no layout by groups that JAX could infer.
         return self._scaled(x, with_layout(self._normed, explicit_sharding(x), wide))
@@ -452,14 +452,14 @@ class BatchNorm(_Norm):
         self, x: jax.Array, dimension: int, mask: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
-        others = tuple(axis for axis in range(x.ndim) if axis != dimension)
+        reduced = tuple(axis for axis in range(x.ndim) if axis != dimension)
         where = None if mask is None else _check_mask(as_array(mask), x)
-        count = None if where is None else self._over_axis(jax.lax.psum, where.sum(others))
+        count = None if where is None else self._over_axis(jax.lax.psum, where.sum(reduced))
 
         def average(values: jax.Array) -> jax.Array:
             if where is None or count is None:
-                return self._over_axis(jax.lax.pmean, values.mean(others))
-            total = self._over_axis(jax.lax.psum, values.sum(others, where=where))
+                return self._over_axis(jax.lax.pmean, values.mean(reduced))
+            total = self._over_axis(jax.lax.psum, values.sum(reduced, where=where))
             return total / jnp.maximum(count, 1).astype(total.dtype)
 
         mean = average(x)

@@ -71,10 +71,10 @@ def lecun_normal(
 
 def as_sizes(layer: str, name: str, sizes: Any) -> tuple[int, ...]:
     """Returns one positive size or several as a tuple, or raises."""
-    found = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
-    if not found or not all(_is_positive_integer(size) for size in found):
+    all_sizes = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
+    if not all_sizes or not all(_is_positive_integer(size) for size in all_sizes):
         raise LayerConfigError(f"{layer} needs {name} to be positive, but {name}={sizes!r}.")
-    return tuple(int(size) for size in found)
+    return tuple(int(size) for size in all_sizes)
 
 
 def as_size(layer: str, name: str, size: Any) -> int:
@@ -99,9 +99,9 @@ def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> Ax
     return tuple(axes)
 
 
-def refuse_input(layer: str, expected: str, found: Any, hint: str) -> NoReturn:
+def refuse_input(layer: str, expected: str, value: Any, hint: str) -> NoReturn:
     """Raises the error for a refused input of a layer."""
-    shape = f"{found.dtype}{list(found.shape)}" if hasattr(found, "shape") else repr(found)
+    shape = f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
     raise LayerInputError(f"{layer} takes {expected}, but was given {shape}. {hint}")
 
 

@@ -110,8 +110,8 @@ class Stages:
 
         def exchanged(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                made = exchanged(jax.random.key_data(x))
-                return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
+                words = exchanged(jax.random.key_data(x))
+                return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
             return exchange(x)
 
         return jax.tree.map(exchanged, tree)
@@ -122,7 +122,7 @@ class Stages:
         if in_order:
             sent, filled = [(m.place, m.pairs) for m in moves], [m.round for m in moves]
         else:
-            back = [[(there, here) for here, there in m.pairs] for m in moves]
+            back = [[(target, source) for source, target in m.pairs] for m in moves]
             sent = [(m.round, pairs) for m, pairs in zip(moves, back, strict=True)]
             filled = [m.place for m in moves]
         # In which move each place of a stage is filled.
@@ -131,8 +131,8 @@ class Stages:
         def exchange(x: jax.Array) -> jax.Array:
             parts = []
             for place, pairs in sent:
-                own = jnp.asarray(place)[stage]
-                part = jax.lax.dynamic_index_in_dim(x, own, dim, keepdims=False)
+                place_here = jnp.asarray(place)[stage]
+                part = jax.lax.dynamic_index_in_dim(x, place_here, dim, keepdims=False)
                 parts.append(jax.lax.ppermute(part, axis, pairs))
             return jnp.take(jnp.stack(parts, dim), order, axis=dim)
 
@@ -144,19 +144,19 @@ class Stages:
         """Exchanges layers by one all-to-all."""
         # Layer l is in place l % rounds of stage l // rounds; in rounds in place l // stages of
         # stage l % stages.
-        axis, own, count = self.axis, self.index(), self.count
+        axis, stage, count = self.axis, self.index(), self.count
         every = np.arange(count)
         # The most layers that one stage has for another; what is less is sent all the same.
         slots = np.arange(-(-rounds // count))
         if in_order:
-            first = (every - own * rounds) % count  # the first place for each stage
+            first = (every - stage * rounds) % count  # the first place for each stage
             send = first[:, None] + count * slots[None]
-            layer = np.arange(rounds) * count + own
+            layer = np.arange(rounds) * count + stage
             source, slot = layer // rounds, layer % rounds // count
         else:
-            first = (own - every * rounds) % count
+            first = (stage - every * rounds) % count
             send = (every[:, None] * rounds + first[:, None] + count * slots[None]) // count
-            layer = own * rounds + np.arange(rounds)
+            layer = stage * rounds + np.arange(rounds)
             source, slot = layer % count, layer % rounds // count
         send = jnp.minimum(send, rounds - 1).reshape(-1)
 
@@ -176,8 +176,8 @@ class Stages:
 
         def chosen(x: jax.Array) -> jax.Array:
             number = x.astype(jnp.int8) if x.dtype == bool else x
-            found = sum_over(jnp.where(is_last, number, jnp.zeros_like(number)), self.axis)
-            return found.astype(x.dtype)
+            summed = sum_over(jnp.where(is_last, number, jnp.zeros_like(number)), self.axis)
+            return summed.astype(x.dtype)
 
         return jax.tree.map(chosen, tree)
 
@@ -196,14 +196,14 @@ def _moves(stages: int, rounds: int) -> list[_Move]:
     # is one number, m the least common multiple of R and S, each stage has one and is sent one: all
     # layers of a stage have one l // m, and two layers for one stage differ by a multiple of S, so
     # also of the greatest common divisor, by less than which values of l // m differ.
-    multiple, found = math.lcm(rounds, stages), []
+    multiple, moves = math.lcm(rounds, stages), []
     for number in range(rounds):
         place = [(number - stage * rounds // multiple) % rounds for stage in range(stages)]
         layers = [stage * rounds + place[stage] for stage in range(stages)]
         pairs = [(stage, layer % stages) for stage, layer in enumerate(layers)]
         by_stage = {layer % stages: layer // stages for layer in layers}
-        found.append(_Move(place, pairs, [by_stage[stage] for stage in range(stages)]))
-    return found
+        moves.append(_Move(place, pairs, [by_stage[stage] for stage in range(stages)]))
+    return moves
 
 
 def find_stages(axis_name: str, length: int) -> Stages:
@@ -280,21 +280,21 @@ def check_rows(x: Any, count: int) -> int:
 
 
 def find_rowwise(
-    run: Callable[[Any, list[Any]], Any], x: Any, given: list[Any], rows: int, count: int
+    run: Callable[[Any, list[Any]], Any], x: Any, arguments: list[Any], rows: int, count: int
 ) -> list[bool]:
     """Returns the arguments with a row for each row of ``x``."""
-    found = [item is not None and np.shape(item)[:1] == (rows,) for item in given]
+    is_row_by_row = [item is not None and np.shape(item)[:1] == (rows,) for item in arguments]
     inner = {size for leaf in jax.tree.leaves(x) for size in np.shape(leaf)[1:]}
-    doubtful = [position for position, is_rowwise in enumerate(found) if is_rowwise]
+    doubtful = [position for position, is_rowwise in enumerate(is_row_by_row) if is_rowwise]
     if count == 1 or rows not in inner or not doubtful:
-        return found
+        return is_row_by_row
     # The first dimension may be another one of the same size, such as time. What fits is taken.
     choices = itertools.product((True, False), repeat=len(doubtful))
     trials = [dict(zip(doubtful, choice, strict=True)) for choice in choices]
-    fitting = [trial for trial in trials if _fits(run, x, given, trial, count)]
+    fitting = [trial for trial in trials if _fits(run, x, arguments, trial, count)]
     if len(fitting) == 1:
-        return [fitting[0].get(position, False) for position in range(len(given))]
-    shapes = ", ".join(str(np.shape(given[position])) for position in doubtful)
+        return [fitting[0].get(position, False) for position in range(len(arguments))]
+    shapes = ", ".join(str(np.shape(arguments[position])) for position in doubtful)
     raise StackError(
         f"The input of the stack has {rows} rows and another dimension of size {rows}, so it does "
         f"not show whether arguments of the shapes {shapes} have a row for each of its rows. Give "
@@ -306,7 +306,7 @@ def find_rowwise(
 def _fits(
     run: Callable[[Any, list[Any]], Any],
     x: Any,
-    given: list[Any],
+    arguments: list[Any],
     trial: Mapping[int, bool],
     count: int,
 ) -> bool:
@@ -315,15 +315,15 @@ def _fits(
     def first(item: Any) -> Any:
         return jax.tree.map(lambda part: part[0], cut(item, count))
 
-    def one(x: Any, given: list[Any]) -> Any:
-        mine = [first(g) if trial.get(place) else g for place, g in enumerate(given)]
+    def one(x: Any, arguments: list[Any]) -> Any:
+        mine = [first(g) if trial.get(place) else g for place, g in enumerate(arguments)]
         return first(x), run(first(x), mine)
 
     try:
-        before, after = jax.eval_shape(one, x, given)
+        short, long = jax.eval_shape(one, x, arguments)
     except Exception:  # noqa: BLE001 - whatever a layer raises, it does not take these
         return False
-    return jax.tree.map(np.shape, before) == jax.tree.map(np.shape, after)
+    return jax.tree.map(np.shape, short) == jax.tree.map(np.shape, long)
 
 
 # --- The layers as a function of arrays ---
@@ -349,7 +349,7 @@ class Step:
         self.written: set[Path] = set()  # of the layers' own, found by tracing
 
     def __call__(
-        self, values: Mapping[Path, Any], x: Any, given: list[Any], length: int, number: Any
+        self, values: Mapping[Path, Any], x: Any, arguments: list[Any], length: int, number: Any
     ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
         """Returns the result, the written state, and the sown values."""
         entering = dict(values)
@@ -361,18 +361,18 @@ class Step:
                     fold = jax.vmap(fold)
                 entering[path] = fold(keys)
         model = merge(self.graphdef, State.from_flat(entering, self.origins))
-        y = self.run(model, x, given, length)
-        after = {path: (v, v.value) for path, v in iter_variables(model)}
+        y = self.run(model, x, arguments, length)
+        values_after = {path: (v, v.value) for path, v in iter_variables(model)}
         written: dict[Path, Any] = {}
         sown: dict[Path, Any] = {}
-        for path, (variable, value) in after.items():
+        for path, (variable, value) in values_after.items():
             if path not in values:
                 self.origins[path] = Origin(type(variable), variable._here()._metadata)
             if path not in values or path in self.sown:
                 sown[path] = _added(values.get(path), value)
             elif path not in self.keys and not _same(entering[path], value):
                 written[path] = value
-        lost = values.keys() - after.keys()
+        lost = values.keys() - values_after.keys()
         if lost:
             raise StackError(
                 f"The layers of a stack with microbatches took away {_listed(lost)}. They may "
@@ -392,15 +392,15 @@ def _is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def _same(one: Any, other: Any) -> bool:
-    pairs = (jax.tree.leaves(one), jax.tree.leaves(other))
+def _same(left: Any, right: Any) -> bool:
+    pairs = (jax.tree.leaves(left), jax.tree.leaves(right))
     return len(pairs[0]) == len(pairs[1]) and all(map(lambda a, b: a is b, *pairs))
 
 
-def _added(before: Any, after: Any) -> Any:
+def _added(start: Any, end: Any) -> Any:
     """Returns the appended items of a tuple, else all."""
-    grown = isinstance(before, tuple) and isinstance(after, tuple) and len(after) > len(before)
-    return after[len(before) :] if grown else after
+    grown = isinstance(start, tuple) and isinstance(end, tuple) and len(end) > len(start)
+    return end[len(start) :] if grown else end
 
 
 def _listed(paths: Any) -> str:
@@ -416,7 +416,7 @@ def run_pipeline(
     run: Run,
     run_whole: Run,
     x: Any,
-    given: list[Any],
+    arguments: list[Any],
     *,
     policy: Any,
     axis_name: str,
@@ -432,29 +432,31 @@ def run_pipeline(
     step = Step(stacked, run_whole if in_rounds else run, is_shared, microbatches)
     rows = check_rows(x, microbatches)
 
-    def whole(x: Any, given: list[Any]) -> Any:
-        return step(stages.gathered(step.values), x, given, length, 0)
+    def whole(x: Any, arguments: list[Any]) -> Any:
+        return step(stages.gathered(step.values), x, arguments, length, 0)
 
-    rowwise = find_rowwise(lambda x, given: whole(x, given)[0], x, given, rows, microbatches)
-    shapes = abstract_eval(whole, x, given)
+    rowwise = find_rowwise(
+        lambda x, arguments: whole(x, arguments)[0], x, arguments, rows, microbatches
+    )
+    shapes = abstract_eval(whole, x, arguments)
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
 
-    def compute(values: dict[Path, Any], x: Any, given: list[Any]) -> Any:
+    def compute(values: dict[Path, Any], x: Any, arguments: list[Any]) -> Any:
         call = _Pipeline(step, stages, length, microbatches, schedule, policy)
-        pairs = list(zip(given, rowwise, strict=True))
+        pairs = list(zip(arguments, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
         same = [None if of_row else g for g, of_row in pairs]
         y, state, sown = call(values, cut(x, microbatches), parts, same)
         size = rows // microbatches
-        found = {
+        totals = {
             path: jax.tree.map(functools.partial(_combined, path, size), value, shapes[2][path])
             for path, value in sown.items()
         }
-        return joined(y), state, found
+        return joined(y), state, totals
 
     state = tuple({p: step.values[p] for p in paths} for paths in (step.counts, step.written))
     compute = _with_auto_axes(compute, (shapes[0], state, shapes[2]))
-    y, (counts, written), sown = compute(step.values, x, given)
+    y, (counts, written), sown = compute(step.values, x, arguments)
     _write(stacked, {**counts, **written}, sown, step)
     return y
 
@@ -497,9 +499,9 @@ class _Pipeline:
     ) -> tuple[Any, Any, Any]:
         """Runs all ticks; returns rows by microbatch, state, and sown values."""
         shared = {p: v for p, v in values.items() if p in self.step.shared}
-        own = {p: v for p, v in values.items() if p not in self.step.shared}
+        own_values = {p: v for p, v in values.items() if p not in self.step.shared}
         if self.stages.axis is None:
-            return self._region(own, shared, x, parts, same)
+            return self._region(own_values, shared, x, parts, same)
         by_stage, whole = PartitionSpec(self.stages.axis), PartitionSpec()
         # A mesh of ``with mesh:`` is not one that JAX finds by itself.
         mesh = resolve_mesh() if jax.sharding.get_abstract_mesh().empty else None
@@ -511,9 +513,11 @@ class _Pipeline:
             axis_names={self.stages.axis},
         )
         with jax.named_scope(self.name):
-            return region(own, shared, x, parts, same)
+            return region(own_values, shared, x, parts, same)
 
-    def _region(self, own: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]) -> Any:
+    def _region(
+        self, own_values: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]
+    ) -> Any:
         stages, step = self.stages, self.step
         stage, rounds = stages.index(), self.rounds
         # Marked here, so that their gradients are summed as ``varying`` says.
@@ -521,16 +525,21 @@ class _Pipeline:
         counts = {path: jnp.asarray(shared[path]) for path in step.counts}
         # A stream advances as in one call.
         fresh = step.random - step.shared
-        own = stages.to_rounds(jax.tree.map(jnp.asarray, own), rounds)
-        written = {path: own[path] for path in step.written}
+        own_values = stages.to_rounds(jax.tree.map(jnp.asarray, own_values), rounds)
+        written = {path: own_values[path] for path in step.written}
 
         def work(
-            own: Any, present: Any, entering: Any, given: list[Any], turn: Any, number: Any
+            own_values: Any,
+            present: Any,
+            entering: Any,
+            arguments: list[Any],
+            turn: Any,
+            number: Any,
         ) -> Any:
-            layers, state = self._of_round(own, turn), self._of_round(present, turn)
+            layers, state = self._of_round(own_values, turn), self._of_round(present, turn)
             values = {**layers, **state, **shared, **entering[1]}
             values |= {path: layers[path] for path in fresh}
-            return *step(values, entering[0], given, self.length, number), state
+            return *step(values, entering[0], arguments, self.length, number), state
 
         if rounds > 1:
             # The layers of a round are taken out at each tick: kept for the gradient, there would
@@ -549,30 +558,32 @@ class _Pipeline:
             arriving, waiting = self._wait(stage, time, arriving, waiting)
             enters = (stage == 0) & (turn == 0)
             entering = _choose(enters, (_part(x, number), counts), arriving)
-            given = [
+            arguments = [
                 g if part is None else _part(part, number)
                 for g, part in zip(same, parts, strict=True)
             ]
-            y, after, sown, state = work(own, present, entering, given, turn, number)
-            leaving = (y, {path: after.get(path, entering[1][path]) for path in counts})
-            later = {path: after.get(path, value) for path, value in state.items()}
+            y, new_values, sown, state = work(
+                own_values, present, entering, arguments, turn, number
+            )
+            leaving = (y, {path: new_values.get(path, entering[1][path]) for path in counts})
+            later = {path: new_values.get(path, value) for path, value in state.items()}
             present = self._with_round(present, turn, _choose(at_work, later, state))
             is_result = at_work & (ended >= 0)
-            kept = _choose(is_result, y, _part(results, number))
-            results = _with_part(results, number, kept)
+            chosen = _choose(is_result, y, _part(results, number))
+            results = _with_part(results, number, chosen)
             carry = (stages.hand_on(leaving), waiting, present, results)
             return carry, (leaving[1], sown)
 
         start = stages.varying((_part(x, 0), counts))
         waits = self.period - stages.count if rounds > 1 else 0
-        waiting = jax.tree.map(lambda one: jnp.stack([one] * waits), start) if waits else None
-        results = jax.tree.map(lambda one: jnp.stack([one] * self.microbatches), start[0])
+        waiting = jax.tree.map(lambda array: jnp.stack([array] * waits), start) if waits else None
+        results = jax.tree.map(lambda array: jnp.stack([array] * self.microbatches), start[0])
         carry = (start, waiting, written, results)
         carry, (counted, sown) = jax.lax.scan(tick, carry, jnp.arange(self.ticks))
         _, _, written, results = carry
         final = jax.tree.map(lambda c: c[-1], counted)
         y, final = stages.of_last((results, final))
-        mine = jax.tree.map(lambda each: self._of_stage(each, stage), sown)
+        mine = jax.tree.map(lambda value: self._of_stage(value, stage), sown)
         written = stages.to_layers(written, rounds)
         return y, (final, written), stages.to_layers(mine, rounds, dim=1)
 
@@ -590,11 +601,11 @@ class _Pipeline:
             return values
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, turn, self.length, 0), values)
 
-    def _with_round(self, values: dict[Path, Any], turn: Any, made: dict[Path, Any]) -> Any:
+    def _with_round(self, values: dict[Path, Any], turn: Any, new_values: dict[Path, Any]) -> Any:
         if self.rounds == 1:
-            return made
+            return new_values
         return jax.tree.map(
-            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, turn, 0), values, made
+            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, turn, 0), values, new_values
         )
 
     def _of_stage(self, by_tick: jax.Array, stage: Any) -> jax.Array:
@@ -640,8 +651,8 @@ def _with_part(tree: Any, index: Any, part: Any) -> Any:
     )
 
 
-def _choose(condition: Any, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+def _choose(condition: Any, left: Any, right: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)
 
 
 # --- What layers leave behind ---
@@ -650,27 +661,24 @@ def _choose(condition: Any, one: Any, other: Any) -> Any:
 def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
     """Joins the sown values of microbatches, (microbatches, layers, ...)."""
     count, _, *part = parts.shape
-    wanted = whole.shape[1:]
-    if tuple(part) == wanted:
+    row_shape = whole.shape[1:]
+    if tuple(part) == row_shape:
         if count == 1:
             return parts[0]
         if jnp.issubdtype(parts.dtype, jnp.inexact):
             return jnp.mean(parts, axis=0).astype(parts.dtype)
-    differ = [k for k, (a, b) in enumerate(zip(part, wanted, strict=True)) if a != b]
-    if (
-        len(part) == len(wanted)
-        and len(differ) == 1
-        and part[differ[0]] * count == wanted[differ[0]]
-    ):
+    differ = [k for k, (a, b) in enumerate(zip(part, row_shape, strict=True)) if a != b]
+    fits = len(part) == len(row_shape) and len(differ) == 1
+    if fits and part[differ[0]] * count == row_shape[differ[0]]:
         (k,) = differ
         if part[k] % rows == 0:
             shape = parts.shape
             split_rows = parts.reshape(*shape[: k + 2], rows, part[k] // rows, *shape[k + 3 :])
-            return jnp.moveaxis(split_rows, 0, k + 2).reshape(parts.shape[1], *wanted)
+            return jnp.moveaxis(split_rows, 0, k + 2).reshape(parts.shape[1], *row_shape)
     raise StackError(
         f"Layers of a stack sowed {parts.dtype}{part} at {format_path(path)} for each of {count} "
-        f"microbatches, and {list(wanted)} for a whole batch: neither rows, which are put together "
-        "again, nor real numbers, which are averaged. Sow something else, or take microbatches= "
+        f"microbatches, and {list(row_shape)} for a whole batch: neither rows, which are put "
+        "together again, nor real numbers, which are averaged. Sow something else, or take microbatches= "
         "away."
     )
 
@@ -682,10 +690,10 @@ def _write(stacked: Any, state: Mapping[Path, Any], sown: Mapping[Path, Any], st
         variables[path].value = value
     for path, value in sown.items():
         if path in variables:
-            before = variables[path].value
-            appended = isinstance(before, tuple) and isinstance(value, tuple) and before
-            variables[path].value = (*before, *value) if appended else value
+            old_value = variables[path].value
+            appended = isinstance(old_value, tuple) and isinstance(value, tuple) and old_value
+            variables[path].value = (*old_value, *value) if appended else value
         else:
             origin = step.origins[path]
-            made = origin.variable_type(value)
-            setattr(owners[path[:-1]], str(path[-1]), made)
+            variable = origin.variable_type(value)
+            setattr(owners[path[:-1]], str(path[-1]), variable)

@@ -253,11 +253,13 @@ class GRUCell(_Cell):
 
     def _step(self, carry: Any, projected: jax.Array) -> tuple[Any, jax.Array]:
         recurrent = self.recurrent(carry)
-        given, kept = (
-            [each[..., index, :] for index in range(3)] for each in (projected, recurrent)
+        from_input, from_state = (
+            [gates[..., index, :] for index in range(3)] for gates in (projected, recurrent)
         )
-        reset, update = (jax.nn.sigmoid(given[index] + kept[index]) for index in range(2))
-        hidden = (1 - update) * jnp.tanh(given[2] + reset * kept[2]) + update * carry
+        reset, update = (
+            jax.nn.sigmoid(from_input[index] + from_state[index]) for index in range(2)
+        )
+        hidden = (1 - update) * jnp.tanh(from_input[2] + reset * from_state[2]) + update * carry
         return hidden, hidden
 
 
@@ -429,19 +431,19 @@ def _whole(array: jax.Array, axis: int) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, spec))
 
 
-def _take_carry(given: Any, start: Any) -> Any:
+def _take_carry(carry: Any, start: Any) -> Any:
     """Returns a given carry, laid out as the cell's own, or raises."""
-    (leaves, structure), (own, expected) = map(jax.tree.flatten, (given, start))
+    (leaves, structure), (expected_leaves, expected) = map(jax.tree.flatten, (carry, start))
     leaves = [as_array(leaf) for leaf in leaves]
-    if structure != expected or [a.shape for a in leaves] != [a.shape for a in own]:
-        shapes = jax.tree.map(np.shape, start), jax.tree.map(np.shape, given)
+    if structure != expected or [a.shape for a in leaves] != [a.shape for a in expected_leaves]:
+        shapes = jax.tree.map(np.shape, start), jax.tree.map(np.shape, carry)
         raise parameters.LayerInputError(
             f"RNN takes a carry of shapes {shapes[0]}, as cell.initial_carry gives, but was given "
             f"{shapes[1]}."
         )
     laid = [
         leaf if explicit_entries(a) is None else jax.sharding.reshard(leaf, jax.typeof(a).sharding)
-        for leaf, a in zip(leaves, own, strict=True)
+        for leaf, a in zip(leaves, expected_leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, laid)
 

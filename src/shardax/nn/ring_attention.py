@@ -66,10 +66,10 @@ def ring_axis(query: jax.Array) -> str | None:
     axes = () if entries is None else mesh_axes_of(entries[-3])
     if not axes:  # the compiler decides, or the tokens came unplaced: what the rules say
         axes = mesh_axes_of((logical_to_mesh_axes(("seq",)) or PartitionSpec(None))[0])
-        taken = {axis for entry in entries or () for axis in mesh_axes_of(entry)}
+        used_axes = {axis for entry in entries or () for axis in mesh_axes_of(entry)}
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         free = (AxisType.Auto, AxisType.Explicit)
-        axes = tuple(axis for axis in axes if kinds.get(axis) in free and axis not in taken)
+        axes = tuple(axis for axis in axes if kinds.get(axis) in free and axis not in used_axes)
     axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     if len(axes) > 1:
         refuse_input(
@@ -115,14 +115,14 @@ def ring_attention(
     ring = Ring(ring_over, count, causal, window, scale, softcap, zigzag)
     query, key, value = map(_varying, (query, key, value))
     part = Part(key, value, None if segments is None else segments[1])
-    own = None if segments is None else segments[0]
+    segments_here = None if segments is None else segments[0]
     attend: Any = functools.partial(_attend, ring)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
     if explicit:
         place = jax.typeof(query).sharding
         attend = jax.sharding.auto_axes(attend, axes=explicit, out_sharding=place)
-    return attend(query, part, mask, own)
+    return attend(query, part, mask, segments_here)
 
 
 def _varying(x: jax.Array) -> jax.Array:
@@ -170,9 +170,9 @@ class Saved(NamedTuple):
 
 def _specs(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
     by_time = _split(ring, query, -3)
-    own = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
-    of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), own)
-    return by_time, of_part, _split(ring, mask, -2), own
+    by_segment = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
+    of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), by_segment)
+    return by_time, of_part, _split(ring, mask, -2), by_segment
 
 
 # The derivative is that of the whole, and no region is differentiated: within another manual region
@@ -189,13 +189,13 @@ def _forward(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tu
     return _region(ring, _read, specs, (specs[0], saved))(query, part, mask, segments)
 
 
-def _backward(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
+def _backward(ring: Ring, saved: Saved, cotangents: Any) -> tuple[Any, ...]:
     specs = _specs(ring, saved.query, saved.part, saved.mask, saved.segments)
     numbers = PartitionSpec(*(None,) * (saved.query.ndim - 1), ring.axis)
     of_saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
     out_specs = specs[0], (specs[1].key, specs[1].value)
     region = _region(ring, _differentiate, (of_saved, specs[0]), out_specs)
-    to_query, (to_key, to_value) = region(saved, given)
+    to_query, (to_key, to_value) = region(saved, cotangents)
     return to_query, Part(to_key, to_value, None), None, None
 
 
@@ -206,12 +206,14 @@ def _to_order(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> t
     """Brings a device's part into the order of the ring."""
     if not ring.zigzag:
         return query, part, mask, segments
-    there = functools.partial(_zigzag, ring)
-    query, key, value = (there(x, x.ndim - 3) for x in (query, part.key, part.value))
-    own, others = (None if x is None else there(x, x.ndim - 1) for x in (segments, part.segments))
+    in_order = functools.partial(_zigzag, ring)
+    query, key, value = (in_order(x, x.ndim - 3) for x in (query, part.key, part.value))
+    query_segments, key_segments = (
+        None if x is None else in_order(x, x.ndim - 1) for x in (segments, part.segments)
+    )
     if mask is not None and mask.shape[-2] > 1:
-        mask = there(mask, mask.ndim - 2)
-    return query, Part(key, value, others), mask, own
+        mask = in_order(mask, mask.ndim - 2)
+    return query, Part(key, value, key_segments), mask, query_segments
 
 
 def _back(ring: Ring, x: Any) -> Any:
@@ -230,7 +232,7 @@ def _zigzag(ring: Ring, x: Any, dim: int, back: bool = False) -> Any:
     is_odd = jax.lax.axis_index(ring.axis) % 2 == 1
     if back:
         halves = _swapped(is_odd, halves)
-        moves = [[(there, here) for here, there in pairs] for pairs in moves]
+        moves = [[(target, source) for source, target in pairs] for pairs in moves]
     halves = [
         jax.lax.ppermute(half, ring.axis, pairs) for half, pairs in zip(halves, moves, strict=True)
     ]
@@ -238,8 +240,8 @@ def _zigzag(ring: Ring, x: Any, dim: int, back: bool = False) -> Any:
 
 
 def _swapped(condition: Any, pair: Any) -> list[Any]:
-    one, other = pair
-    return [jnp.where(condition, other, one), jnp.where(condition, one, other)]
+    left, right = pair
+    return [jnp.where(condition, right, left), jnp.where(condition, left, right)]
 
 
 def _last_turn(ring: Ring, query: Any, key: Any) -> int:
@@ -254,9 +256,9 @@ def _half(x: Any, dim: int, later: int) -> Any:
     return jax.lax.slice_in_dim(x, later * size, (later + 1) * size, axis=dim)
 
 
-def _with_half(x: Any, dim: int, later: int, made: Any) -> Any:
+def _with_half(x: Any, dim: int, later: int, new_half: Any) -> Any:
     halves = [_half(x, dim, 0), _half(x, dim, 1)]
-    halves[later] = made
+    halves[later] = new_half
     return jnp.concatenate(halves, dim)
 
 
@@ -266,13 +268,15 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
     grouped, by_head = _by_head(query, part)
     places = _places(ring, query.shape[-3], 0)
 
-    def update(state: Any, grouped: Any, part: Part, rows: Any, columns: Any, own: Any) -> Any:
+    def update(
+        state: Any, grouped: Any, part: Part, rows: Any, columns: Any, query_segments: Any
+    ) -> Any:
         most, total, result = state
-        scores = _scores(ring, grouped, part, mask, own, rows, columns)
+        scores = _scores(ring, grouped, part, mask, query_segments, rows, columns)
         larger = jnp.maximum(most, scores.max(-1))
-        kept, weights = jnp.exp(most - larger), jnp.exp(scores - larger[..., None])
-        found = jnp.einsum("...kgts,...ksh->...kgth", weights, part.value.astype(np.float32))
-        return larger, kept * total + weights.sum(-1), kept[..., None] * result + found
+        scale, weights = jnp.exp(most - larger), jnp.exp(scores - larger[..., None])
+        weighted = jnp.einsum("...kgts,...ksh->...kgth", weights, part.value.astype(np.float32))
+        return larger, scale * total + weights.sum(-1), scale[..., None] * result + weighted
 
     def read(state: Any, part: Part, step: Any) -> Any:
         columns = _places(ring, part.key.shape[-2], step)
@@ -283,12 +287,20 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
             return update(state, grouped, _first_half(part), places, _half(columns, 0, 0), segments)
 
         def later(state: Any) -> Any:
-            own = None if segments is None else _half(segments, segments.ndim - 1, 1)
+            query_segments = None if segments is None else _half(segments, segments.ndim - 1, 1)
             pairs = [(x, x.ndim - less) for x, less in zip(state, (1, 1, 2), strict=True)]
             part_of = tuple(_half(x, dim, 1) for x, dim in pairs)
-            after = (_half(grouped, grouped.ndim - 2, 1), part, _half(places, 0, 1), columns, own)
-            made = update(part_of, *after)
-            return tuple(_with_half(x, dim, 1, y) for (x, dim), y in zip(pairs, made, strict=True))
+            arguments = (
+                _half(grouped, grouped.ndim - 2, 1),
+                part,
+                _half(places, 0, 1),
+                columns,
+                query_segments,
+            )
+            updated = update(part_of, *arguments)
+            return tuple(
+                _with_half(x, dim, 1, y) for (x, dim), y in zip(pairs, updated, strict=True)
+            )
 
         return jax.lax.cond(_from_earlier(ring, step), earlier, later, state)
 
@@ -307,27 +319,27 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
     return _back(ring, result), Saved(query, part, mask, segments, result, most, total)
 
 
-def _differentiate(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
+def _differentiate(ring: Ring, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
     """Returns the gradients of a part of the queries, keys and values."""
     query, part, mask, segments, result, most, total = saved
-    given = _zigzag(ring, given, given.ndim - 3) if ring.zigzag else given
+    cotangent = _zigzag(ring, cotangent, cotangent.ndim - 3) if ring.zigzag else cotangent
     heads = part.key.shape[-2]
     grouped, by_head = _by_head(query, part)
     grouped, upwards, of_result = (
-        x.astype(np.float32) for x in (grouped, _grouped(given, heads), _grouped(result, heads))
+        x.astype(np.float32) for x in (grouped, _grouped(cotangent, heads), _grouped(result, heads))
     )
     share = (upwards * of_result).sum(-1)
     places = _places(ring, query.shape[-3], 0)
     same_length = query.shape[-3] == part.key.shape[-3]
     narrowed = ring.window is not None and not same_length
     # A row that reads nothing has weights all the same; a soft cap has no slope at ``_NEVER``.
-    cleared = narrowed or any(each is not None for each in (mask, segments, ring.softcap))
+    cleared = narrowed or any(option is not None for option in (mask, segments, ring.softcap))
     rows = (grouped, upwards, share, most, total)  # what each query has, with its dimension
     dims = [x.ndim - less for x, less in zip(rows, (2, 2, 1, 1, 1), strict=True)]
 
-    def update(rows: Any, part: Part, here: Any, columns: Any, own: Any) -> Any:
+    def update(rows: Any, part: Part, row_places: Any, columns: Any, query_segments: Any) -> Any:
         grouped, upwards, share, most, total = rows
-        scores = _scores(ring, grouped, part, mask, own, here, columns)
+        scores = _scores(ring, grouped, part, mask, query_segments, row_places, columns)
         weights = jnp.exp(scores - most[..., None]) / total[..., None]
         to_value = jnp.einsum("...kgts,...kgth->...ksh", weights, upwards)
         changes = jnp.einsum("...kgth,...ksh->...kgts", upwards, part.value.astype(np.float32))
@@ -340,28 +352,28 @@ def _differentiate(ring: Ring, saved: Saved, given: Any) -> tuple[Any, ...]:
         to_query = jnp.einsum("...kgts,...ksh->...kgth", changes, part.key.astype(np.float32))
         return to_query, to_key, to_value
 
-    def read(found: Any, part: Part, step: Any) -> Any:
+    def read(sums: Any, part: Part, step: Any) -> Any:
         columns = _places(ring, part.key.shape[-2], step)
         if not ring.zigzag or isinstance(step, int):
-            return jax.tree.map(jnp.add, found, update(rows, part, places, columns, segments))
+            return jax.tree.map(jnp.add, sums, update(rows, part, places, columns, segments))
         time = part.key.ndim - 2
 
-        def earlier(found: Any) -> Any:
-            made = update(rows, _first_half(part), places, _half(columns, 0, 0), segments)
+        def earlier(sums: Any) -> Any:
+            added = update(rows, _first_half(part), places, _half(columns, 0, 0), segments)
             whole = [
                 _with_half(x, time, 0, _half(x, time, 0) + y)
-                for x, y in zip(found[1:], made[1:], strict=True)
+                for x, y in zip(sums[1:], added[1:], strict=True)
             ]
-            return (found[0] + made[0], *whole)
+            return (sums[0] + added[0], *whole)
 
-        def later(found: Any) -> Any:
-            own = None if segments is None else _half(segments, segments.ndim - 1, 1)
+        def later(sums: Any) -> Any:
+            query_segments = None if segments is None else _half(segments, segments.ndim - 1, 1)
             mine = [_half(x, dim, 1) for x, dim in zip(rows, dims, strict=True)]
-            made = update(mine, part, _half(places, 0, 1), columns, own)
-            whole = _with_half(found[0], dims[0], 1, _half(found[0], dims[0], 1) + made[0])
-            return (whole, found[1] + made[1], found[2] + made[2])
+            added = update(mine, part, _half(places, 0, 1), columns, query_segments)
+            whole = _with_half(sums[0], dims[0], 1, _half(sums[0], dims[0], 1) + added[0])
+            return (whole, sums[1] + added[1], sums[2] + added[2])
 
-        return jax.lax.cond(_from_earlier(ring, step), earlier, later, found)
+        return jax.lax.cond(_from_earlier(ring, step), earlier, later, sums)
 
     def turn(carry: Any, step: Any) -> Any:
         to_query, *travelling = carry
@@ -403,7 +415,7 @@ def _places(ring: Ring, time: int, step: Any) -> jax.Array:
 
 
 def _scores(
-    ring: Ring, grouped: Any, part: Part, mask: Any, own: Any, rows: Any, columns: Any
+    ring: Ring, grouped: Any, part: Part, mask: Any, query_segments: Any, rows: Any, columns: Any
 ) -> jax.Array:
     """Returns scores for the present keys, by their positions."""
     # Of shape (..., kv heads, group, time, other time).
@@ -420,8 +432,8 @@ def _scores(
     if ring.window is not None:
         allowed &= rows - columns < ring.window
     allowed = jnp.expand_dims(allowed, tuple(range(scores.ndim - 2)))
-    if own is not None:
-        same = own[..., :, None] == part.segments[..., None, :]
+    if query_segments is not None:
+        same = query_segments[..., :, None] == part.segments[..., None, :]
         allowed = allowed & same[..., None, None, :, :]
     if mask is not None:
         if mask.shape[-1] > 1:
@@ -438,7 +450,7 @@ def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
     """Sends parts on to the next device of the ring."""
     if far % ring.devices == 0:
         return tree
-    pairs = [(one, (one + far) % ring.devices) for one in range(ring.devices)]
+    pairs = [(device, (device + far) % ring.devices) for device in range(ring.devices)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis, pairs), tree)
 
 

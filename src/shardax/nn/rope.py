@@ -111,11 +111,11 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
         refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
     # No part without elements, as its gradient would be a part of the program.
     cuts = [end for end in (half, 2 * half) if end < x.shape[-1]]
-    real, imaginary, *rest = jnp.split(x, cuts, axis=-1)
+    real, imaginary, *remaining = jnp.split(x, cuts, axis=-1)
     real, imaginary = real.astype(jnp.float32), imaginary.astype(jnp.float32)
-    turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
-    turned = [one.astype(x.dtype) for one in turned]
-    return jnp.concatenate([*turned, *rest], axis=-1)
+    rotated = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
+    rotated = [part.astype(x.dtype) for part in rotated]
+    return jnp.concatenate([*rotated, *remaining], axis=-1)
 
 
 def check_head_dim(layer: str, head_dim: int) -> None:
@@ -165,12 +165,12 @@ class Rope:
         size = self.rotated_size(head_dim)
         if self.kind == "default":
             return rotation(positions, size, self.base)
-        turned = rotation(positions, size, self.base, frequencies=self._frequencies(size))
+        rotated = rotation(positions, size, self.base, frequencies=self._frequencies(size))
         factor = 1.0
         if self.kind == "yarn":
             factor = self.attention_factor
             factor = max(0.1 * math.log(self.factor) + 1, 1.0) if factor is None else factor
-        return turned if factor == 1 else Rotation(*(factor * each for each in turned))
+        return rotated if factor == 1 else Rotation(*(factor * table for table in rotated))
 
     def _frequencies(self, size: int) -> np.ndarray:
         """Returns the angle of each pair per position."""
@@ -179,7 +179,7 @@ class Rope:
             return np.asarray(plain / self.factor, np.float32)
         if self.kind == "llama3":
             turns = self.length * plain / (2 * math.pi)
-            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+            plain_share = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
         else:
             ends = [
                 size * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
@@ -188,5 +188,5 @@ class Rope:
             first, last = (math.floor(ends[0]), math.ceil(ends[1])) if self.truncate else ends
             first, last = max(first, 0), min(last, size - 1)
             width = last - first or 0.001
-            kept = 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
-        return np.asarray(kept * plain + (1 - kept) * plain / self.factor, np.float32)
+            plain_share = 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
+        return np.asarray(plain_share * plain + (1 - plain_share) * plain / self.factor, np.float32)

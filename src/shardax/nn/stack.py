@@ -101,11 +101,11 @@ def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
     """Returns pairs of a name and a memory kind, or None."""
     pairs = policy.items() if isinstance(policy, Mapping) else policy
     try:
-        found = dict(pairs)
+        kinds = dict(pairs)
     except (TypeError, ValueError):
         return None
-    fits = all(isinstance(n, str) and k in MEMORY_KINDS for n, k in found.items())
-    return tuple(found.items()) if fits and found else None
+    fits = all(isinstance(n, str) and k in MEMORY_KINDS for n, k in kinds.items())
+    return tuple(kinds.items()) if fits and kinds else None
 
 
 def rematerialised(
@@ -128,7 +128,7 @@ def _jax_policy(policy: Policy) -> Any:
 @functools.lru_cache(maxsize=256)
 def _by_name(kinds: tuple[tuple[str, str], ...]) -> Any:
     """Returns the policy of memory kinds by name."""
-    saved, hosted = ([n for n, kind in kinds if kind == wanted] for wanted in MEMORY_KINDS)
+    saved, hosted = ([n for n, memory in kinds if memory == kind] for kind in MEMORY_KINDS)
     if not hosted:
         return jax.checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -307,22 +307,23 @@ def _static(leaf: Any) -> Any:
         ) from error
 
 
-def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
+def _run(stack: Stack, x: Any, arguments: list[Any], structure: Any) -> Any:
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
-    treedef, static = rest
+    treedef, static = structure
     is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
 
-    def body(x: Any, layer: Any, given: list[Any]) -> Any:
+    def body(x: Any, layer: Any, arguments: list[Any]) -> Any:
         leaves = [
-            one if item is None else item.value for one, item in zip(given, static, strict=True)
+            argument if item is None else item.value
+            for argument, item in zip(arguments, static, strict=True)
         ]
         args, kwargs = treedef.unflatten(leaves)
         return layer(x, *args, **kwargs)
 
     def run(
-        stacked: Any, x: Any, given: list[Any], length: int, policy: Policy = stack.remat
+        stacked: Any, x: Any, arguments: list[Any], length: int, policy: Policy = stack.remat
     ) -> Any:
-        by_layer = [0 if _is_stacked(one, stack.axis_name) else None for one in given]
+        by_layer = [0 if _is_stacked(argument, stack.axis_name) else None for argument in arguments]
         of_layer = StateAxes({is_shared: None, ...: 0}) if stack.shared else 0
         loop = scan(
             rematerialised(body, policy, in_loop=True),
@@ -332,12 +333,12 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
             unroll=stack.unroll if length > 1 else True,
             metadata={PARTITION_NAME: stack.axis_name},
         )
-        return loop(x, stacked, given)
+        return loop(x, stacked, arguments)
 
     # A cache is written for the whole batch, token by token.
     microbatches = stack.microbatches or current_microbatches()
-    if microbatches is None or any(isinstance(one, Object) for one in given):
-        return run(stack.stacked, x, given, stack.length)
+    if microbatches is None or any(isinstance(argument, Object) for argument in arguments):
+        return run(stack.stacked, x, arguments, stack.length)
     # What a layer is given is one microbatch: the scope does not cut it again in stacks inside.
     with SettingsScope("microbatches", microbatches=None):
         return run_pipeline(
@@ -346,7 +347,7 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
             run,
             functools.partial(run, policy=None),
             x,
-            given,
+            arguments,
             policy=jax.checkpoint_policies.everything_saveable
             if stack.remat is None
             else _jax_policy(stack.remat),
@@ -357,9 +358,9 @@ def _run(stack: Stack, x: Any, given: list[Any], rest: Any) -> Any:
         )
 
 
-def _is_stacked(given: Any, axis_name: str) -> bool:
+def _is_stacked(argument: Any, axis_name: str) -> bool:
     """Whether an argument holds one part for each layer."""
-    names = [v.axes for _, v in iter_variables(given)] if isinstance(given, Module) else []
+    names = [v.axes for _, v in iter_variables(argument)] if isinstance(argument, Module) else []
     return bool(names) and all(axes and axes[0] == axis_name for axes in names)
 
 
@@ -372,8 +373,8 @@ def _all_shared(stack: Stack) -> tuple[Path, ...]:
     """Returns every path to objects shared by all layers."""
     # A layer may reach it by several, such as one stream of two dropouts.
     is_shared = _IsShared(stack.shared)
-    found = find_duplicates(stack.stacked)
-    groups = [group for group in found if any(is_shared(path, None) for path in group)]
+    duplicates = find_duplicates(stack.stacked)
+    groups = [group for group in duplicates if any(is_shared(path, None) for path in group)]
     return (*stack.shared, *(path for group in groups for path in group))
 
 
@@ -407,7 +408,7 @@ class _SharedObjects:
             walk = GraphWalk(marking=True)
             walk.visit(self.root, ())
             pairs = zip(walk.paths, walk.objects, strict=True)
-            self.found = {id(one): one for path, one in pairs if path in self.paths}
+            self.found = {id(variable): variable for path, variable in pairs if path in self.paths}
         return id(item) in self.found
 
 
@@ -515,10 +516,10 @@ def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
         >>> bool((stacked.layers[2].kernel == layers.layers[2].kernel).all())
         True
     """
-    given = state if isinstance(state, State) else State(state)
-    values, origins = given.flat(), given.origins()
+    stacked = state if isinstance(state, State) else State(state)
+    values, origins = stacked.flat(), stacked.origins()
     stacks = _Stacks(model)
-    found: dict[Path, Any] = {}
+    gathered: dict[Path, Any] = {}
     kinds: dict[Path, Origin] = {}
     for path, variable in iter_variables(model):
         levels = stacks.levels(path)
@@ -541,9 +542,9 @@ def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
                     f"{forms[present[0]]} at {format_path(present[0])}, {form} at "
                     f"{format_path(part)}."
                 )
-        found[path] = _gathered(lambda i, parts=parts: values.pop(parts[i]), levels)
+        gathered[path] = _gathered(lambda i, parts=parts: values.pop(parts[i]), levels)
         kinds[path] = Origin(type(variable), variable._here()._metadata)
-    return State.from_flat({**values, **found}, {**origins, **kinds})
+    return State.from_flat({**values, **gathered}, {**origins, **kinds})
 
 
 def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
@@ -565,11 +566,11 @@ def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
         >>> list(unstack_state(kernels, model).flat())
         [('layers', 0, 'kernel'), ('layers', 1, 'kernel'), ('layers', 2, 'kernel')]
     """
-    given = state if isinstance(state, State) else State(state)
-    origins, stacks = given.origins(), _Stacks(model)
+    stacked = state if isinstance(state, State) else State(state)
+    origins, stacks = stacked.origins(), _Stacks(model)
     values: dict[Path, Any] = {}
     kinds: dict[Path, Origin] = {}
-    for path, value in given.flat().items():
+    for path, value in stacked.flat().items():
         levels = stacks.levels(path)
         kind = origins[path]
         for level in levels:
@@ -601,14 +602,14 @@ class _Stacks:
 
     def levels(self, path: Path) -> list[_Level]:
         """Returns the stacks on the way to a Variable, from the outside."""
-        found = []
+        levels = []
         for place, step in enumerate(path):
             stack = self._stack_at(path[:place]) if step == "stacked" else None
             if stack is not None:
                 below = path[place + 1 :]
                 shared = any(below[: len(item)] == item for item in stack.shared)
-                found.append(_Level(place, None if shared else stack.length))
-        return found
+                levels.append(_Level(place, None if shared else stack.length))
+        return levels
 
     def _stack_at(self, path: Path) -> Stack | None:
         """Returns the stack at a path, also in an optimizer's state."""
@@ -627,8 +628,8 @@ class _Stacks:
         return nearest[0]
 
 
-def _common_end(one: Path, other: Path) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
+def _common_end(left: Path, right: Path) -> int:
+    pairs = zip(reversed(left), reversed(right), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -665,5 +666,5 @@ def _gathered(
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    shown = ", ".join(map(format_path, paths[:4]))
-    return shown if len(paths) <= 4 else f"{shown} and {len(paths) - 4} more"
+    listed = ", ".join(map(format_path, paths[:4]))
+    return listed if len(paths) <= 4 else f"{listed} and {len(paths) - 4} more"
