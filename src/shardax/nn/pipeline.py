@@ -678,8 +678,8 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
     raise StackError(
         f"Layers of a stack sowed {parts.dtype}{part} at {format_path(path)} for each of {count} "
         f"microbatches, and {list(row_shape)} for a whole batch: neither rows, which are put "
-        "together again, nor real numbers, which are averaged. Sow something else, or take microbatches= "
-        "away."
+        "together again, nor real numbers, which are averaged. Sow something else, or take "
+        "microbatches= away."
     )
 
 

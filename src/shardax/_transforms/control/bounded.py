@@ -102,8 +102,8 @@ def settled(body: Callable[[Any], Any], init: Any) -> Any:
     arrays = jax.tree.map(jnp.asarray, init)
     for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
         kinds = jax.eval_shape(body, arrays)
-        before, arrays = arrays, jax.tree.map(_with_dtype, arrays, kinds)
-        if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(arrays))):
+        old_arrays, arrays = arrays, jax.tree.map(_with_dtype, arrays, kinds)
+        if all(map(operator.is_, jax.tree.leaves(old_arrays), jax.tree.leaves(arrays))):
             break
     return arrays
 
@@ -193,8 +193,8 @@ def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_Loo
     def one_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
         return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
 
-    kept = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
-    checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=kept)
+    policy = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
+    checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=policy)
     firsts = jnp.arange(count, dtype=jnp.int32) * size
     last, rows = jax.lax.scan(checkpointed, start, firsts)
     return last, jax.tree.map(
@@ -364,11 +364,11 @@ def _row_of(result: Any) -> Any:
 
 def padding_row(padding: Any, kinds: Any) -> Any:
     """Returns a row of padding."""
-    given = jax.tree.map(
+    rows = jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
     )
     try:
-        spread = jax.tree.broadcast(given, kinds)
+        spread = jax.tree.broadcast(rows, kinds)
     except ValueError as error:
         raise BoundedLoopError(
             f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
@@ -382,10 +382,13 @@ def _filled(key_path: Any, value: Any, kind: Any) -> Any:
     where = f" at {format_path(plain_path(key_path))}" if key_path else ""
     array = value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
     if not _holds(array, kind.dtype):
-        shown = f"{value!r}" if array.ndim == 0 and not isinstance(value, Tracer) else array.dtype
+        description = (
+            f"{value!r}" if array.ndim == 0 and not isinstance(value, Tracer) else array.dtype
+        )
         raise BoundedLoopError(
-            f"padding={shown} cannot stand in the history{where}, which has dtype {kind.dtype}. "
-            f"Give a padding of that dtype, or convert what the history function returns."
+            f"padding={description} cannot stand in the history{where}, which has dtype "
+            f"{kind.dtype}. Give a padding of that dtype, or convert what the history function "
+            "returns."
         )
     try:
         row = jnp.broadcast_to(jnp.asarray(array, kind.dtype), kind.shape)

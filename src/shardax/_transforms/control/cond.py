@@ -49,23 +49,25 @@ def _result_outline(result: Any, effects: engine.Effects) -> Any:
 class _Comparison:
     """Outcomes of two branches, which must agree in all but numbers."""
 
-    def __init__(self, call: engine.LiftedCall, first: BranchOutcome, other: BranchOutcome) -> None:
+    def __init__(
+        self, call: engine.LiftedCall, first: BranchOutcome, second: BranchOutcome
+    ) -> None:
         self.call = call
-        self.both = (first, other)
+        self.both = (first, second)
         self.graphdef, self.paths = call.graph.flat.graphdef, call.graph.flat.paths
 
-    def check(self, before: Sequence[Any]) -> None:
+    def check(self, values: Sequence[Any]) -> None:
         """Raises if they differ, given the values before the choice."""
         self._check_structure()
         self._check_result()
         self._check_new()
-        self._check_written(before)
+        self._check_written(values)
 
-    def _refuse(self, what: str, shown: Sequence[str], advice: str) -> NoReturn:
-        first, other = self.both
+    def _refuse(self, problem: str, descriptions: Sequence[str], advice: str) -> NoReturn:
+        first, second = self.both
         raise BranchError(
-            f"The branches of sx.{self.call.name} {what}: {first.label} {shown[0]}, "
-            f"{other.label} {shown[1]}. {advice}"
+            f"The branches of sx.{self.call.name} {problem}: {first.label} {descriptions[0]}, "
+            f"{second.label} {descriptions[1]}. {advice}"
         )
 
     def _check_structure(self) -> None:
@@ -73,17 +75,19 @@ class _Comparison:
             mine, theirs = (item.effects.updates.get(position, old) for item in self.both)
             if mine == theirs:
                 continue
-            shown = [
+            descriptions = [
                 scan.describe_change(old, new) if new != old else "nothing changes"
                 for new in (mine, theirs)
             ]
-            if shown[0] == shown[1]:
+            if descriptions[0] == descriptions[1]:
                 pairs = zip(self.both, ((mine, theirs), (theirs, mine)), strict=True)
-                shown = [self._describe_attributes(outcome, *pair) for outcome, pair in pairs]
+                descriptions = [
+                    self._describe_attributes(outcome, *pair) for outcome, pair in pairs
+                ]
             self._refuse(
                 f"change the {old.type.__name__} at {format_path(self.paths[position])} "
                 "differently",
-                shown,
+                descriptions,
                 "One program comes out of both, so they must leave one structure. Make the same "
                 "change in every branch (sow the same names, set the same attributes in the same "
                 "order), or change it before the choice and only write values inside.",
@@ -97,27 +101,27 @@ class _Comparison:
             else {}
             for item in (new, against)
         )
-        shown = []
+        changes = []
         for name, child in mine.items():
             if child == theirs.get(name):
                 continue
-            what = "another container"
+            description = "another container"
             if isinstance(child, flatten.Ref):
-                what = self._describe(outcome, child.position)
+                description = self._describe(outcome, child.position)
             elif isinstance(child, Static):
-                what = repr(child.value)[:40]
-            shown.append(f".{name} is {what}")
-        if shown:
-            return ", ".join(shown)
+                description = repr(child.value)[:40]
+            changes.append(f".{name} is {description}")
+        if changes:
+            return ", ".join(changes)
         return f"the order is {', '.join(mine)}" if mine else "it is another"
 
     def _check_result(self) -> None:
         outlines = [outcome.outline for outcome in self.both]
-        found = scan.structure_difference(outlines[0], outlines[1], ())
-        if found is not None:
-            path, *shown = found
+        difference = scan.structure_difference(outlines[0], outlines[1], ())
+        if difference is not None:
+            path, *descriptions = difference
             advice = "Return the same containers with the same keys from every branch."
-            self._refuse(f"return different structures{_at(path)}", shown, advice)
+            self._refuse(f"return different structures{_at(path)}", descriptions, advice)
         arrays = iter(zip(*(outcome.arrays for outcome in self.both), strict=True))
         for (path, mine), (_, theirs) in zip(*map(_outline_leaves, outlines), strict=True):
             if mine != theirs:
@@ -147,7 +151,7 @@ class _Comparison:
         count = len(self.graphdef.objects)
         values = [iter(outcome.fresh) for outcome in self.both]
         for offset in range(max(len(outcome.effects.fresh) for outcome in self.both)):
-            made, shown = [], []
+            outlines, descriptions = [], []
             for outcome, fresh in zip(self.both, values, strict=True):
                 definitions = outcome.effects.fresh[offset : offset + 1]
                 kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"
@@ -155,16 +159,16 @@ class _Comparison:
                     kind += " from outside"
                 elif definitions and type(definitions[0]) is flatten.VariableDef:
                     kind += f" {scan.form(next(fresh))}"
-                made.append((definitions, id(outcome.effects.foreign.get(count + offset))))
-                shown.append(kind)
-            if made[0] == made[1] and shown[0] == shown[1]:
+                outlines.append((definitions, id(outcome.effects.foreign.get(count + offset))))
+                descriptions.append(kind)
+            if outlines[0] == outlines[1] and descriptions[0] == descriptions[1]:
                 continue
             paths = [self._paths_after(outcome).get(count + offset) for outcome in self.both]
-            if shown[0] == shown[1]:
-                shown[1] += ", but another one"
+            if descriptions[0] == descriptions[1]:
+                descriptions[1] += ", but another one"
             self._refuse(
                 f"leave different objects at {format_path(paths[0] or paths[1] or ())}",
-                shown,
+                descriptions,
                 "Make the same in every branch, with the same shapes, dtypes and metadata, or make "
                 "it before the choice.",
             )
@@ -181,9 +185,9 @@ class _Comparison:
             flatten.GraphDef((*objects, *outcome.effects.fresh), roots), names
         )
 
-    def _check_written(self, before: Sequence[Any]) -> None:
+    def _check_written(self, values: Sequence[Any]) -> None:
         for position in sorted({p for outcome in self.both for p in outcome.written}):
-            forms = [scan.form(item.written.get(position, before[position])) for item in self.both]
+            forms = [scan.form(item.written.get(position, values[position])) for item in self.both]
             if forms[0] != forms[1]:
                 verbs = ["writes" if position in x.written else "leaves it as" for x in self.both]
                 path = self.call.graph.flat.leaf_paths[position]
@@ -372,7 +376,7 @@ class _BranchingCall:
 
     def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
-        differ = functools.partial(scan.vary_alike, other=decision)
+        differ = functools.partial(scan.vary_alike, like=decision)
         arguments = self.call.arguments
         plain = (arguments.plain, arguments.plain_named)
         inputs = jax.tree.map(differ, (self.values, plain))
@@ -382,8 +386,8 @@ class _BranchingCall:
             engine.raise_new_captures(self.call)
             effects, outline, _ = self.done[which]
             outcomes.append(BranchOutcome(label, effects, outline, leaves, written, fresh))
-        for other in outcomes[1:]:
-            _Comparison(self.call, outcomes[0], other).check(self.values)
+        for outcome in outcomes[1:]:
+            _Comparison(self.call, outcomes[0], outcome).check(self.values)
         self.union = tuple(sorted({position for item in outcomes for position in item.written}))
         rows = [
             self._joined(item.arrays, item.written, item.fresh, self.values) for item in outcomes
@@ -411,9 +415,9 @@ class _OutputType:
     # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
 
     def __init__(self, types: Sequence[Any], decision: Any) -> None:
-        found = [jax.typeof(item) for item in types]
-        self.dtype = found[0].dtype
-        self.weak = all(getattr(item, "weak_type", False) for item in found)
+        avals = [jax.typeof(item) for item in types]
+        self.dtype = avals[0].dtype
+        self.weak = all(getattr(item, "weak_type", False) for item in avals)
         self.others = [*types, decision]
 
     def convert(self, leaf: Any) -> Any:

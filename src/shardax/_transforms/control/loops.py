@@ -24,33 +24,33 @@ from shardax._transforms.lift import engine
 from shardax._transforms.lift.tracer_errors import naming
 
 
-def as_predicate(value: Any, what: str) -> Any:
+def as_predicate(value: Any, name: str) -> Any:
     """Returns a predicate as a boolean of shape ()."""
-    number = _one_number(value, what, "one boolean", "Reduce it: x.all(), x.any(), x[0] > 0.")
+    number = _one_number(value, name, "one boolean", "Reduce it: x.all(), x.any(), x[0] > 0.")
     kind = jnp.result_type(number)
     if kind == jnp.bool_:
         return number
     if jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating):
         return number != 0
-    raise DecisionError(f"{what} must be one boolean, but has dtype {kind}. Compare it: x != y.")
+    raise DecisionError(f"{name} must be one boolean, but has dtype {kind}. Compare it: x != y.")
 
 
-def as_integer(value: Any, what: str) -> Any:
+def as_integer(value: Any, name: str) -> Any:
     """Returns an index or bound, an integer of shape ()."""
-    number = _one_number(value, what, "one integer", "Take one of them: x[0].")
+    number = _one_number(value, name, "one integer", "Take one of them: x[0].")
     kind = jnp.result_type(number)
     if jnp.issubdtype(kind, jnp.integer):
         return number
     hint = "jnp.int32(x)" if kind == jnp.bool_ else "x.astype(int)"
-    raise DecisionError(f"{what} must be one integer, but has dtype {kind}. Convert it: {hint}.")
+    raise DecisionError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
 
 
-def _one_number(value: Any, what: str, wanted: str, hint: str) -> Any:
+def _one_number(value: Any, name: str, expected: str, hint: str) -> Any:
     number = value.value if isinstance(value, Variable) else value
     if not isinstance(number, engine.ARRAY_OR_NUMBER):
-        raise DecisionError(f"{what} must be {wanted}, but is a {type(value).__name__}.")
+        raise DecisionError(f"{name} must be {expected}, but is a {type(value).__name__}.")
     if jnp.shape(number) != ():
-        raise DecisionError(f"{what} must be {wanted}, but has shape {jnp.shape(number)}. {hint}")
+        raise DecisionError(f"{name} must be {expected}, but has shape {jnp.shape(number)}. {hint}")
     return number
 
 
@@ -223,8 +223,8 @@ def body_and_condition(call: engine.LiftedCall) -> tuple[LoopBody, ReadOnlyFunct
     engine.check_operands(call)
     body = LoopBody(call, lambda context: (context.args[0], context.result), call.labels[0])
     body.discover(body.values, body.plain)
-    what = f"What the condition of sx.{call.name} returns"
-    condition = ReadOnlyFunction(body, 1, "condition", lambda result: as_predicate(result, what))
+    name = f"What the condition of sx.{call.name} returns"
+    condition = ReadOnlyFunction(body, 1, "condition", lambda result: as_predicate(result, name))
     while body.differ_like(jax.eval_shape(condition, body.start())):
         pass
     return body, condition

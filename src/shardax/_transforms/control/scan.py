@@ -107,9 +107,9 @@ class LoopBody:
         name = self.call.name
         context.require_inputs()
         engine.check_result(context.result, name)
-        given, returned = self.carry_of(context)
+        carry, returned = self.carry_of(context)
         returned = jax.tree.map(context.here, returned, is_leaf=is_object)
-        paths, leaves = matching_leaves(given, returned, self.label, name)
+        paths, leaves = matching_leaves(carry, returned, self.label, name)
         self.carry_paths = paths
         outputs, extra, apart = self.record(context)
         self.effects, self.result_tree = outputs.effects, jax.tree.structure(outputs.result)
@@ -137,12 +137,12 @@ class LoopBody:
         paths = self.call.graph.flat.leaf_paths
         for position in self.carried_variables:
             kind = kind_of(self.call.graph.leaves[position])
-            what = f"The {kind} at {format_path(paths[position])}"
-            check_form(what, values[position], written[position], self.call.name)
-        for path, index, after in zip(self.carry_paths, self.carried_plain, leaves, strict=True):
-            check_form(f"The array at {format_path(path)}", plain[index], after, self.call.name)
+            title = f"The {kind} at {format_path(paths[position])}"
+            check_form(title, values[position], written[position], self.call.name)
+        for path, index, new in zip(self.carry_paths, self.carried_plain, leaves, strict=True):
+            check_form(f"The array at {format_path(path)}", plain[index], new, self.call.name)
         if self._vary([written[position] for position in self.carried_variables], leaves):
-            return self.discover(*self.inputs(self.start(), others=(values, plain)))
+            return self.discover(*self.inputs(self.start(), replaced=(values, plain)))
         return extra
 
     def _vary(self, written: Sequence[Any], leaves: Sequence[Any]) -> bool:
@@ -150,14 +150,14 @@ class LoopBody:
         # Inside ``shard_map``, JAX counts this to the type, which must be the same in all
         # iterations.
         changed = False
-        for inputs, positions, after in (
+        for inputs, positions, kinds in (
             (self.values, self.carried_variables, written),
             (self.plain, self.carried_plain, leaves),
         ):
-            for position, kind in zip(positions, after, strict=True):
-                before = inputs[position]
-                inputs[position] = jax.tree.map(vary_alike, before, kind)
-                changed |= not engine.same_value(before, inputs[position])
+            for position, kind in zip(positions, kinds, strict=True):
+                old = inputs[position]
+                inputs[position] = jax.tree.map(vary_alike, old, kind)
+                changed |= not engine.same_value(old, inputs[position])
         return changed
 
     def differ_like(self, decision: Any) -> bool:
@@ -186,18 +186,18 @@ class LoopBody:
         """Runs one iteration, inside the loop."""
         all_values, all_plain = self.inputs(carry, values, plain)
         leaves, written, extra = self.one(all_values, all_plain)
-        after = [written[position] for position in self.carried_variables], leaves
-        return jax.tree.map(vary_alike, after, tuple(carry)), extra
+        new_carry = [written[position] for position in self.carried_variables], leaves
+        return jax.tree.map(vary_alike, new_carry, tuple(carry)), extra
 
     def inputs(
         self,
         carry: tuple[Sequence[Any], Sequence[Any]],
         values: Mapping[int, Any] | None = None,
         plain: Mapping[int, Any] | None = None,
-        others: tuple[Sequence[Any], Sequence[Any]] | None = None,
+        replaced: tuple[Sequence[Any], Sequence[Any]] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Returns all values and plain leaves that an iteration sees."""
-        all_values, all_plain = map(list, others or (self.values, self.plain))
+        all_values, all_plain = map(list, replaced or (self.values, self.plain))
         for position, value in [
             *zip(self.carried_variables, carry[0], strict=True),
             *(values or {}).items(),
@@ -219,40 +219,42 @@ class LoopBody:
         return engine.LiftedOutputs(self.result_tree.unflatten(carry[1]), written, [], effects)
 
 
-def vary_alike(leaf: Any, other: Any) -> Any:
+def vary_alike(leaf: Any, like: Any) -> Any:
     """Returns an array that varies over another's manual mesh axes."""
-    missing = varying_axes(other) - varying_axes(leaf)
+    missing = varying_axes(like) - varying_axes(leaf)
     return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
 def matching_leaves(
-    given: Any, returned: Any, label: str, name: str
+    carry: Any, returned: Any, label: str, name: str
 ) -> tuple[list[Path], list[Any]]:
     """Checks that the carry came back as it was given."""
     outline = functools.partial(jax.tree.map, lambda _: ARRAY, is_leaf=is_object)
-    found = structure_difference(outline(given), outline(returned), (label,))
-    if found is not None:
-        path, before, after = found
+    difference = structure_difference(outline(carry), outline(returned), (label,))
+    if difference is not None:
+        path, old_form, new_form = difference
         raise CarryError(
             f"What is carried in sx.{name} must come back with the structure it was given, but at "
-            f"{format_path(path)} {before} came back as {after}. Return every part of it, in the "
-            f"same containers."
+            f"{format_path(path)} {old_form} came back as {new_form}. Return every part of it, in "
+            f"the same containers."
         )
-    pairs = jax.tree_util.tree_leaves_with_path(given, is_leaf=is_object)
-    others = jax.tree.leaves(returned, is_leaf=is_object)
+    pairs = jax.tree_util.tree_leaves_with_path(carry, is_leaf=is_object)
+    new_leaves = jax.tree.leaves(returned, is_leaf=is_object)
     paths, plain = [], []
-    for (keys, one), other in zip(pairs, others, strict=True):
+    for (keys, old_leaf), new_leaf in zip(pairs, new_leaves, strict=True):
         path = (label, *plain_path(keys))
-        kinds = [type(x).__name__ if isinstance(x, Object) else "array" for x in (one, other)]
-        if kinds != ["array", "array"] and one is not other:
+        kinds = [
+            type(x).__name__ if isinstance(x, Object) else "array" for x in (old_leaf, new_leaf)
+        ]
+        if kinds != ["array", "array"] and old_leaf is not new_leaf:
             raise CarryError(
                 f"The {kinds[0]} at {format_path(path)}, which is carried in sx.{name}, came back "
                 f"as another {kinds[1]}. A Module is carried as the object it is: write into it "
                 f"(v[...] = new, sx.update(model, new)) and return it."
             )
-        if not isinstance(one, Object):
+        if not isinstance(old_leaf, Object):
             paths.append(path)
-            plain.append(other)
+            plain.append(new_leaf)
     return paths, plain
 
 
@@ -260,19 +262,25 @@ def matching_leaves(
 ARRAY = -1
 
 
-def structure_difference(first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
+def structure_difference(first: Any, second: Any, path: Path) -> tuple[Path, str, str] | None:
     """Returns the outermost place where two trees of integers have another structure."""
-    if jax.tree.structure(first) == jax.tree.structure(other):
+    if jax.tree.structure(first) == jax.tree.structure(second):
         return None
-    both = (first, other)
+    both = (first, second)
     children = [dict(prefix.one_level(item)) for item in both]
-    if type(first) is type(other) and list(children[0]) == list(children[1]):
+    if type(first) is type(second) and list(children[0]) == list(children[1]):
         for key, child in children[0].items():
-            found = structure_difference(child, children[1][key], (*path, *key))
-            if found is not None:
-                return found
-    one, two = (_container(item, below) for item, below in zip(both, children, strict=True))
-    return path, one, f"{two} with other static fields" if one == two else two
+            difference = structure_difference(child, children[1][key], (*path, *key))
+            if difference is not None:
+                return difference
+    first_text, second_text = (
+        _container(item, below) for item, below in zip(both, children, strict=True)
+    )
+    return (
+        path,
+        first_text,
+        f"{second_text} with other static fields" if first_text == second_text else second_text,
+    )
 
 
 def _container(item: Any, children: dict[Any, Any]) -> str:
@@ -289,10 +297,10 @@ def _container(item: Any, children: dict[Any, Any]) -> str:
 def form(value: Any) -> str:
     """Returns the form of a value for messages, like ``float32[2,3]``."""
     # Over Explicit mesh axes the layout is part of the type, and of the form.
-    shown = jax.tree.map(
+    forms = jax.tree.map(
         lambda leaf: f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]", value
     )
-    text = shown if isinstance(shown, str) else str(shown).replace("'", "")
+    text = forms if isinstance(forms, str) else str(forms).replace("'", "")
     specs = {explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
     return text + "".join(f" sharded as {spec}" for spec in sorted(specs))
 
@@ -303,30 +311,29 @@ def explicit_spec(leaf: Any) -> str:
     return "" if spec is None or all(entry is None for entry in spec) else str(spec)
 
 
-def check_form(what: str, before: Any, after: Any, name: str) -> None:
+def check_form(title: str, old: Any, new: Any, name: str) -> None:
     """Raises if the form of the carry changed."""
-    if jax.tree.structure(before) == jax.tree.structure(after) and all(
-        _same_type(a, b)
-        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    if jax.tree.structure(old) == jax.tree.structure(new) and all(
+        _same_type(a, b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     ):
         return
-    explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((before, after)))
+    explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((old, new)))
     hint = ", jax.sharding.reshard(new, spec)" if explicit else ""
     raise CarryError(
-        f"{what} changes its form in the body of sx.{name}: from {form(before)} to {form(after)}. "
+        f"{title} changes its form in the body of sx.{name}: from {form(old)} to {form(new)}. "
         f"All iterations share one program, so what goes from one to the next keeps structure, "
         f"shape and dtype. Start with the form it will have, or convert what is written: "
         f"new.astype(old.dtype){hint}."
     )
 
 
-def _same_type(before: Any, after: Any) -> bool:
-    if jnp.shape(before) != jnp.shape(after) or explicit_spec(before) != explicit_spec(after):
+def _same_type(old: Any, new: Any) -> bool:
+    if jnp.shape(old) != jnp.shape(new) or explicit_spec(old) != explicit_spec(new):
         return False
-    old, new = jnp.result_type(before), jnp.result_type(after)
+    old_dtype, new_dtype = jnp.result_type(old), jnp.result_type(new)
     # What starts as a Python number takes the dtype of what the body makes of it, as in JAX.
-    weak = isinstance(before, (bool, int, float, complex)) or getattr(before, "weak_type", False)
-    return old == new or (weak and jnp.result_type(before, after) == new)
+    weak = isinstance(old, (bool, int, float, complex)) or getattr(old, "weak_type", False)
+    return old_dtype == new_dtype or (weak and jnp.result_type(old, new) == new_dtype)
 
 
 def refuse_changes(
@@ -349,12 +356,15 @@ def refuse_changes(
 
 def describe_change(old: Any, new: Any) -> str:
     """Returns, for messages, how the definition of an object changed."""
-    before, after = getattr(old, "attributes", None), getattr(new, "attributes", None)
-    if before is None or after is None:
+    old_attributes, new_attributes = (
+        getattr(old, "attributes", None),
+        getattr(new, "attributes", None),
+    )
+    if old_attributes is None or new_attributes is None:
         same = getattr(old, "metadata", None) == getattr(new, "metadata", None)
         return "its items change" if same else "its metadata change"
-    first = dict([*before, *old.array_attributes])
-    second = dict([*after, *new.array_attributes])
+    first = dict([*old_attributes, *old.array_attributes])
+    second = dict([*new_attributes, *new.array_attributes])
     changes = [
         *(f".{name} is new" for name in second if name not in first),
         *(f".{name} is removed" for name in first if name not in second),
@@ -441,11 +451,13 @@ def _scan(
     kwargs: Mapping[str, Any],
 ) -> Any:
     in_axes, out_axes, has_carry, length, reverse, unroll, metadata = options
-    given = prefix.assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
+    assigned = prefix.assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = engine.LiftedCall("scan", functions, given.args, given.kwargs, captured=captured)
-        loop = _Scan(call, given, out_axes, has_carry, metadata)
+        call = engine.LiftedCall(
+            "scan", functions, assigned.args, assigned.kwargs, captured=captured
+        )
+        loop = _Scan(call, assigned, out_axes, has_carry, metadata)
         return loop.run(length, reverse, unroll)
 
     return engine.retry_captured(attempt)
@@ -508,13 +520,13 @@ class _Scan(LoopBody):
     def __init__(
         self,
         call: engine.LiftedCall,
-        given: prefix.AssignedPrefixes,
+        assigned: prefix.AssignedPrefixes,
         out_axes: Any,
         has_carry: bool,
         metadata: Mapping[str, Any] | None,
     ) -> None:
         self.out_axes = out_axes
-        args, kwargs, prefixes, named = given
+        args, kwargs, prefixes, named = assigned
         self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
         if prefixes.count(prefix.Carry) > 1:
             raise CarryError(
@@ -547,19 +559,20 @@ class _Scan(LoopBody):
         """Returns what was given for the carried argument, and what came back."""
         if self.carry_position is None:
             return None, None
-        given, result = context.args[self.carry_position], context.result
+        carry, result = context.args[self.carry_position], context.result
         if self.out_axes is prefix.Carry:
-            return given, result
+            return carry, result
         place = [entry is prefix.Carry for entry in self.out_axes].index(True)
         if not isinstance(result, (tuple, list)) or len(result) != len(self.out_axes):
-            shown = f"{type(result).__name__}" + (
+            description = f"{type(result).__name__}" + (
                 f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
             )
             raise CarryError(
                 f"With out_axes={self.out_axes!r} the body of sx.scan returns a tuple of "
-                f"{len(self.out_axes)}, the carry at position {place}, but it returned a {shown}."
+                f"{len(self.out_axes)}, the carry at position {place}, but it returned a "
+                f"{description}."
             )
-        return given, result[place]
+        return carry, result[place]
 
     def record(
         self, context: engine.RunContext
@@ -654,18 +667,18 @@ def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:
     """Whether a Module only gained attributes that have a row per iteration."""
     if type(old) is not ModuleDef or type(new) is not ModuleDef:
         return False
-    for before, after in (
+    for old_items, new_items in (
         (old.attributes, new.attributes),
         (old.array_attributes, new.array_attributes),
     ):
-        known = dict(before)
-        for name, child in after:
-            if name in known:
-                if known[name] != child:
+        old_children = dict(old_items)
+        for name, child in new_items:
+            if name in old_children:
+                if old_children[name] != child:
                     return False
             elif getattr(child, "position", None) not in stackable:
                 return False
-        if not set(known) <= {name for name, _ in after}:
+        if not set(old_children) <= {name for name, _ in new_items}:
             return False
     return True
 

@@ -78,11 +78,11 @@ def pack_residuals(item: Any) -> PackedResiduals:
     return PackedResiduals(graph.values(), plain, graph.flat.graphdef, template)
 
 
-def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
+def used_inputs(jaxpr: Any, outputs_used: Sequence[bool] | None = None) -> list[bool]:
     """Returns which inputs of a program its results depend on."""
     # Programs inside an equation are looked into where their inputs and outputs are those of the
     # equation, as for compiled, rematerialised and custom functions.
-    flags = [True] * len(jaxpr.outvars) if wanted is None else wanted
+    flags = [True] * len(jaxpr.outvars) if outputs_used is None else outputs_used
     live = {id(item) for item, flag in zip(jaxpr.outvars, flags, strict=True) if flag}
     for equation in reversed(jaxpr.eqns):
         results = [id(item) in live for item in equation.outvars]
@@ -100,11 +100,11 @@ def _inner_program(equation: Any) -> Any:
     """Returns the one program inside an equation with its signature."""
     if equation.primitive.name in _REPEATED:
         return None
-    found = [*_jax.inner_jaxprs(equation)]
-    if len(found) != 1:
+    programs = [*_jax.inner_jaxprs(equation)]
+    if len(programs) != 1:
         return None
-    same = (len(found[0].invars), len(found[0].outvars))
-    return found[0] if same == (len(equation.invars), len(equation.outvars)) else None
+    same = (len(programs[0].invars), len(programs[0].outvars))
+    return programs[0] if same == (len(equation.invars), len(equation.outvars)) else None
 
 
 # What one round does not use, another may: their results are also inputs.
@@ -137,9 +137,9 @@ class BackwardFrame(Frame):
 
     def capture(self, outer: Any) -> Any:
         """Refuses what ``bwd`` was not given."""
-        known = format_path(engine.path_of([self.function], outer)).removeprefix(".")
+        name = format_path(engine.path_of([self.function], outer)).removeprefix(".")
         raise ClosureError(
-            f"bwd of sx.custom_vjp uses the {kind_of(outer)} {known}, which it was not "
+            f"bwd of sx.custom_vjp uses the {kind_of(outer)} {name}, which it was not "
             f"given. It may run long after the call, when that value is another. Let fwd return "
             f"it among the residuals."
         )
@@ -158,9 +158,9 @@ class CustomVjpCall:
         assert rule.fwd is not None
         self.rule = rule
         self.nondiff, chosen = _arguments(rule, len(args))
-        given = {**{i: args[i] for i in self.nondiff}, **kwargs}
-        static = {key for key, value in given.items() if not _holds_data(value)}
-        self.static = {key: value for key, value in given.items() if key in static}
+        arguments = {**{i: args[i] for i in self.nondiff}, **kwargs}
+        static = {key for key, value in arguments.items() if not _holds_data(value)}
+        self.static = {key: value for key, value in arguments.items() if key in static}
         make_frame = functools.partial(VjpFrame, rule)
         functions = [rule.function, rule.fwd]
         self.call = engine.LiftedCall(
@@ -337,19 +337,19 @@ class CustomVjpCall:
                 for position in effects.written
                 if position not in first.written
             ]
-            what = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
+            difference = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
             raise DifferentiationError(
-                f"fwd of sx.custom_vjp {what}, which the function itself does not in the same way. "
-                f"Here the function was traced before it was differentiated, so both must agree. "
-                f"Let fwd call the function, or write the same Variables in both."
+                f"fwd of sx.custom_vjp {difference}, which the function itself does not in the "
+                f"same way. Here the function was traced before it was differentiated, so both "
+                f"must agree. Let fwd call the function, or write the same Variables in both."
             )
 
     def _backward(self, packed: PackedResiduals, cotangents: Any) -> Any:
         bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
         assert bwd is not None
         with BackwardFrame(bwd, "custom_vjp") as frame:
-            given, residuals = packed.unpack(frame)
-            remaining = iter(given)
+            values, residuals = packed.unpack(frame)
+            remaining = iter(values)
             nondiff = [
                 self.static[i] if i in self.static else next(remaining) for i in self.nondiff
             ]
@@ -383,9 +383,9 @@ class CustomVjpCall:
         values, plain = self.like
         tangents = diff.Tangents("gradient", values, strict=False)
         parts: dict[int, Any] = {}
-        for target, given in zip(self.targets, gradients, strict=True):
+        for target, gradient in zip(self.targets, gradients, strict=True):
             like = plain[target.position]
-            leaves = target.place(given, like, tangents)
+            leaves = target.place(gradient, like, tangents)
             parts[target.position] = jax.tree.structure(like).unflatten(leaves)
         nothing = {index: jax.tree.map(lambda _: None, values[index]) for index in self.indices}
         of_values = [tangents.by_index.get(index, nothing[index]) for index in self.indices]
@@ -397,8 +397,8 @@ class CustomVjpCall:
 
 def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffState]]:
     """Returns the positions without gradient, and what is differentiated in the others."""
-    given = rule.nondiff_argnums
-    items = list(given) if isinstance(given, (tuple, list)) else [given]
+    positions = rule.nondiff_argnums
+    items = list(positions) if isinstance(positions, (tuple, list)) else [positions]
     filters: dict[int, Any] = {}
     nondiff: list[int] = []
     for item in items:
@@ -435,24 +435,24 @@ def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
     # An input that all shards share has one gradient, the sum of what they give.
     if gradient is None:
         return None
-    found = _jax.varying_axes(gradient)
-    if found - axes:
-        gradient = jax.lax.psum(gradient, tuple(sorted(found - axes)))
-    if axes - found:
-        gradient = jax.lax.pcast(gradient, tuple(sorted(axes - found)), to="varying")
+    present = _jax.varying_axes(gradient)
+    if present - axes:
+        gradient = jax.lax.psum(gradient, tuple(sorted(present - axes)))
+    if axes - present:
+        gradient = jax.lax.pcast(gradient, tuple(sorted(axes - present)), to="varying")
     return gradient
 
 
 def _fresh_paths(context: engine.RunContext, effects: engine.Effects) -> list[Path]:
     """Returns the path of each new Variable."""
     names = [*zip(context.call.labels, context.args, strict=True), *sorted(context.kwargs.items())]
-    found = {
+    paths = {
         id(leaf): path
         for label, arg in names
         for path, leaf, _ in expand(None, arg, "", (label,))
         if isinstance(leaf, Variable)
     }
-    return [found.get(key, (str(place),)) for place, key in enumerate(effects.fresh_ids)]
+    return [paths.get(key, (str(place),)) for place, key in enumerate(effects.fresh_ids)]
 
 
 _LOST = (

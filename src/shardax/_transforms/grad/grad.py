@@ -68,12 +68,12 @@ class Tangents:
         self.by_index: dict[int, Any] = {}
         self._given: dict[int, tuple[Path, Any]] = {}
 
-    def put(self, index: int, given: Any, path: Path) -> None:
+    def put(self, index: int, tangent: Any, path: Path) -> None:
         """Takes the tangent of one Variable."""
-        if given is None:
+        if tangent is None:
             return
-        first, known = self._given.setdefault(index, (path, given))
-        if known is not given:
+        first, first_tangent = self._given.setdefault(index, (path, tangent))
+        if first_tangent is not tangent:
             raise InconsistentAliasingError(
                 f"One Variable was given two {self.noun}s, by two paths:\n  {format_path(first)}\n"
                 f"  {format_path(path)}\nA shared Variable is one Variable and has one. Give their "
@@ -81,7 +81,7 @@ class Tangents:
             )
         leaves, treedef = jax.tree.flatten(self.values[index])
         try:
-            parts = treedef.flatten_up_to(given)
+            parts = treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
             raise TangentError(
                 f"The {self.noun} for {format_path(path)} is not arranged like its value: {error}"
@@ -89,16 +89,16 @@ class Tangents:
         fitted = [self.fit(part, leaf, path) for part, leaf in zip(parts, leaves, strict=True)]
         self.by_index[index] = treedef.unflatten(fitted)
 
-    def fit(self, given: Any, like: Any, path: Path) -> Any:
+    def fit(self, tangent: Any, like: Any, path: Path) -> Any:
         """Returns a tangent for one array, or None."""
-        if given is None:
+        if tangent is None:
             return None
-        if not (hasattr(given, "dtype") or isinstance(given, (bool, int, float, complex))):
+        if not (hasattr(tangent, "dtype") or isinstance(tangent, (bool, int, float, complex))):
             raise TangentError(
-                f"The {self.noun} for {format_path(path)} is of type {type(given).__name__}, but "
+                f"The {self.noun} for {format_path(path)} is of type {type(tangent).__name__}, but "
                 f"must be an array like the value itself."
             )
-        dtype = dtype_of(given)
+        dtype = dtype_of(tangent)
         if not is_differentiable(like):
             if not self.strict or dtype == jax.dtypes.float0:
                 return None
@@ -106,16 +106,16 @@ class Tangents:
                 f"There is a {self.noun} for {format_path(path)}, which has dtype "
                 f"{dtype_of(like)} and so no derivative. Leave it out, or give None."
             )
-        shape, wanted = jnp.shape(given), dtype_of(like)
-        weak = not hasattr(given, "dtype") or (
-            isinstance(given, jax.Array) and jax.typeof(given).weak_type
+        shape, expected = jnp.shape(tangent), dtype_of(like)
+        weak = not hasattr(tangent, "dtype") or (
+            isinstance(tangent, jax.Array) and jax.typeof(tangent).weak_type
         )
-        fits = dtype == wanted or (weak and wider_dtype(dtype, wanted) == wanted)
+        fits = dtype == expected or (weak and wider_dtype(dtype, expected) == expected)
         if shape == tuple(jnp.shape(like)) and fits:
-            return given if dtype == wanted else jnp.asarray(given, wanted)
+            return tangent if dtype == expected else jnp.asarray(tangent, expected)
         raise TangentError(
             f"The {self.noun} for {format_path(path)} is {dtype}{list(shape)}, but must be "
-            f"{wanted}{list(jnp.shape(like))}, like the value itself."
+            f"{expected}{list(jnp.shape(like))}, like the value itself."
         )
 
 
@@ -222,58 +222,61 @@ class DiffArgument:
         """Raises if the argument holds nothing to differentiate."""
         if self.entries or self.holds_plain or not self.objects:
             return
-        shown = getattr(self.filter, "__name__", repr(self.filter))
+        filter_name = getattr(self.filter, "__name__", repr(self.filter))
         raise DifferentiationError(
             f"The argument {self.label!r} ({self.objects[0].type_name}) has no Variable that the "
-            f"filter {shown} matches, so there is nothing to differentiate.{self.plain_arrays} "
-            f"Choose others: `wrt=filter`, or `argnums=sx.DiffState({self.argnum}, filter)`."
+            f"filter {filter_name} matches, so there is nothing to differentiate."
+            f"{self.plain_arrays} Choose others: `wrt=filter`, or "
+            f"`argnums=sx.DiffState({self.argnum}, filter)`."
         )
 
     def gradient(self, left: dict[int, Any], plain: Any) -> Any:
         """Arranges gradients like the argument, taking out those of its Variables."""
-        found: dict[int, Any] = {}
+        values_by_root: dict[int, Any] = {}
         for item in self.objects:
             if item.is_variable:
-                found[item.root] = left.pop(item.entries[0].leaf, None) if item.entries else None
+                values_by_root[item.root] = (
+                    left.pop(item.entries[0].leaf, None) if item.entries else None
+                )
                 continue
-            here = [entry for entry in item.entries if entry.leaf in left]
-            values = {path: left.pop(leaf) for path, leaf, _ in here}
-            origins = {path: origin for path, _, origin in here}
-            found[item.root] = State.from_flat(values, origins)
-        return inputs.join_argument(self.template, plain, found, with_static=False)
+            present = [entry for entry in item.entries if entry.leaf in left]
+            values = {path: left.pop(leaf) for path, leaf, _ in present}
+            origins = {path: origin for path, _, origin in present}
+            values_by_root[item.root] = State.from_flat(values, origins)
+        return inputs.join_argument(self.template, plain, values_by_root, with_static=False)
 
-    def place(self, given: Any, plain: Any, tangents: Tangents) -> list[Any]:
+    def place(self, tangent: Any, plain: Any, tangents: Tangents) -> list[Any]:
         """Takes tangents apart, checking them; the inverse of ``gradient``."""
         leaves, treedef = jax.tree.flatten(plain)
-        if given is None:
+        if tangent is None:
             return [None] * len(leaves)
         if isinstance(self.template, inputs.RootTemplate):
-            parts, rest = [given], []
+            parts, leaves_given = [tangent], []
         elif isinstance(self.template, inputs.TreeTemplate):
-            every = self._up_to(self.template.treedef, given, tangents.noun)
+            every = self._up_to(self.template.treedef, tangent, tangents.noun)
             parts = [every[place] for place, _ in self.template.roots]
-            taken = {place for place, _ in (*self.template.roots, *self.template.static)}
-            rest = [item for place, item in enumerate(every) if place not in taken]
+            object_places = {place for place, _ in (*self.template.roots, *self.template.static)}
+            leaves_given = [item for place, item in enumerate(every) if place not in object_places]
         else:
-            parts, rest = [], self._up_to(treedef, given, tangents.noun)
+            parts, leaves_given = [], self._up_to(treedef, tangent, tangents.noun)
         for item, part in zip(self.objects, parts, strict=True):
             if part is not None:
                 self._place_object(item, part, tangents)
         paths = inputs.plain_paths(self.template, plain)
         return [
             tangents.fit(item, leaf, (self.label, *path))
-            for item, leaf, path in zip(rest, leaves, paths, strict=True)
+            for item, leaf, path in zip(leaves_given, leaves, paths, strict=True)
         ]
 
-    def _up_to(self, treedef: Any, given: Any, noun: str) -> list[Any]:
+    def _up_to(self, treedef: Any, tangent: Any, noun: str) -> list[Any]:
         try:
-            return treedef.flatten_up_to(given)
+            return treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
             raise TangentError(
                 f"The {noun} for the argument {self.label!r} is not arranged like it: {error}"
             ) from error
 
-    def _place_object(self, item: DiffObject, given: Any, tangents: Tangents) -> None:
+    def _place_object(self, item: DiffObject, tangent: Any, tangents: Tangents) -> None:
         if item.is_variable and not item.entries:
             raise TangentError(
                 f"There is a {tangents.noun} for {format_path(item.where)}, which the filter does "
@@ -281,18 +284,18 @@ class DiffArgument:
                 f"nondiff_argnums=sx.DiffState({self.position}, filter)."
             )
         if item.is_variable:
-            value = given.value if isinstance(given, Variable) else given
+            value = tangent.value if isinstance(tangent, Variable) else tangent
             tangents.put(item.entries[0].leaf, value, item.where)
             return
         where = format_path(item.where)
-        if not isinstance(given, Mapping) or isinstance(given, Object):
+        if not isinstance(tangent, Mapping) or isinstance(tangent, Object):
             raise TangentError(
                 f"The {tangents.noun} for the {item.type_name} at {where} is of type "
-                f"{type(given).__name__}; it must be a State or a nested mapping by path, such as "
-                f"sx.grad returns, or None."
+                f"{type(tangent).__name__}; it must be a State or a nested mapping by path, such "
+                f"as sx.grad returns, or None."
             )
-        known = {path: leaf for path, leaf, _ in item.entries}
-        for path in flatten_mapping(given, known):
+        leaf_of = {path: leaf for path, leaf, _ in item.entries}
+        for path in flatten_mapping(tangent, leaf_of):
             if path in item.others:
                 raise TangentError(
                     f"There is a {tangents.noun} for {where}{format_path(path)}, which the "
@@ -300,11 +303,11 @@ class DiffArgument:
                     f"nondiff_argnums=sx.DiffState({self.position}, filter)."
                 )
         try:
-            values = merged_values([given], list(known))
+            values = merged_values([tangent], list(leaf_of))
         except StateMismatchError as error:
             raise TangentError(f"The {tangents.noun} for {where}: {error}") from error
         for path, value in values.items():
-            tangents.put(known[path], value, (*item.where, *path))
+            tangents.put(leaf_of[path], value, (*item.where, *path))
 
 
 def arrange_gradients(
@@ -316,8 +319,8 @@ def arrange_gradients(
     """Returns one gradient per argument, each Variable's at its first path."""
     left = dict(zip(indices, of_values, strict=True))
     in_order = sorted(targets, key=lambda target: target.position)
-    found = {t.position: t.gradient(left, of_plain.get(t.position)) for t in in_order}
-    return tuple(found[target.position] for target in targets)
+    gradients = {t.position: t.gradient(left, of_plain.get(t.position)) for t in in_order}
+    return tuple(gradients[target.position] for target in targets)
 
 
 def _choose(
@@ -329,7 +332,7 @@ def _choose(
     is_argument: bool,
 ) -> DiffObject:
     flat = flatten(item)
-    entries, others = [], []
+    entries, remaining = [], []
     whole = isinstance(item, Variable)
     for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
         # A Variable that is the argument is chosen by its position; in a container, by the filter,
@@ -337,20 +340,20 @@ def _choose(
         if (whole and is_argument) or predicate(where[1:] if whole else path, leaf):
             entries.append(DiffVariable(path, index[id(leaf)], Origin(type(leaf), leaf._metadata)))
         else:
-            others.append(path)
-    return DiffObject(root, where, whole, type(item).__name__, entries, others)
+            remaining.append(path)
+    return DiffObject(root, where, whole, type(item).__name__, entries, remaining)
 
 
 def check_differentiable(
     call: LiftedCall, target: DiffArgument, allow_int: bool, holomorphic: bool
 ) -> None:
     """Raises if a chosen array holds numbers that have no gradient."""
-    wanted = jnp.complexfloating if holomorphic else jnp.inexact
+    kind_needed = jnp.complexfloating if holomorphic else jnp.inexact
     if allow_int:
         return
     plain = call.arguments.plain[target.position]
     # (kind, path, arrays, way out) of everything chosen.
-    found: list[tuple[str, Path, Sequence[Any], str]] = [
+    candidates: list[tuple[str, Path, Sequence[Any], str]] = [
         (
             "array",
             (target.label, *path),
@@ -364,13 +367,13 @@ def check_differentiable(
     ]
     for item in target.objects:
         for path, leaf, origin in item.entries:
-            held = call.graph.leaves[leaf]._value
-            arrays = [held] if isinstance(held, LazyValue) else jax.tree.leaves(held)
+            value = call.graph.leaves[leaf]._value
+            arrays = [value] if isinstance(value, LazyValue) else jax.tree.leaves(value)
             where, kind = (*item.where, *path), origin.variable_type.__name__
-            found.append((kind, where, arrays, "Leave it out by a filter (wrt=...)"))
-    for kind, path, arrays, way_out in found:
+            candidates.append((kind, where, arrays, "Leave it out by a filter (wrt=...)"))
+    for kind, path, arrays, way_out in candidates:
         for dtype in map(dtype_of, arrays):
-            if not jnp.issubdtype(dtype, wanted):
+            if not jnp.issubdtype(dtype, kind_needed):
                 raise DifferentiationError(
                     f"The {kind} at {format_path(path)} has dtype {dtype}, which has no gradient. "
                     f"{way_out}, or pass allow_int=True."
@@ -402,19 +405,19 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
     number = value.value if isinstance(value, Variable) else value
     if axes_of(number) is not None:
         (number,) = jax.tree.leaves(number)
-    wanted = jnp.complexfloating if holomorphic else jnp.floating
+    kind_needed = jnp.complexfloating if holomorphic else jnp.floating
     is_array = isinstance(number, (jax.Array, np.ndarray, np.generic, float, complex))
-    if is_array and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), wanted):
+    if is_array and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), kind_needed):
         return number
-    shown = (
+    description = (
         f"{jnp.result_type(number)}{list(jnp.shape(number))}"
         if is_array
         else f"a {type(value).__name__}"
     )
     raise DifferentiationError(
         f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
-        f"gradient, but it returned {shown}. Reduce it (loss.mean(), loss.sum()), return more "
-        f"with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
+        f"gradient, but it returned {description}. Reduce it (loss.mean(), loss.sum()), return "
+        f"more with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
     )
 
 

@@ -206,23 +206,23 @@ def _jvp(
     moves = _moves(once, values, tangents or ())
     moving = [place for place, tangent in enumerate(moves) if tangent is not None]
 
-    def pure(some: list[Any]) -> tuple[Any, Any]:
-        all_values, all_plain = treedef.unflatten(diff.replaced(leaves, moving, some))
+    def pure(moved: list[Any]) -> tuple[Any, Any]:
+        all_values, all_plain = treedef.unflatten(diff.replaced(leaves, moving, moved))
         named = once.arguments.plain_named
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
 
-    given, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
-    out, tangent, leaving = jax.jvp(pure, (given,), (directions,), has_aux=True)
+    points, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
+    out, tangent, leaving = jax.jvp(pure, (points,), (directions,), has_aux=True)
     aux = once.finish(leaving)
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
 def _check_pairs(primals: Any, tangents: Any) -> None:
-    for name, given in (("primals", primals), ("tangents", tangents)):
-        if not isinstance(given, (tuple, list)):
+    for name, values in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(values, (tuple, list)):
             raise errors.TangentError(
                 f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
-                f"{type(given).__name__}. Write sx.jvp(f, (x,), (direction,))."
+                f"{type(values).__name__}. Write sx.jvp(f, (x,), (direction,))."
             )
     if len(primals) != len(tangents):
         raise errors.TangentError(
@@ -233,16 +233,20 @@ def _check_pairs(primals: Any, tangents: Any) -> None:
 
 def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Returns the tangent of every array, or None."""
-    given = diff.Tangents("tangent", values, strict=True)
+    all_tangents = diff.Tangents("tangent", values, strict=True)
     of_plain: list[Any] = []
     for position, tangent in enumerate(tangents):
         target = diff.DiffArgument(once, diff.DiffState(position, ...))
-        of_plain += target.place(tangent, once.arguments.plain[position], given)
+        of_plain += target.place(tangent, once.arguments.plain[position], all_tangents)
     moves: list[Any] = []
     for index, value in enumerate(values):
         treedef = jax.tree.structure(value)
-        known = given.by_index.get(index)
-        moves += [None] * treedef.num_leaves if known is None else treedef.flatten_up_to(known)
+        moves_of_value = all_tangents.by_index.get(index)
+        moves += (
+            [None] * treedef.num_leaves
+            if moves_of_value is None
+            else treedef.flatten_up_to(moves_of_value)
+        )
     return moves + of_plain
 
 

@@ -71,15 +71,15 @@ class StreamPositions(NamedTuple):
 def streams_of(graphdef: GraphDef) -> list[StreamPositions]:
     """Returns the random streams in a structure."""
     leaf_of = {index: position for position, index in enumerate(graphdef.leaves)}
-    found = []
+    streams = []
     for definition in graphdef.objects:
         if type(definition) is not ModuleDef or not issubclass(definition.type, RngStream):
             continue
         attributes = dict(definition.attributes)
         key, count = attributes.get("key"), attributes.get("count")
         if isinstance(key, Ref) and isinstance(count, Ref):
-            found.append(StreamPositions(leaf_of[key.position], leaf_of[count.position]))
-    return list(dict.fromkeys(found))
+            streams.append(StreamPositions(leaf_of[key.position], leaf_of[count.position]))
+    return list(dict.fromkeys(streams))
 
 
 class SplitStreams:
@@ -123,41 +123,41 @@ class SplitStreams:
         if not self.streams:
             return
         counters = {id(context.variable(s.key)): s.counter for s in self.streams}
-        own: dict[int, Any] = {}
+        clones: dict[int, Any] = {}
 
         def is_split(item: Any) -> bool:
             if isinstance(item, Rngs):
                 return any(is_split(stream) for _, stream in item.streams())
             return isinstance(item, RngStream) and id(vars(item).get("key")) in counters
 
-        def own_of(item: Any) -> Any:
-            if id(item) not in own and isinstance(item, RngStream):
+        def clone_of(item: Any) -> Any:
+            if id(item) not in clones and isinstance(item, RngStream):
                 self.kept.add(counters[id(item.key)])
-                own[id(item)] = clone_sharing(item)
-            elif id(item) not in own:
-                own[id(item)] = made = type(item)._allocate(owner_here(), None)
+                clones[id(item)] = clone_sharing(item)
+            elif id(item) not in clones:
+                clones[id(item)] = copy = type(item)._allocate(owner_here(), None)
                 for name, value in vars(item).items():
-                    setattr(made, name, own_of(value) if is_split(value) else value)
-            return own[id(item)]
+                    setattr(copy, name, clone_of(value) if is_split(value) else value)
+            return clones[id(item)]
 
         walk = continue_walk(context.frame, context.copies)
-        given = {i for i, item in enumerate(context.copies) if is_split(item)}
-        known = context.graphdef.objects
+        split_positions = {i for i, item in enumerate(context.copies) if is_split(item)}
+        definitions = context.graphdef.objects
         for leaf in jax.tree.leaves(context.result, is_leaf=is_object):
             if isinstance(leaf, Object):
                 walk.visit(leaf, ())
-        for i, (copy, before) in enumerate(zip(context.copies, known, strict=True)):
-            if i not in given and not holds_as_built(copy, before, context.copies):
+        for i, (copy, before) in enumerate(zip(context.copies, definitions, strict=True)):
+            if i not in split_positions and not holds_as_built(copy, before, context.copies):
                 walk.definitions[i] = copy._flatten(lambda child, key: walk.encode(child, ()))
         for i, definition in enumerate(walk.definitions):
-            pair = (definition, known[i] if i < len(known) else None)
-            held, before = (
+            pair = (definition, definitions[i] if i < len(definitions) else None)
+            holding, before = (
                 {position for position, _ in prefix.objects_in(each, ())} if each else set[int]()
                 for each in pair
             )
-            kept = (given & held) - before
-            if kept:
-                objects = [own_of(x) if j in kept else x for j, x in enumerate(walk.objects)]
+            shared_by = (split_positions & holding) - before
+            if shared_by:
+                objects = [clone_of(x) if j in shared_by else x for j, x in enumerate(walk.objects)]
                 walk.objects[i]._unflatten(definition, ChildDecoder(objects))
 
     def separate_counts(self, outputs: LiftedOutputs) -> tuple[LiftedOutputs, dict[int, Any]]:
@@ -170,7 +170,9 @@ class SplitStreams:
                 f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
                 f"make a stream of its own inside (sx.Rngs)."
             )
-        moved = {p: before for p, before in self.before.items() if p in written or p in self.kept}
+        moved = {
+            p: old_value for p, old_value in self.before.items() if p in written or p in self.kept
+        }
         return prefix.drop_written(outputs, moved), moved
 
     def restore(self, outputs: LiftedOutputs, moved: Mapping[int, Any]) -> LiftedOutputs:
@@ -294,10 +296,10 @@ def entering_arrays(
     return [(path, leaf, entry if prefix.is_axis(entry) else None) for path, leaf, entry in rows]
 
 
-def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> int:
+def common_size(rows: Iterable[EnteringArray], declared: int | None, name: str) -> int:
     """Returns the size that all mapped arrays have along their axes."""
     option = "length" if name == "scan" else "axis_size"
-    found: dict[int, Path | None] = {} if given is None else {given: None}
+    sizes: dict[int, Path | None] = {} if declared is None else {declared: None}
     for path, leaf, axis in rows:
         if axis is None:
             continue
@@ -313,34 +315,34 @@ def common_size(rows: Iterable[EnteringArray], given: int | None, name: str) -> 
                 f"sx.{name} maps axis {axis} of the array at {format_path(path)}, which has shape "
                 f"{shape}. Give it None in in_axes if it is the same for all, or another axis."
             )
-        found.setdefault(shape[axis], path)
-    if len(found) > 1:
-        shown = "\n".join(
+        sizes.setdefault(shape[axis], path)
+    if len(sizes) > 1:
+        listed = "\n".join(
             f"  {option if path is None else format_path(path)}: {size}"
-            for size, path in found.items()
+            for size, path in sizes.items()
         )
-        raise errors.AxisSizeError(f"sx.{name} maps arrays of different sizes:\n{shown}")
-    if not found:
+        raise errors.AxisSizeError(f"sx.{name} maps arrays of different sizes:\n{listed}")
+    if not sizes:
         raise errors.AxisSizeError(
             f"sx.{name} does not know how many times to run: no argument has an axis to map. Give "
             f"{option}=..., or an axis in in_axes."
         )
-    return next(iter(found))
+    return next(iter(sizes))
 
 
-def as_count(given: Any, option: str) -> int | None:
+def as_count(count_option: Any, option: str) -> int | None:
     """Returns a number of runs that a caller gave, or raises."""
-    if given is None:
+    if count_option is None:
         return None
     try:
-        count = -1 if isinstance(given, bool) else operator.index(given)
+        count = -1 if isinstance(count_option, bool) else operator.index(count_option)
     except TypeError:  # also of a traced number
         count = -1
     if count < 0:
         raise errors.AxisSizeError(
-            f"{option} is {given!r}, but the number of runs is part of the program: an integer of "
-            f"at least 0, known before it runs, such as {option}=8. It may be left out where an "
-            f"argument is mapped."
+            f"{option} is {count_option!r}, but the number of runs is part of the program: an "
+            f"integer of at least 0, known before it runs, such as {option}=8. It may be left out "
+            f"where an argument is mapped."
         )
     return count
 
@@ -364,11 +366,12 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
     mapped = [(path, leaf, _specs(leaf)[axis]) for path, leaf, axis in rows if axis is not None]
     if not any(over is not None for _, _, over in mapped):
         return None
-    first, other = mapped[0], next((row for row in mapped if row[2] != mapped[0][2]), None)
-    if other is not None:
+    first, conflicting = mapped[0], next((row for row in mapped if row[2] != mapped[0][2]), None)
+    if conflicting is not None:
         raise errors.MappedShardingError(
             f"sx.{name} maps arrays whose mapped dimensions are split differently over the mesh:\n"
-            f"  {format_path(first[0])}: {first[2]}\n  {format_path(other[0])}: {other[2]}\n"
+            f"  {format_path(first[0])}: {first[2]}\n"
+            f"  {format_path(conflicting[0])}: {conflicting[2]}\n"
             f"Over Explicit mesh axes nothing is moved without being asked. Use jax.reshard, or "
             f"sx.shard for a model, to split them alike."
         )
@@ -534,14 +537,14 @@ class MappedBoxes:
                 return leaf
             path = (*where, *plain_path(key_path))
             below = [plain_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(leaf)]
-            found = {axes.get((*path, *steps)) for steps in below}
-            if len(found) > 1:
+            box_axes = {axes.get((*path, *steps)) for steps in below}
+            if len(box_axes) > 1:
                 raise errors.PrefixError(
-                    f"The arrays in the box at {format_path(path)} have the axes {found} in "
+                    f"The arrays in the box at {format_path(path)} have the axes {box_axes} in "
                     f"sx.{self.assignment.call.name}, but its names hold for all of them. Give the "
                     f"box one axis."
                 )
-            axis: Any = next(iter(found), None)
+            axis: Any = next(iter(box_axes), None)
             return (
                 _changed(path, leaf, lambda box: change(box, axis))
                 if prefix.is_axis(axis)

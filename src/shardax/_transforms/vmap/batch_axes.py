@@ -59,11 +59,11 @@ class BatchPart(NamedTuple):
     @property
     def what(self) -> str:
         """Type, dtype and shape, for people."""
-        shown = ", ".join(f"{array.dtype}{list(array.shape)}" for array in self.arrays)
+        listed = ", ".join(f"{array.dtype}{list(array.shape)}" for array in self.arrays)
         if not self.arrays:
             return self.kind.__name__
         plain = not (self.is_state or self.is_named) or self.kind is ArrayAttribute
-        return shown if plain else f"{self.kind.__name__} {shown}"
+        return listed if plain else f"{self.kind.__name__} {listed}"
 
     @property
     def is_named(self) -> bool:
@@ -72,10 +72,11 @@ class BatchPart(NamedTuple):
 
     def candidates(self, size: int) -> list[int]:
         """Returns the mappable axes on which every array has a size."""
-        found = [
-            {axis for axis, each in enumerate(array.shape) if each == size} for array in self.arrays
+        axes_by_array = [
+            {axis for axis, axis_size in enumerate(array.shape) if axis_size == size}
+            for array in self.arrays
         ]
-        axes = set[int].intersection(*found) if found else set[int]()
+        axes = set[int].intersection(*axes_by_array) if axes_by_array else set[int]()
         return sorted(axes - set(self.named_dimensions))
 
     @property
@@ -126,12 +127,14 @@ class BatchProblem:
             further.setdefault(position, []).append(path)
         places: dict[Path, int] = {}
         for position, (path, leaf) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
-            paths = tuple((*where, *each) for each in (path, *further.get(position, ())))
+            paths = tuple(
+                (*where, *path_of_part) for path_of_part in (path, *further.get(position, ()))
+            )
             index = self._known.setdefault(id(leaf), len(self.parts))
             if index == len(self.parts):
-                here, is_stream = resolve(leaf, local.frame), position in streams
-                shown = (type(leaf), _arrays_in(here._value), here.axes)
-                self.parts.append(BatchPart(paths, leaf, *shown, True, is_stream))
+                stand_in, is_stream = resolve(leaf, local.frame), position in streams
+                form = (type(leaf), _arrays_in(stand_in._value), stand_in.axes)
+                self.parts.append(BatchPart(paths, leaf, *form, True, is_stream))
             else:
                 part = self.parts[index]
                 self.parts[index] = part._replace(paths=(*part.paths, *paths))
@@ -143,8 +146,8 @@ class BatchProblem:
         first, origins = len(self.parts), state.origins()
         for path, value in state.flat().items():
             origin, paths = origins[path], ((*where, *path),)
-            shown = (origin.variable_type, _arrays_in(value), origin.axes)
-            self.parts.append(BatchPart(paths, origin, *shown, True))
+            form = (origin.variable_type, _arrays_in(value), origin.axes)
+            self.parts.append(BatchPart(paths, origin, *form, True))
         return range(first, len(self.parts))
 
     def prefixes(self, axes: Sequence[int | None]) -> list[Any]:
@@ -160,8 +163,8 @@ def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
         return axes[place]
     if isinstance(place, tuple):
         state, positions = place
-        found = zip(state.flat(), (axes[position] for position in positions), strict=True)
-        return State.from_flat(dict(found), state.origins())
+        entries = zip(state.flat(), (axes[position] for position in positions), strict=True)
+        return State.from_flat(dict(entries), state.origins())
     entries = {path: axes[position] for path, position in place.items()}
     if len(set(entries.values())) <= 1:
         return next(iter(entries.values()), None)
@@ -317,7 +320,8 @@ class Batch:
         problem = BatchProblem([*positional, *(((name,), kwargs[name]) for name in kwargs)])
         count = len(positional)
         return self._found_in(
-            problem, lambda found: (found[:count], dict(zip(kwargs, found[count:], strict=True)))
+            problem,
+            lambda choices: (choices[:count], dict(zip(kwargs, choices[count:], strict=True))),
         )
 
     def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
@@ -419,10 +423,10 @@ class _AxisFinder:
             raise AmbiguousBatchError(self._explain(doubts))
         arrays = [part for part in parts if part.arrays and not part.is_stream]
         if self.strict and arrays and all(choice.axis is None for choice in chosen):
-            shown = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
+            listed = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
             raise AxisSizeError(
                 f"Nothing is batched: no array that may be has a dimension of size {self.size} "
-                f"({shown}{', ...' if len(arrays) > 6 else ''}). Check the size; if all batch "
+                f"({listed}{', ...' if len(arrays) > 6 else ''}). Check the size; if all batch "
                 f"elements really share everything, say strict=False."
             )
         return chosen
@@ -432,19 +436,19 @@ class _AxisFinder:
             if isinstance(item, PathContains) and not any(
                 item(path, part.item) for part in parts for path in part.paths
             ):
-                shown = ", ".join(format_path(part.paths[0]) for part in parts[:8])
+                listed = ", ".join(format_path(part.paths[0]) for part in parts[:8])
                 raise FilterError(
-                    f"where has {_shown(item)}, but no path of the problem matches it: {shown}"
+                    f"where has {_shown(item)}, but no path of the problem matches it: {listed}"
                     f"{', ...' if len(parts) > 8 else ''}. What it was meant for would be guessed."
                 )
 
     def _declaration(self, part: BatchPart) -> int | None:
         """Returns the position of the declaration for a part."""
-        found = {path: first_match(self.predicates, path, part.item) for path in part.paths}
-        given = {path: position for path, position in found.items() if position is not None}
-        entries = [(path, part.item, self.entries[position]) for path, position in given.items()]
+        positions = {path: first_match(self.predicates, path, part.item) for path in part.paths}
+        declared = {path: position for path, position in positions.items() if position is not None}
+        entries = [(path, part.item, self.entries[position]) for path, position in declared.items()]
         consistent(entries, "entries in where")
-        return next(iter(given.values()), None)
+        return next(iter(declared.values()), None)
 
     def _one(self, part: BatchPart) -> AxisChoice:
         position = self._declaration(part)

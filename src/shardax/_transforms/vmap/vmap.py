@@ -131,8 +131,8 @@ class _VmapCall(mapped.MappedCall):
         prefixes: Any = None
         named: Any = None
         if not isinstance(in_axes, Batch):
-            given = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
-            args, kwargs, prefixes, named = given
+            assigned = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
+            args, kwargs, prefixes, named = assigned
         call = LiftedCall("vmap", [function], args, kwargs, make_frame)
         if isinstance(in_axes, Batch):
             prefixes, named = in_axes.find_call(call.labels, args, kwargs).axes
@@ -208,15 +208,15 @@ class _VmapCall(mapped.MappedCall):
         variable = self.call.graph.flat.leaves[position]
         kind = kind_of(variable)
         if id(variable) in self.assignment.by_id:
-            found = "is shared by all batch elements of sx.vmap (its entry in in_axes is None)"
+            reason = "is shared by all batch elements of sx.vmap (its entry in in_axes is None)"
             axes = f"{{{filter_text(type(variable), leaf.path)}: 0, ...: None}}"
             fix = f"Give it an axis, sx.StateAxes({axes})"
         else:
-            found = "of what sx.vmap was bound to is shared by all batch elements"
+            reason = "of what sx.vmap was bound to is shared by all batch elements"
             call = "sx.vmap(lambda module, x: module(x))(module, x)"
             fix = f"Pass the Module as an argument with an axis, {call}"
         return (
-            f"The {kind} at {where} {found}, but was written with a value that differs between "
+            f"The {kind} at {where} {reason}, but was written with a value that differs between "
             f"them. {fix}, or write a value that is equal in all batch elements: "
             f"jax.lax.pmean(x, axis_name)."
         )
@@ -225,7 +225,7 @@ class _VmapCall(mapped.MappedCall):
 def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
     """Returns, inside ``vmap``, whether each value differs between batch elements."""
     # JAX tells a rule for batching which of its operands are batched; this one only listens.
-    found = [False] * len(values)
+    flags = [False] * len(values)
 
     @jax.custom_batching.custom_vmap
     def look(mark: Any, values: list[Any]) -> Any:
@@ -233,9 +233,9 @@ def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
 
     @look.def_vmap
     def rule(axis_size: int, batched: Any, mark: Any, values: list[Any]) -> tuple[Any, bool]:
-        found[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
+        flags[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
         return mark, True
 
     if values:
         look(mark, list(values))
-    return found
+    return flags
