@@ -280,7 +280,7 @@ def figures() -> list[Figure]:
         Figure("plan's own files on the way of search", len(own), 14),
         Figure("  with those of jit, shard and hlo", len(ways["plan.search"]), 53),
         Figure("class names with several meanings", len(ambiguous_class_names()), 0),
-        Figure("vague names, %", words.vague_share, 1.5, reached=1.8),
+        Figure("vague names, %", words.vague_share, 1.5),
         Figure("Any per 1,000 lines of code", 1000 * words.annotations_any / lines.code, 45, 119),
         Figure("raise per 1,000 lines of code", 1000 * words.raises / lines.code, 22, 26),
         Figure("lines of guards, %", 100 * words.guard_lines / lines.code, 12, 15.3),
