@@ -11,6 +11,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from shardax._core.errors import *  # noqa: F403
+    from shardax._parallel.errors import *  # noqa: F403
     from shardax._select.places import *  # noqa: F403
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
@@ -40,6 +41,7 @@ _NAMES = {
         "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
         "UnknownStreamError VariableValueError"
     ),
+    "shardax._parallel.errors": "DataParallelError PipelineError",
     "shardax._select.places": (
         "CombineError EmptySelectionError SelectionCountError SelectionError SelectionIndexError "
         "SelectionPathError StaleSelectionError"
@@ -78,9 +80,9 @@ _NAMES = {
     "shardax.random.stream": "DrawError TracedDrawError",
     "shardax.train.errors": (
         "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
-        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError DataParallelError "
+        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError "
         "DataPositionError GradientMismatchError LogError MetricError OptimizerStateError "
-        "PipelineError PrefetchError TextNotFoundError TextSourceError TrainerError WindowError"
+        "PrefetchError TextNotFoundError TextSourceError TrainerError WindowError"
     ),
     "shardax.view.operations": "OperationsError",
     "shardax.view.shardings": "ShardingViewError",

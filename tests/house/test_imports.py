@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("random",),
     ("numpy",),
     ("config", "_terminal", "_files"),
+    ("_parallel",),
     ("nn",),
     ("bridge",),
     ("named",),

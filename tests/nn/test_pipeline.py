@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.values import with_values
 
 import shardax as sx
+from shardax._parallel.pipeline import _moves, bubble_share
 from shardax.errors import ParallelError, StackError
 from shardax.hlo import read_program
-from shardax.nn.pipeline import _moves, bubble_share
 
 RULES = {"layers": "stage", "batch": "data", "embed": None, "mlp": "model", "seen": None}
 KINDS = [AxisType.Auto, AxisType.Explicit]

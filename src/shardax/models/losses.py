@@ -26,9 +26,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE, varying_axes
-from shardax.nn.linear import align, as_array, explicit_entries, with_layout
+from shardax.nn.arithmetic import as_array
 from shardax.nn.parameters import IGNORE_INDEX, LayerInputError, as_size
 from shardax.partition.context import current_rules
+from shardax.partition.explicit import align, explicit_entries, with_layout
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import SpecEntry, mesh_axes_of
 

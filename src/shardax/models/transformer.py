@@ -31,6 +31,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax._transforms.errors import LayerConfigError
+from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, result_dtype
 from shardax.nn.attention import (
     AttentionCache,
     MultiHeadAttention,
@@ -39,15 +40,7 @@ from shardax.nn.attention import (
 )
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
-from shardax.nn.linear import (
-    Linear,
-    add_bias,
-    align,
-    as_array,
-    at_least_float32,
-    explicit_entries,
-    result_dtype,
-)
+from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
@@ -63,6 +56,7 @@ from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy, Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
+from shardax.partition.explicit import align, explicit_entries
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 

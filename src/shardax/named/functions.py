@@ -18,7 +18,8 @@ from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
 from shardax.named.elementwise import Operand, check_sizes, listing, named_sizes, place_of
 from shardax.named.lift import is_named, is_whole, run_lifted
-from shardax.nn.linear import cast_all, joined_sharding
+from shardax.nn.arithmetic import cast_all
+from shardax.partition.explicit import joined_sharding
 
 
 def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedArray:

@@ -32,7 +32,7 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax.named import base, elementwise
 from shardax.named.lift import run_lifted
-from shardax.nn.linear import explicit_sharding
+from shardax.partition.explicit import explicit_sharding
 
 Change = Callable[[Any, Any, Any], Any]
 

@@ -24,7 +24,7 @@ from shardax._transforms.errors import ClosureError, MappedShardingError
 from shardax._transforms.vmap.vmap import vmap
 from shardax.named.base import Dims, Name, NamedAxesError, NamedStorage, mapping, sorted_names
 from shardax.named.elementwise import Operand, listing, named_sizes
-from shardax.nn.linear import explicit_entries
+from shardax.partition.explicit import explicit_entries
 
 Make = Callable[[Any, Dims], Any]
 

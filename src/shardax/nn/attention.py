@@ -30,13 +30,15 @@ from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import Cache
+from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax._transforms.errors import LayerConfigError
+from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.dropout import Dropout
-from shardax.nn.linear import Linear, as_array, at_least_float32, cast_all, explicit_entries
+from shardax.nn.linear import Linear
 from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
-from shardax.nn.ring_attention import ring_attention, ring_axis
 from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import current_context
+from shardax.partition.explicit import explicit_entries
 
 
 def softmax(scores: jax.Array) -> jax.Array:
@@ -282,9 +284,9 @@ class MultiHeadAttention(Module):
             The shape of the queries.
         """
         query, key, value = qkv
-        axis_name = ring_axis(query) if ordered else None
-        if axis_name is not None:
-            return self._read_around(query, key, value, mask, segment_ids, axis_name)
+        axes = ring_axes(query) if ordered else ()
+        if axes:
+            return self._read_around(query, key, value, mask, segment_ids, axes)
         if segment_ids is not None:
             mask = _within_segments(*segment_ids, mask)
         key, value = _gathered(key, -3), _gathered(value, -3)
@@ -333,29 +335,46 @@ class MultiHeadAttention(Module):
         return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=self.precision)
 
     def _read_around(
-        self, query: Any, key: Any, value: Any, mask: Any, segments: Any, axis: str
+        self, query: Any, key: Any, value: Any, mask: Any, segments: Any, axes: tuple[str, ...]
     ) -> jax.Array:
         """Reads keys and values sent round a mesh axis."""
+        context = current_context()
         dropped = self.dropout is not None and not self.dropout.deterministic
         if dropped or self.softmax is not softmax or self.precision:
             refuse_input(
-                f'MultiHeadAttention with context="{current_context()}"',
+                f'MultiHeadAttention with context="{context}"',
                 "the default softmax and precision, without dropout of weights",
                 query,
                 'Gather keys and values: sx.parallel(context="all-gather").',
             )
-        return ring_attention(
+        if len(axes) > 1:
+            refuse_input(
+                'Attention with context="ring"',
+                "a sequence that is split over one mesh axis",
+                query,
+                f"It is split over {', '.join(axes)}: map seq to one of them.",
+            )
+        ring = make_ring(
             query,
-            _meet_heads(query, key),
-            _meet_heads(query, value),
-            mask,
-            segments,
-            axis,
+            key,
+            axes[0],
             causal=self.causal,
             window=self.window,
             scale=1 / math.sqrt(self.head_dim) if self.scale is None else self.scale,
             softcap=self.softcap,
         )
+        for array in (query, key):
+            if array.shape[-3] % ring.parts:
+                twice = "twice " if ring.zigzag else ""
+                refuse_input(
+                    f'Attention with context="{context}"',
+                    f"sequences of a length divisible by {ring.parts}, {twice}the devices of "
+                    f"{ring.axis!r}",
+                    array,
+                    "Pad them, and mask the padding.",
+                )
+        key, value = _meet_heads(query, key), _meet_heads(query, value)
+        return ring_attention(ring, query, key, value, mask, segments)
 
     def _fused(
         self, query: Any, key: Any, value: Any, mask: Any, causal: bool, window: int | None

@@ -23,17 +23,9 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.nn.linear import (
-    add_bias,
-    as_array,
-    at_least_float32,
-    cast_all,
-    explicit_sharding,
-    joined_sharding,
-    numbered,
-    take_precision,
-    with_layout,
-)
+from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
+from shardax.nn.linear import numbered
+from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
 from shardax.partition.mesh import resolve_mesh
 
 Padding = str | int | Sequence[int | tuple[int, int]]

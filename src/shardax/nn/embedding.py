@@ -17,14 +17,8 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.nn.linear import (
-    as_array,
-    cast_all,
-    contract,
-    joined_sharding,
-    take_features,
-    take_precision,
-)
+from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
+from shardax.partition.explicit import joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", out_axis=0

@@ -24,9 +24,10 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import Intermediate
+from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.expert_parallel import Split, by_expert, find_places, find_split
-from shardax.nn.linear import Linear, as_array, cast_all, explicit_sharding, take_features
+from shardax.nn.arithmetic import as_array, cast_all, take_features
+from shardax.nn.linear import Linear
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import (
     LayerInputError,
@@ -38,6 +39,7 @@ from shardax.nn.parameters import (
     refuse_input,
     zeros,
 )
+from shardax.partition.explicit import explicit_sharding
 
 Dispatch = Literal["dense", "dropless", "capacity"]
 

@@ -26,15 +26,8 @@ from shardax._core.module import Module
 from shardax._core.variable import BatchStat, Param
 from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
-from shardax.nn.linear import (
-    align,
-    as_array,
-    at_least_float32,
-    explicit_sharding,
-    result_dtype,
-    take_features,
-    with_layout,
-)
+from shardax.nn.arithmetic import as_array, at_least_float32, result_dtype, take_features
+from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 
 class _Norm(Module):

@@ -24,8 +24,10 @@ from shardax._transforms.control.scan import scan
 from shardax._transforms.errors import LayerConfigError
 from shardax._transforms.lift.prefix import Carry
 from shardax.nn import parameters
-from shardax.nn.linear import Linear, as_array, at_least_float32, explicit_entries, take_features
+from shardax.nn.arithmetic import as_array, at_least_float32, take_features
+from shardax.nn.linear import Linear
 from shardax.nn.mlp import Activation, find_activation
+from shardax.partition.explicit import explicit_entries
 
 
 def _orthogonal_gates(key: jax.Array, shape: Sequence[int], dtype: Any = np.float32) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._transforms.errors import LayerConfigError
-from shardax.nn.linear import as_array
+from shardax.nn.arithmetic import as_array
 from shardax.nn.parameters import LayerInputError, refuse_input
 
 

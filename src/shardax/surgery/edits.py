@@ -29,22 +29,14 @@ from shardax._transforms.wrappers import ModuleWrapper
 from shardax.named.array import NamedArray
 from shardax.named.functions import dot
 from shardax.named.layers import Linear as NamedLinear
+from shardax.nn.arithmetic import as_array, at_least_float32, cast_all, contract, einsum
 from shardax.nn.conv import ConvBase
 from shardax.nn.einsum import Einsum, Equation
 from shardax.nn.embedding import Embed, look_up
-from shardax.nn.linear import (
-    Linear,
-    align,
-    as_array,
-    at_least_float32,
-    cast_all,
-    contract,
-    einsum,
-    explicit_sharding,
-    with_layout,
-)
+from shardax.nn.linear import Linear
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import as_size, lecun_normal, zeros
+from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
 

@@ -27,7 +27,7 @@ from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.prefix import Carry
-from shardax.nn.linear import at_least_float32
+from shardax.nn.arithmetic import at_least_float32
 from shardax.train.errors import AccumulationError
 from shardax.train.metrics import counted_by, relative_weights, target_weights, weighted
 

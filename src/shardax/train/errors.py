@@ -46,14 +46,6 @@ class AccumulationError(ShardaxError, ValueError):
     """Gradients cannot be accumulated over microbatches."""
 
 
-class DataParallelError(ShardaxError, ValueError):
-    """Gradients cannot be computed by data-parallel devices."""
-
-
-class PipelineError(ShardaxError, ValueError):
-    """A pipeline's schedule, stages or batch do not fit together."""
-
-
 class MetricError(ShardaxError, ValueError):
     """A metric lacks an argument, or was merged with another kind."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import MetricState
-from shardax.nn.linear import at_least_float32
+from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.parameters import IGNORE_INDEX
 from shardax.partition.errors import did_you_mean
 from shardax.train.errors import AccumulationError, MetricError

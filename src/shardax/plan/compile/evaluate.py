@@ -28,11 +28,11 @@ from jax.sharding import Mesh
 
 from shardax._core.errors import ShardaxError
 from shardax._core.object import Object
+from shardax._parallel.pipeline import bubble_share
 from shardax._transforms.jit.jit import Jit, jit
 from shardax.hlo import Program, parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.program import CompilerFailedError
-from shardax.nn.pipeline import bubble_share
 from shardax.partition.context import axis_rules, parallel
 from shardax.partition.rules import Rules, assign, mesh_axes_of
 from shardax.plan.compile.cache import ProgramCache

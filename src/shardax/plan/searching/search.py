@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardax.nn.pipeline import bubble_share
+from shardax._parallel.pipeline import bubble_share
 from shardax.partition.context import parallel as parallel_scope
 from shardax.partition.errors import ParallelError, did_you_mean
 from shardax.partition.rules import mesh_axes_of, strings

@@ -23,13 +23,13 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_variables, merge, split
 from shardax._core.state.state import State
 from shardax._core.variable import Intermediate, Param, RngState, Variable
+from shardax._parallel.errors import DataParallelError
+from shardax._parallel.gradient_sums import GradientPlan, Region, plan_of, sum_over
 from shardax._transforms.grad.grad import value_and_grad
-from shardax.nn.linear import at_least_float32
+from shardax.nn.arithmetic import at_least_float32
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
-from shardax.train.errors import DataParallelError
-from shardax.train.gradients.sums import GradientPlan, Region, plan_of, sum_over
 from shardax.train.metrics import target_weights, weighted
 from shardax.train.optimizer import laid_out_as
 from shardax.train.step_numbers import count_targets

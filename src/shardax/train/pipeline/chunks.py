@@ -30,11 +30,11 @@ from shardax._core.state.split_merge import (
 )
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState, Variable
+from shardax._parallel.errors import PipelineError
 from shardax._transforms.jit.jit import jit
-from shardax.nn.linear import at_least_float32
+from shardax.nn.arithmetic import at_least_float32
 from shardax.partition.context import axis_rules
 from shardax.partition.rules import Rules
-from shardax.train.errors import PipelineError
 from shardax.train.metrics import weighted
 from shardax.train.pipeline.programs import Cut, cut
 

@@ -29,17 +29,17 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Param, RngState, Variable
+from shardax._parallel.errors import PipelineError
+from shardax._parallel.schedules import Operation, Schedule
 from shardax._transforms.jit.jit import jit
 from shardax.nn.mlp import Sequential
 from shardax.partition.context import resolve_rules
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
-from shardax.train.errors import PipelineError
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.chunks import Chunk, ChunkPrograms, Values, apart, joined
-from shardax.train.pipeline.schedules import Operation, Schedule
 
 
 class PipelineStep:

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import sum_over, varying, varying_axes
-from shardax.nn.linear import explicit_entries
 from shardax.partition.context import current_rules
+from shardax.partition.explicit import explicit_entries
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import mesh_axes_of
 

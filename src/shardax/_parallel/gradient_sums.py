@@ -27,11 +27,11 @@ from shardax._core._jax import varying_axes
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
+from shardax._parallel.errors import DataParallelError
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import resolve_rules, rules_over
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 from shardax.partition.rules import mesh_axes_of
-from shardax.train.errors import DataParallelError
 
 
 @dataclasses.dataclass(frozen=True)

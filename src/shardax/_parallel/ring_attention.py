@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax.nn.linear import explicit_entries
-from shardax.nn.parameters import refuse_input
 from shardax.partition.context import current_context, logical_to_mesh_axes
+from shardax.partition.explicit import explicit_entries
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import mesh_axes_of
 
@@ -46,6 +45,11 @@ class Ring(NamedTuple):
     softcap: float | None
     zigzag: bool
 
+    @property
+    def parts(self) -> int:
+        """The number of equal parts of a sequence."""
+        return 2 * self.devices if self.zigzag else self.devices
+
 
 class Part(NamedTuple):
     """Keys and values of one device, sent round the ring."""
@@ -55,13 +59,11 @@ class Part(NamedTuple):
     segments: Any
 
 
-def ring_axis(query: jax.Array) -> str | None:
-    """Returns the mesh axis to go round; None: gather keys."""
-    if current_context() == "all-gather":
-        return None
+def ring_axes(query: jax.Array) -> tuple[str, ...]:
+    """Returns the mesh axes of a split sequence; none where keys are gathered."""
     mesh = resolve_mesh()
-    if mesh is None:
-        return None
+    if current_context() == "all-gather" or mesh is None:
+        return ()
     entries = explicit_entries(query)
     axes = () if entries is None else mesh_axes_of(entries[-3])
     if not axes:  # the compiler decides, or the tokens came unplaced: what the rules say
@@ -70,49 +72,40 @@ def ring_axis(query: jax.Array) -> str | None:
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         free = (AxisType.Auto, AxisType.Explicit)
         axes = tuple(axis for axis in axes if kinds.get(axis) in free and axis not in used_axes)
-    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    if len(axes) > 1:
-        refuse_input(
-            'Attention with context="ring"',
-            "a sequence that is split over one mesh axis",
-            query,
-            f"It is split over {', '.join(axes)}: map seq to one of them.",
-        )
-    return axes[0] if axes else None
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
-def ring_attention(
+def make_ring(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None,
-    segments: tuple[jax.Array, jax.Array] | None,
-    ring_over: str,
+    axis: str,
     *,
     causal: bool,
     window: int | None,
     scale: float,
     softcap: float | None,
+) -> Ring:
+    """Returns the ring over a mesh axis, in the order of the scope."""
+    mesh = resolve_mesh()
+    assert mesh is not None
+    # Without an order every device reads all, and in a window each reads as much: balanced as is.
+    same_length = query.shape[-3] == key.shape[-3]
+    zigzag = current_context() == "ring-zigzag" and causal and window is None and same_length
+    return Ring(axis, mesh.shape[axis], causal, window, scale, softcap, zigzag)
+
+
+def ring_attention(
+    ring: Ring,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """Attends; arrays are (..., time, heads, head_dim), split by time."""
     # ``segments`` are those of queries and of keys, (..., time).
     mesh = resolve_mesh()
     assert mesh is not None
-    count, how = mesh.shape[ring_over], current_context()
-    # Without an order every device reads all, and in a window each reads as much: balanced as is.
-    same_length = query.shape[-3] == key.shape[-3]
-    zigzag = how == "ring-zigzag" and causal and window is None and same_length
-    parts = 2 * count if zigzag else count
-    for array in (query, key):
-        if array.shape[-3] % parts:
-            twice = "twice " if zigzag else ""
-            refuse_input(
-                f'Attention with context="{how}"',
-                f"sequences of a length divisible by {parts}, {twice}the devices of {ring_over!r}",
-                array,
-                "Pad them, and mask the padding.",
-            )
-    ring = Ring(ring_over, count, causal, window, scale, softcap, zigzag)
     query, key, value = map(_varying, (query, key, value))
     part = Part(key, value, None if segments is None else segments[1])
     segments_here = None if segments is None else segments[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from shardax.train.errors import PipelineError
+from shardax._parallel.errors import PipelineError
 
 KINDS = ("forward", "backward", "input", "weight")
 _LETTERS: Mapping[str, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forms of parallelism within a step, below layers and training."""
