@@ -22,7 +22,7 @@ if _typing.TYPE_CHECKING:
     from shardax.models.family import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
     from shardax.named.base import *  # noqa: F403
-    from shardax.nn.parameters import *  # noqa: F403
+    from shardax.nn.errors import *  # noqa: F403
     from shardax.partition.errors import *  # noqa: F403
     from shardax.plan.errors import *  # noqa: F403
     from shardax.random.stream import *  # noqa: F403
@@ -47,10 +47,10 @@ _NAMES = {
         "SelectionPathError StaleSelectionError"
     ),
     "shardax._transforms.errors": (
-        "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError BoxError BranchError "
+        "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError BranchError "
         "CarryError ClosureError DecisionError DifferentiationError "
-        "InconsistentAliasingError LayerConfigError MappedShardingError MeshError NoMeshError "
-        "OutputError PartitioningUnspecifiedError PrefixError SharedWriteError "
+        "InconsistentAliasingError MappedShardingError MeshError NoMeshError "
+        "OutputError PrefixError SharedWriteError "
         "StaticArgumentError StructureMismatchError TangentError"
     ),
     "shardax.bridge.base": "BridgeError",
@@ -68,10 +68,11 @@ _NAMES = {
     "shardax.models.family": "PretrainedError",
     "shardax.models.generation": "GenerationError",
     "shardax.named.base": "NamedAxesError NamedIndexError NamesRemainError",
-    "shardax.nn.parameters": "LayerInputError",
+    "shardax.nn.errors": "LayerConfigError LayerInputError",
     "shardax.partition.errors": (
-        "AxisConflictError AxisNamesError ConstraintError NoRulesError OverrideError ParallelError "
-        "PartitionCheckError PlacementError RulesError UnmappedAxisError"
+        "AxisConflictError AxisNamesError BoxError ConstraintError NoRulesError OverrideError "
+        "ParallelError PartitionCheckError PartitioningUnspecifiedError PlacementError RulesError "
+        "UnmappedAxisError"
     ),
     "shardax.plan.errors": (
         "CompilerMissingError HardwareError LayoutAssertionError PlanError PlanFileError "

@@ -41,6 +41,11 @@ _kinds: Any = getattr(jax, "Inline", None)
 INLINE: Any = True if _kinds is None else _kinds.JAX_EARLY
 
 
+def is_prng_key(value: Any) -> bool:
+    """Whether a value is an array of typed random keys."""
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
     """Refuses a JAX too old; warns of one newer than tested."""
     found, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST, NEWEST))

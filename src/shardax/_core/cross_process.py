@@ -33,7 +33,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax._core import errors
-from shardax._core._jax import Tracer, jit_options
+from shardax._core._jax import Tracer, is_prng_key, jit_options
 from shardax._core.errors import warn
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
@@ -91,7 +91,7 @@ def reduced(array: jax.Array) -> Any:
         )
     sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
     implementation, dtype = None, str(array.dtype)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_prng_key(array):
         implementation = str(jax.random.key_impl(array))
         array = jax.random.key_data(array)
     if sharding is None or array.weak_type:  # which JAX keeps, and NumPy does not know

@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, Self, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import Tracer
+from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.array_ops import ArrayLike, snapshot
 from shardax._core.errors import FrozenVariableError, UnboundVariableError
 from shardax._core.frames import is_eager, owner_here
@@ -228,7 +227,7 @@ def _numbers(leaf: Any) -> bytes | None:
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, Tracer) or leaf.is_deleted() or not leaf.is_fully_addressable:
             return None
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_prng_key(leaf):
             leaf = jax.random.key_data(leaf)
     return np.asarray(leaf).tobytes()
 

@@ -36,12 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._core._jax import sum_over, varying, varying_axes
+from shardax._core._jax import is_prng_key, sum_over, varying, varying_axes
 from shardax._core.errors import StackError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState
+from shardax._parallel.microbatches import cut, joined
 from shardax._transforms.control.scan import abstract_eval
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import AnyMesh, resolve_mesh
@@ -109,7 +110,7 @@ class Stages:
         exchange = how(rounds, dim, in_order)
 
         def exchanged(x: jax.Array) -> jax.Array:
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            if is_prng_key(x):
                 words = exchanged(jax.random.key_data(x))
                 return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
             return exchange(x)
@@ -239,26 +240,6 @@ def _is_manual(mesh: AnyMesh, axis: str) -> bool:
 # --- Microbatches ---
 
 
-def cut(tree: Any, count: int) -> Any:
-    """Cuts arrays into (count, rows / count, ...)."""
-
-    def parts(x: Any) -> jax.Array:
-        rows = jnp.asarray(x)
-        return jnp.swapaxes(rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]), 0, 1)
-
-    return jax.tree.map(parts, tree)
-
-
-def joined(tree: Any) -> Any:
-    """The inverse of ``cut``."""
-
-    def whole(x: jax.Array) -> jax.Array:
-        rows = jnp.swapaxes(x, 0, 1)
-        return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
-
-    return jax.tree.map(whole, tree)
-
-
 def check_rows(x: Any, count: int) -> int:
     """Returns the number of rows, if divisible."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
@@ -343,7 +324,7 @@ class Step:
         variables = dict(iter_variables(stacked))
         self.shared = {path for path, v in variables.items() if is_shared(path, v)}
         self.random = {path for path, v in variables.items() if isinstance(v, RngState)}
-        self.keys = {path for path in self.random if _is_key(self.values[path])}
+        self.keys = {path for path in self.random if is_prng_key(self.values[path])}
         self.counts = (self.random - self.keys) & self.shared
         self.sown = {path for path, v in variables.items() if isinstance(v, Intermediate)}
         self.written: set[Path] = set()  # of the layers' own, found by tracing
@@ -386,10 +367,6 @@ class Step:
                 "order would be another one. Give each layer its own, or take microbatches= away."
             )
         return y, written, sown
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _same(left: Any, right: Any) -> bool:

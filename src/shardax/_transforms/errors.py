@@ -80,15 +80,3 @@ class MeshError(ShardaxError, TypeError):
 
 class NoMeshError(ShardaxError, ValueError):
     """A mesh is needed, none was given, and none is in scope."""
-
-
-class BoxError(ShardaxError, ValueError):
-    """A box of axis metadata cannot be changed as asked."""
-
-
-class PartitioningUnspecifiedError(ShardaxError, ValueError):
-    """A box gains or loses a dimension that has no name."""
-
-
-class LayerConfigError(ShardaxError, ValueError):
-    """Sizes, names or options of a layer do not fit."""

@@ -23,7 +23,7 @@ from shardax._core._jax import trace_state
 from shardax._core.frames import is_eager, local
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
-from shardax._transforms.errors import ArgumentError, LayerConfigError, StaticArgumentError
+from shardax._transforms.errors import ArgumentError, StaticArgumentError
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
@@ -127,7 +127,7 @@ class ModuleWrapper(Module):
 
     def __init__(self, module: Module) -> None:
         if not isinstance(module, Module) or not callable(module):
-            raise LayerConfigError(
+            raise ArgumentError(
                 f"sx.{type(self).__name__} wraps a Module that can be called, but was given "
                 f"{module!r} of type {type(module).__name__}. For a function use sx.jit(f) or "
                 "sx.remat(f); for a method, wrap the Module that has it."
@@ -173,7 +173,7 @@ class Jitted(ModuleWrapper):
         body: It itself, not a copy. Its attributes are also those of the wrapper.
 
     Raises:
-        LayerConfigError: If it is no Module, or cannot be called.
+        ArgumentError: If it is no Module, or cannot be called.
         ArgumentError: If ``jit`` has no such option.
         StaticArgumentError: If it has no such argument as an option names, or an option is not
             hashable.
@@ -307,7 +307,7 @@ class Remat(ModuleWrapper):
         body: It itself, not a copy. Its attributes are also those of the wrapper.
 
     Raises:
-        LayerConfigError: If it is no Module, or cannot be called.
+        ArgumentError: If it is no Module, or cannot be called.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

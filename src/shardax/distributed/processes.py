@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from shardax._core._jax import is_prng_key
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
@@ -487,7 +487,7 @@ def _gathered(leaf: Any) -> Any:
         return {format_path(path): gather(variable) for path, variable in iter_variables(leaf)}
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_prng_key(leaf):
         words = _gathered(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     if leaf.is_fully_addressable or leaf.is_fully_replicated:
@@ -503,7 +503,7 @@ def array_text(array: Any) -> str:
 
 
 def _digest(array: Any) -> bytes:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_prng_key(array):
         array = jax.random.key_data(array)
     content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return hashlib.blake2b(content, digest_size=8).digest()

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardax._core._jax import Tracer
+from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import PickledArray, reduced
 from shardax._core.cross_process import name_of as import_name
 from shardax._transforms.jit.jit import Jit
@@ -170,7 +170,7 @@ def _to_numpy(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray[Any
 def _reduce_jax(array: jax.Array) -> Any:
     if isinstance(array, Tracer) or array.is_deleted() or not array.is_fully_addressable:
         return reduced(array)  # which raises
-    is_keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    is_keys = is_prng_key(array)
     if is_keys or array.weak_type or isinstance(array.sharding, NamedSharding):
         return reduced(array)
     return _to_jax, _raw(np.asarray(array))

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardax._core.errors import ShardaxError
-from shardax._transforms.errors import LayerConfigError
 from shardax.models.transformer import TransformerConfig, find_activation
+from shardax.nn.errors import LayerConfigError
 from shardax.nn.rope import Rope
 
 

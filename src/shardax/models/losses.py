@@ -27,7 +27,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE, varying_axes
 from shardax.nn.arithmetic import as_array
-from shardax.nn.parameters import IGNORE_INDEX, LayerInputError, as_size
+from shardax.nn.errors import LayerInputError
+from shardax.nn.parameters import IGNORE_INDEX, as_size
 from shardax.partition.context import current_rules
 from shardax.partition.explicit import align, explicit_entries, with_layout
 from shardax.partition.mesh import resolve_mesh

@@ -30,7 +30,6 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, result_dtype
 from shardax.nn.attention import (
     AttentionCache,
@@ -40,18 +39,12 @@ from shardax.nn.attention import (
 )
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
-from shardax.nn.parameters import (
-    LayerInputError,
-    as_size,
-    make_parameter,
-    ones,
-    refuse_input,
-    zeros,
-)
+from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy, Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain

@@ -24,13 +24,13 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import Param
-from shardax._transforms.errors import LayerConfigError
 from shardax.named.array import NamedArray
 from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot, softmax
 from shardax.named.make import arange, where
 from shardax.nn import linear, parameters
 from shardax.nn.embedding import look_up
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.errors import AxisNamesError
 
 
@@ -76,7 +76,7 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
     """Returns an input with the expected axes, or raises LayerInputError."""
     if not isinstance(x, NamedArray):
         shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
-        raise parameters.LayerInputError(
+        raise LayerInputError(
             f"{layer} takes a NamedArray, but was given {type(x).__name__}{shape}. Name the "
             f"dimensions: named.wrap(x, {', '.join(map(repr, ('batch', *expected.names)))})."
         )
@@ -93,7 +93,7 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
     ]
     if wrong:
         lines = "".join(f"\n  {line}" for line in wrong)
-        raise parameters.LayerInputError(
+        raise LayerInputError(
             f"{layer} was given {x.dtype}{shown(x.dims, x.shape)}, whose axes do not fit:{lines}\n"
             f"Exchange names with x.rename({{found: expected}})."
         )
@@ -276,7 +276,7 @@ class Embed(Module):
         """
         indices = check_input(self._shown(), indices, AxisSizes((), ()), self.output_axes.names)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise parameters.LayerInputError(
+            raise LayerInputError(
                 f"{self._shown()} looks up integers, but was given {indices.dtype}"
                 f"{shown(indices.dims, indices.shape)}. Cast them: indices.astype(int)."
             )
@@ -597,7 +597,7 @@ class Attention(Module):
                     if isinstance(mask, NamedArray)
                     else type(mask).__name__
                 )
-                raise parameters.LayerInputError(
+                raise LayerInputError(
                     f"{self._shown()} takes a mask of booleans with axes among those of the "
                     f"weights, {shown(logits.dims, logits.shape)}, but was given {mask_text}."
                 )
@@ -610,7 +610,7 @@ class Attention(Module):
     def _check(self, x: NamedArray) -> None:
         x = check_input(self._shown(), x, self.axes, [self._read])
         if self.along not in x.axes:
-            raise parameters.LayerInputError(
+            raise LayerInputError(
                 f"{self._shown()} was given {x.dtype}{shown(x.dims, x.shape)}:\n  axis "
                 f"{self.along!r}: expected any size, found no such axis\nIt reads along this axis; "
                 f"Attention(..., along=...) chooses another."

@@ -13,8 +13,8 @@ import numpy as np
 
 from shardax._core._jax import INLINE
 from shardax._core.module import Module
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
+from shardax.nn.errors import LayerConfigError
 from shardax.partition.explicit import align, joined_sharding
 
 

@@ -31,11 +31,11 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.dropout import Dropout
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import LayerInputError, as_axes, as_size, refuse_input, zeros
+from shardax.nn.parameters import as_axes, as_size, refuse_input, zeros
 from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import current_context
 from shardax.partition.explicit import explicit_entries

@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
+from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import numbered
 from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
 from shardax.partition.mesh import resolve_mesh

@@ -17,9 +17,8 @@ from shardax._core.errors import MissingRngsError
 from shardax._core.init.lazy import check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn.arithmetic import as_array
-from shardax.nn.parameters import LayerInputError
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.explicit import explicit_sharding
 
 

@@ -21,9 +21,9 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
+from shardax.nn.errors import LayerConfigError
 
 _FORM = re.compile(r"(\.\.\.)?([A-Za-z]+),([A-Za-z]+)->(\.\.\.)?([A-Za-z]*)")
 

@@ -15,9 +15,9 @@ from shardax._core._jax import INLINE
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
+from shardax.nn.errors import LayerConfigError
 from shardax.partition.explicit import joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(

@@ -18,11 +18,11 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax._transforms.errors import LayerConfigError
 from shardax._transforms.lift.arguments import parameters_of
 from shardax._transforms.wrappers import ModuleWrapper
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import LayerInputError, as_axes, as_size, zeros
+from shardax.nn.parameters import as_axes, as_size, zeros
 from shardax.nn.stack import Stack
 
 Activation = str | Callable[[Any], Any]

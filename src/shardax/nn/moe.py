@@ -25,12 +25,11 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import Intermediate
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn.arithmetic import as_array, cast_all, take_features
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import (
-    LayerInputError,
     as_axes,
     as_size,
     canonical_dtype,

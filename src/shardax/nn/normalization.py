@@ -24,9 +24,9 @@ from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import BatchStat, Param
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, at_least_float32, result_dtype, take_features
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 
@@ -479,7 +479,7 @@ class BatchNorm(_Norm):
         try:
             return collective(x, self.axis_name)
         except NameError as error:
-            raise parameters.LayerInputError(
+            raise LayerInputError(
                 f"BatchNorm(axis_name={self.axis_name!r}) was called where there is no such axis. "
                 f"Call it inside sx.vmap(..., axis_name={self.axis_name!r}) or sx.shard_map over a "
                 f"mesh with that axis, or in evaluation, model.eval()."

@@ -21,16 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.errors import ShardaxError
 from shardax._core.init.lazy import Init, Initializer, announced, check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import Param
-from shardax._transforms.errors import LayerConfigError
-
-
-class LayerInputError(ShardaxError, ValueError):
-    """An input of a layer has a wrong shape, rank or dtype."""
-
+from shardax.nn.errors import LayerConfigError, LayerInputError
 
 ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros

@@ -21,10 +21,10 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._transforms.control.scan import scan
-from shardax._transforms.errors import LayerConfigError
 from shardax._transforms.lift.prefix import Carry
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, at_least_float32, take_features
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import Activation, find_activation
 from shardax.partition.explicit import explicit_entries
@@ -439,7 +439,7 @@ def _take_carry(carry: Any, start: Any) -> Any:
     leaves = [as_array(leaf) for leaf in leaves]
     if structure != expected or [a.shape for a in leaves] != [a.shape for a in expected_leaves]:
         shapes = jax.tree.map(np.shape, start), jax.tree.map(np.shape, carry)
-        raise parameters.LayerInputError(
+        raise LayerInputError(
             f"RNN takes a carry of shapes {shapes[0]}, as cell.initial_carry gives, but was given "
             f"{shapes[1]}."
         )

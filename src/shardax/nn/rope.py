@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._transforms.errors import LayerConfigError
 from shardax.nn.arithmetic import as_array
-from shardax.nn.parameters import LayerInputError, refuse_input
+from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.parameters import refuse_input
 
 
 class Rotation(NamedTuple):

@@ -45,11 +45,11 @@ from shardax._core.state.split_merge import find_duplicates, iter_modules, iter_
 from shardax._core.state.state import Origin, State
 from shardax._parallel.pipeline import run_pipeline
 from shardax._transforms.control.scan import scan
-from shardax._transforms.errors import LayerConfigError
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.arguments import find_sources, objects_in
 from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
+from shardax.nn.errors import LayerConfigError
 from shardax.nn.parameters import as_size
 from shardax.partition.context import (
     SCHEDULES,

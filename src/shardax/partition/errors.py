@@ -134,3 +134,11 @@ class OverrideError(ShardaxError, ValueError):
 
 class PlacementError(ShardaxError, RuntimeError):
     """A device refused an array during placement; every array is still valid."""
+
+
+class BoxError(ShardaxError, ValueError):
+    """A box of axis metadata cannot be changed as asked."""
+
+
+class PartitioningUnspecifiedError(ShardaxError, ValueError):
+    """A box gains or loses a dimension that has no name."""

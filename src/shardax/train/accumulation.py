@@ -4,9 +4,7 @@
 A microbatch is one of the equal parts that a batch is cut into. Only one is in work at a time, so
 the memory for activations is that of a microbatch. The loss of a batch is the mean over its rows,
 or over its targets where a mask or ``ignore_index`` leaves some of them out. So the mean over
-microbatches, weighted by their numbers of targets, is the same number, up to rounding. Microbatch i
-of k takes the rows i, i + k, i + 2k, ...: a batch that is sharded over its rows is cut on each
-device by itself that way, and no row moves.
+microbatches, weighted by their numbers of targets, is the same number, up to rounding.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardax._core._jax import INLINE
 from shardax._core.graph.flatten import has_objects
 from shardax._core.variable import Param
+from shardax._parallel.microbatches import cut, indivisible
 from shardax._transforms.control.scan import scan
 from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.jit.abstract_eval import eval_shape
@@ -158,22 +156,14 @@ def split_batch(batch: Any, steps: int) -> Any:
             "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
             "microbatches. Pass it as a later argument, which every microbatch is given whole."
         )
-    wrong = []
-    for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        shape = np.shape(leaf)
-        if not shape or shape[0] % steps:
-            wrong.append(f"batch{jax.tree_util.keystr(key)} of shape {shape}")
+    wrong = indivisible("batch", batch, steps)
     if wrong:
         raise AccumulationError(
             f"Cannot cut the batch into {steps} microbatches of equal size: {', '.join(wrong)}. "
             f"The first dimension of every array must be a multiple of {steps}."
         )
 
-    def cut(leaf: Any) -> jax.Array:
-        rows = jnp.asarray(leaf)
-        return jnp.swapaxes(rows.reshape(rows.shape[0] // steps, steps, *rows.shape[1:]), 0, 1)
-
-    return jax.tree.map(cut, batch)
+    return cut(batch, steps)
 
 
 def _zeros_for_sum(shape: jax.ShapeDtypeStruct) -> jax.Array:

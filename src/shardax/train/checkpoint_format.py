@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core._jax import is_prng_key
 from shardax._core.containers import List
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenVariable
@@ -52,7 +53,7 @@ class ModelArray(NamedTuple):
     @property
     def is_key(self) -> bool:
         """Whether it holds random keys, stored as their integers."""
-        return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+        return is_prng_key(self.value)
 
 
 class StoredArray(NamedTuple):

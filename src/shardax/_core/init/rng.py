@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import Tracer
+from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.errors import (
     RepeatedKeyError,
     ReservedNameError,
@@ -241,7 +241,7 @@ def key_value(source: Any) -> Any:
     if is_integer(source):
         return LazyKey(seed_source(int(source)))
     if isinstance(source, (jax.Array, np.ndarray)):
-        if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
+        if is_prng_key(source):
             return source
         if source.ndim == 0 and jnp.issubdtype(source.dtype, np.integer):
             return jax.random.key(source)

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardax._core._jax import is_prng_key
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import leaf_paths
 from shardax.host.errors import ArtifactCallError, ExportError
@@ -79,7 +80,7 @@ class ArrayForm(NamedTuple):
     def of(cls, value: Any) -> ArrayForm:
         """The form of an array, its stand-in, or a number."""
         shape = tuple(s if type(s) is int else str(s) for s in np.shape(value))
-        if holds_keys(value):
+        if is_prng_key(value):
             return cls(shape, str(value.dtype), _key_impl(value), _spec_of(value))
         return cls(shape, str(jnp.result_type(value)), None, _spec_of(value))
 
@@ -120,12 +121,6 @@ def _spec_of(value: Any) -> tuple[Any, ...] | None:
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else None
 
 
-def holds_keys(value: Any) -> bool:
-    """Whether an array, or its stand-in, holds random keys."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def plain_dtype(dtype: Any) -> Any:
     """JAX's dtype for an array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -135,7 +130,7 @@ def plain_dtype(dtype: Any) -> Any:
 
 def to_words(value: Any) -> Any:
     """Replace random keys by their words."""
-    return jax.random.key_data(value) if holds_keys(value) else value
+    return jax.random.key_data(value) if is_prng_key(value) else value
 
 
 def from_words(words: Any, form: ArrayForm) -> Any:

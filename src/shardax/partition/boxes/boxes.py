@@ -27,22 +27,26 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer
+from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
 from shardax._core.graph.handlers import is_box as is_box
 from shardax._core.graph.static import PARTITION_NAME, Metadata, Static, check_axes
 from shardax._core.init.lazy import announce
-from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, names_without_rules, rules_over
-from shardax.partition.errors import ConstraintError, NoRulesError, raise_on_errors
+from shardax.partition.errors import (
+    BoxError,
+    ConstraintError,
+    NoRulesError,
+    PartitioningUnspecifiedError,
+    raise_on_errors,
+)
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, identity_rules, strings
 
@@ -331,7 +335,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
 
 
 def _bits(array: Any) -> bytes:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_prng_key(array):
         array = jax.random.key_data(array)
     return np.asarray(array).tobytes()
 

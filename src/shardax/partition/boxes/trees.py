@@ -24,9 +24,9 @@ from shardax._core.graph.static import EMPTY, Metadata
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import BoxError, PartitioningUnspecifiedError
 from shardax.partition import errors
 from shardax.partition.boxes import boxes
+from shardax.partition.errors import BoxError, PartitioningUnspecifiedError
 from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardax._core._jax import varying_axes
+from shardax._core._jax import is_prng_key, varying_axes
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_variables, merge, split
@@ -242,7 +242,7 @@ class _DeviceCall:
         region = self.region
         entering = dict(values)
         for path, value in values.items():
-            if path in self.random and _is_key(value):
+            if path in self.random and is_prng_key(value):
                 shard = jax.lax.axis_index(region.over)
                 fold = functools.partial(jax.random.fold_in, data=shard)
                 for _ in range(value.ndim):
@@ -301,7 +301,7 @@ class _DeviceCall:
             old_leaves, leaves = (jax.tree.leaves(tree[path]) for tree in (entering, leaving))
             if len(old_leaves) == len(leaves) and all(map(operator.is_, old_leaves, leaves)):
                 continue
-            if path in self.random and _is_key(leaving[path]):
+            if path in self.random and is_prng_key(leaving[path]):
                 continue  # a device's own keys; the stream goes on by its count
             written[path] = leaving[path]
             if not any(set(self.region.over) & varying_axes(leaf) for leaf in leaves):
@@ -369,7 +369,3 @@ class _DeviceCall:
                 done=done,
             ).astype(dtype)
         return by_path
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

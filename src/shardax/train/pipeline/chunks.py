@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from shardax._core._jax import is_prng_key
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.object import epoch
@@ -164,7 +165,7 @@ class Chunk:
         else:
             entering = {**trained, **state}
             for path, variable in stage_parts.state.items():
-                if isinstance(variable, RngState) and _is_key(state[path]):
+                if isinstance(variable, RngState) and is_prng_key(state[path]):
                     entering[path] = _folded(state[path], self.number, number)
             model = merge(stage_parts.graphdef, State.from_flat(entering, stage_parts.origins))
             y = model(x)
@@ -203,7 +204,7 @@ class Chunk:
                     problems.append(
                         f"{self.shown(path)} was {_types(old_value)}, and became {_types(value)}"
                     )
-                elif not _is_key(value):  # as strongly typed as before
+                elif not is_prng_key(value):  # as strongly typed as before
                     written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
         if problems:
             raise PipelineError(
@@ -331,10 +332,6 @@ def joined(treedef: Any, floating: list[Any], nonfloating: list[Any]) -> Any:
 
 def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _is_key(value: Any) -> bool:
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _folded(keys: Any, *numbers: Any) -> Any:

@@ -30,6 +30,7 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Param, RngState, Variable
 from shardax._parallel.errors import PipelineError
+from shardax._parallel.microbatches import indivisible
 from shardax._parallel.schedules import Operation, Schedule
 from shardax._transforms.jit.jit import jit
 from shardax.nn.mlp import Sequential
@@ -364,11 +365,7 @@ def _relative_weights(parts: list[Any]) -> list[Any]:
 
 def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
     """Cuts rows i, i + count, ... as microbatch i."""
-    wrong = [
-        f"{name}{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"
-        for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
-        if not np.shape(leaf) or np.shape(leaf)[0] % count
-    ]
+    wrong = indivisible(name, batch, count)
     if wrong:
         raise PipelineError(
             f"Rows cannot be cut into {count} microbatches of equal size: {', '.join(wrong)}. The "
