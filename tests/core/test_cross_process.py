@@ -19,7 +19,7 @@ from shardax._core.cross_process import (
     packed,
     restored_mesh,
 )
-from shardax._core.state.state import columns, format_axes, layout_text
+from shardax._core.text import columns, format_axes, layout_text
 from shardax.errors import PickleReadError
 
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.state.state import columns, format_axes
+from shardax._core.text import columns, format_axes
 from shardax._core.variable import Variable
 from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over

@@ -23,7 +23,7 @@ from shardax._core.cross_process import format_mesh
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
-from shardax._core.state.state import columns
+from shardax._core.text import columns
 from shardax._core.variable import Variable
 from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
 from shardax.partition.mesh import AnyMesh, resolve_mesh

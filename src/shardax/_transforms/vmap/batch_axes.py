@@ -33,7 +33,8 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, to_predicates
-from shardax._core.state.state import State, columns
+from shardax._core.state.state import State
+from shardax._core.text import columns
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, PrefixError
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardax._core.state.state import columns
+from shardax._core.text import columns
 from shardax.hlo.collectives import Collective
 from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import PlanInputError

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardax._core.state.state import columns as aligned
+from shardax._core.text import columns as aligned
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport, TimeBand
 
