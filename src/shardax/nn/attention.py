@@ -347,7 +347,8 @@ class MultiHeadAttention(Module):
                 query,
                 'Gather keys and values: sx.parallel(context="all-gather").',
             )
-        if len(axes) > 1:
+        axis, *more_axes = axes
+        if more_axes:
             refuse_input(
                 'Attention with context="ring"',
                 "a sequence that is split over one mesh axis",
@@ -357,7 +358,7 @@ class MultiHeadAttention(Module):
         ring = make_ring(
             query,
             key,
-            axes[0],
+            axis,
             causal=self.causal,
             window=self.window,
             scale=1 / math.sqrt(self.head_dim) if self.scale is None else self.scale,

@@ -25,7 +25,7 @@ from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import BranchError
 from shardax._transforms.jit import eager
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.tracer_errors import naming
 
 
@@ -33,14 +33,14 @@ class BranchOutcome(NamedTuple):
     """What one branch leaves."""
 
     label: str  # how the caller knows the branch
-    effects: engine.Effects
+    effects: binding.Effects
     outline: Any  # its result with an integer for every leaf
     arrays: Sequence[Any]  # shapes of the arrays in the result
     written: dict[int, Any]  # shapes of the values of written Variables, by position
     fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def _result_outline(result: Any, effects: engine.Effects) -> Any:
+def _result_outline(result: Any, effects: binding.Effects) -> Any:
     leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     positions = {} if effects.result is None else dict(effects.result.roots)
     return treedef.unflatten([positions.get(place, scan.ARRAY) for place in range(len(leaves))])
@@ -338,7 +338,7 @@ class _BranchingCall:
         self.call = call
         self.labels = labels
         self.values = call.graph.values()
-        self.done: dict[int, tuple[engine.Effects, Any, Any]] = {}
+        self.done: dict[int, tuple[binding.Effects, Any, Any]] = {}
         self.union: tuple[int, ...] = ()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
         self.ones = [
@@ -351,7 +351,7 @@ class _BranchingCall:
 
         def leave(context: engine.RunContext) -> Any:
             context.require_inputs()
-            engine.check_result(context.result, self.call.name)
+            binding.check_result(context.result, self.call.name)
             outputs = context.record_effects(context.result)
             effects = outputs.effects
             leaves, treedef = jax.tree.flatten(outputs.result)
@@ -404,7 +404,7 @@ class _BranchingCall:
         leaves, written, fresh = jax.tree.unflatten(jax.tree.structure(rows[0]), flat)
         effects, _, treedef = self.done[0]
         effects.written = self.union
-        outputs = engine.LiftedOutputs(treedef.unflatten(leaves), written, fresh, effects)
+        outputs = binding.LiftedOutputs(treedef.unflatten(leaves), written, fresh, effects)
         return self.call.apply(outputs)
 
 

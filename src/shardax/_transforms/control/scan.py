@@ -38,7 +38,7 @@ from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import ArgumentError, CarryError, PrefixError
 from shardax._transforms.jit import eager
-from shardax._transforms.lift import engine, prefix
+from shardax._transforms.lift import binding, engine, prefix
 from shardax._transforms.lift.tracer_errors import naming
 from shardax._transforms.vmap import axes as mapped
 
@@ -83,7 +83,7 @@ class LoopBody:
         self.carried_variables: tuple[int, ...] = ()
         self.carry_paths: list[Path] = []
         # Effects and structure of the result; the arrays of a trace do not outlive it.
-        self.effects: engine.Effects | None = None
+        self.effects: binding.Effects | None = None
         self.result_tree: Any = None
         # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
         # of the loop, which is then smaller and quicker to differentiate.
@@ -106,7 +106,7 @@ class LoopBody:
     def _leave(self, context: engine.RunContext) -> tuple[list[Any], dict[int, Any], Any]:
         name = self.call.name
         context.require_inputs()
-        engine.check_result(context.result, name)
+        binding.check_result(context.result, name)
         carry, returned = self.carry_of(context)
         returned = jax.tree.map(context.here, returned, is_leaf=is_object)
         paths, leaves = matching_leaves(carry, returned, self.label, name)
@@ -118,7 +118,7 @@ class LoopBody:
 
     def record(
         self, context: engine.RunContext
-    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
+    ) -> tuple[binding.LiftedOutputs, Any, Collection[int]]:
         """Records what the body did, and what leaves every iteration: here, nothing."""
         outputs = context.record_effects(context.result)
         refuse_changes(self.call, outputs, outputs.effects.updates)
@@ -157,7 +157,7 @@ class LoopBody:
             for position, kind in zip(positions, kinds, strict=True):
                 old = inputs[position]
                 inputs[position] = jax.tree.map(vary_alike, old, kind)
-                changed |= not engine.same_value(old, inputs[position])
+                changed |= not binding.same_value(old, inputs[position])
         return changed
 
     def differ_like(self, decision: Any) -> bool:
@@ -210,13 +210,13 @@ class LoopBody:
             all_plain[index] = leaf
         return all_values, all_plain
 
-    def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> engine.LiftedOutputs:
+    def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> binding.LiftedOutputs:
         """Returns the outputs of a loop that returns only the carry."""
         assert self.effects is not None
         effects = self.effects
         final = dict(zip(self.carried_variables, carry[0], strict=True))
         written = [final[position] for position in effects.written]
-        return engine.LiftedOutputs(self.result_tree.unflatten(carry[1]), written, [], effects)
+        return binding.LiftedOutputs(self.result_tree.unflatten(carry[1]), written, [], effects)
 
 
 def vary_alike(leaf: Any, like: Any) -> Any:
@@ -338,7 +338,7 @@ def _same_type(old: Any, new: Any) -> bool:
 
 def refuse_changes(
     call: engine.LiftedCall,
-    outputs: engine.LiftedOutputs,
+    outputs: binding.LiftedOutputs,
     changed: Sequence[int] | Mapping[int, Any],
 ) -> None:
     """Raises if a body changed the structure of its Modules."""
@@ -576,7 +576,7 @@ class _Scan(LoopBody):
 
     def record(
         self, context: engine.RunContext
-    ) -> tuple[engine.LiftedOutputs, Any, Collection[int]]:
+    ) -> tuple[binding.LiftedOutputs, Any, Collection[int]]:
         """Records the rows of results and of sliced, sown, new Variables, too."""
         outputs, leaving, sown = self.mapped.record(context, lambda p: p not in self.sliced)
         new = [item.entry for item in leaving if item.new]
@@ -595,7 +595,7 @@ class _Scan(LoopBody):
         return outputs, (rows, slices, sown, outputs.fresh), self.sliced
 
     def _check_changes(
-        self, context: engine.RunContext, outputs: engine.LiftedOutputs, new: Sequence[Any]
+        self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[Any]
     ) -> None:
         """Raises if the body changed structure other than by sowing."""
         effects = outputs.effects
@@ -642,7 +642,7 @@ class _Scan(LoopBody):
             )
         return self.mapped.apply_outputs(self._assemble(carry, rows), rows[2])
 
-    def _assemble(self, carry: Any, rows: Any) -> engine.LiftedOutputs:
+    def _assemble(self, carry: Any, rows: Any) -> binding.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
         assert self.effects is not None
         results, slices, _, fresh = rows
@@ -655,7 +655,7 @@ class _Scan(LoopBody):
             for axis in self.result_axes
         ]
         written = [final[position] for position in self.effects.written]
-        return engine.LiftedOutputs(
+        return binding.LiftedOutputs(
             self.result_tree.unflatten(leaves),
             written,
             [*map(_from_front, fresh, self.axes_of_new)],

@@ -40,7 +40,7 @@ from shardax._transforms.errors import ClosureError, DifferentiationError, Outpu
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.jit import eager
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.arguments import (
     by_position,
     join_argument,
@@ -74,7 +74,7 @@ def pack_residuals(item: Any) -> PackedResiduals:
     """Packs an item with the present values of its Variables."""
     roots: list[Any] = []
     template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
-    graph = engine.InputGraph(roots)
+    graph = binding.InputGraph(roots)
     return PackedResiduals(graph.values(), plain, graph.flat.graphdef, template)
 
 
@@ -171,7 +171,7 @@ class CustomVjpCall:
         self.positions = [target.position for target in self.targets if target.has_plain]
         # How differentiable Variables arrive without a gradient too, by their index.
         self.second_ways = self._arrivals_without_gradient()
-        self.effects: engine.Effects | None = None
+        self.effects: binding.Effects | None = None
         self.emit: frozenset[int] = frozenset()
         self.known: list[tuple[Any, int]] = []
         self.written_paths: list[Path] = list(self.call.graph.flat.leaf_paths)
@@ -198,7 +198,7 @@ class CustomVjpCall:
         if not self.rule.state_cotangents:
             written, fresh = jax.lax.stop_gradient((written, fresh))
         assert self.effects is not None
-        outputs = engine.LiftedOutputs(result, written, fresh, self.effects)
+        outputs = binding.LiftedOutputs(result, written, fresh, self.effects)
         out = self.call.apply(outputs)
         known, self.known = self.known, []
         self.call.release(known)
@@ -260,7 +260,7 @@ class CustomVjpCall:
         differentiable, ways = set(self.indices), {}
         bound = [f for f in self.call.functions if not isinstance(f, types.FunctionType)]
         if bound:
-            leaves = {indices[id(leaf)] for leaf in engine.InputGraph(bound).flat.leaves}
+            leaves = {indices[id(leaf)] for leaf in binding.InputGraph(bound).flat.leaves}
             ways |= dict.fromkeys(leaves & differentiable, "in the function itself")
         labelled = zip(self.call.labels, arguments.templates, strict=True)
         for label, template in [*labelled, *arguments.named]:
@@ -305,7 +305,7 @@ class CustomVjpCall:
         self._check_same_effects(context, outputs.effects)
         return (outputs.result, outputs.written, outputs.fresh), packed
 
-    def _forward(self, context: engine.RunContext) -> tuple[engine.LiftedOutputs, PackedResiduals]:
+    def _forward(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PackedResiduals]:
         result = context.result
         if not (isinstance(result, tuple) and len(result) == 2):
             raise OutputError(
@@ -316,14 +316,14 @@ class CustomVjpCall:
         packed = pack_residuals([nondiff, result[1]])
         return self._record_effects(context, result[0]), packed
 
-    def _record_effects(self, context: engine.RunContext, result: Any) -> engine.LiftedOutputs:
+    def _record_effects(self, context: engine.RunContext, result: Any) -> binding.LiftedOutputs:
         refuse_objects(result, "custom_vjp")
-        engine.check_result(result, "custom_vjp")
+        binding.check_result(result, "custom_vjp")
         if context.frame.captured:
             raise engine.RetraceRequest([item.outer for item in context.frame.captured])
         return context.record_effects(result, self.emit)
 
-    def _check_same_effects(self, context: engine.RunContext, effects: engine.Effects) -> None:
+    def _check_same_effects(self, context: engine.RunContext, effects: binding.Effects) -> None:
         """Checks that every run has the effects of the first."""
         first = self.effects
         if first is None:
@@ -443,7 +443,7 @@ def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
     return gradient
 
 
-def _fresh_paths(context: engine.RunContext, effects: engine.Effects) -> list[Path]:
+def _fresh_paths(context: engine.RunContext, effects: binding.Effects) -> list[Path]:
     """Returns the path of each new Variable."""
     names = [*zip(context.call.labels, context.args, strict=True), *sorted(context.kwargs.items())]
     paths = {

@@ -16,7 +16,7 @@ from shardax._core.frames import CapturedVariable, Frame, owner_here
 from shardax._core.graph.flatten import build
 from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.arguments import check_static, resolve_arguments
 from shardax._transforms.lift.tracer_errors import naming
 
@@ -80,13 +80,13 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def abstract_inputs(once: engine.SingleRunCall) -> tuple[Any, ...]:
     """Returns what a call's pure function takes, lazy values as ``jax.ShapeDtypeStruct``."""
     plain, named = list(once.arguments.plain), once.arguments.plain_named
-    return engine.abstract(once.graph.leaves), plain, named
+    return binding.abstract(once.graph.leaves), plain, named
 
 
-def abstract_copy(once: engine.SingleRunCall) -> engine.InputGraph:
+def abstract_copy(once: engine.SingleRunCall) -> binding.InputGraph:
     """Returns a copy of a call's objects without arrays."""
-    shapes = jax.eval_shape(lambda values: values, engine.abstract(once.graph.leaves))
-    return engine.InputGraph(build(once.graphdef, shapes, owner_here())[0])
+    shapes = jax.eval_shape(lambda values: values, binding.abstract(once.graph.leaves))
+    return binding.InputGraph(build(once.graphdef, shapes, owner_here())[0])
 
 
 @engine.decorator

@@ -22,7 +22,7 @@ from shardax._core.graph.flatten import static_values
 from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding
 from shardax._transforms.lift.behavior import Behavior, is_lasting
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class CompilationCache:
             if _by_behavior.get(key) is self:
                 del _by_behavior[key]
 
-    def remember(self, key: Any, entry: CachedCall, graph: engine.InputGraph, few: bool) -> None:
+    def remember(self, key: Any, entry: CachedCall, graph: binding.InputGraph, few: bool) -> None:
         """Remembers a call until one of its objects is gone."""
         if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
             self.calls.clear()

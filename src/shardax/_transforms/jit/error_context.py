@@ -20,7 +20,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Param, refuse_deleted
 from shardax._transforms.errors import ArgumentError, PrefixError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
-from shardax._transforms.lift.engine import absent_error
+from shardax._transforms.lift.binding import absent_error
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, rewrite
 
 _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")

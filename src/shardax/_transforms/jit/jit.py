@@ -47,7 +47,7 @@ from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.cache import CompilationCache, shared_cache
 from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
 
 # Types of arguments that are surely plain; JAX's concrete array type joins when first met.
@@ -222,7 +222,7 @@ class CachedCall:
         "writes",
     )
 
-    def __init__(self, program: special.Specialization, graph: engine.InputGraph) -> None:
+    def __init__(self, program: special.Specialization, graph: binding.InputGraph) -> None:
         self.specialization = program
         self.epoch = graph.flat.epoch  # structure epoch at which this was made
         self.leaves: list[Any] = graph.leaves  # all of them, in graph order
@@ -239,7 +239,7 @@ class CachedCall:
         self.spans: Any = None
         self.settles = True  # whether Variables may be moved for the trace
 
-    def learn(self, effects: engine.Effects) -> list[Any]:
+    def learn(self, effects: binding.Effects) -> list[Any]:
         """Notes what the program does; returns the Variables that it writes."""
         targets = [self.leaves[position] for position in effects.written]
         self.writes = bool(targets) or not effects.simple
@@ -263,11 +263,11 @@ class CachedCall:
             self.specialization.place(self.watched)
             self.seen = [id(v._value) for v in self.watched.values()]
 
-    def graph(self) -> engine.InputGraph:
+    def graph(self) -> binding.InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
-        return engine.InputGraph([root() for root in self.roots], self.specialization.names)
+        return binding.InputGraph([root() for root in self.roots], self.specialization.names)
 
-    def keep_weakly(self, graph: engine.InputGraph, forget: Callable[[Any], None]) -> None:
+    def keep_weakly(self, graph: binding.InputGraph, forget: Callable[[Any], None]) -> None:
         """Lets go of everything that the caller may drop."""
         self.roots = [
             weakref.ref(root, forget) if isinstance(root, Object) else _weak(root)
@@ -447,7 +447,7 @@ class Jit(PickledByName, Wrapper):
             targets = entry.learn(effects)
         is_plain = not written or (not several and type(written[0]) in ARRAY_TYPES)
         if not (is_plain and effects.simple):
-            outputs = engine.LiftedOutputs(result, written, fresh, effects)
+            outputs = binding.LiftedOutputs(result, written, fresh, effects)
             return self._apply(entry, outputs, program.join(kept, donated), args, kwargs)
         for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
             variable._value = value
@@ -456,7 +456,7 @@ class Jit(PickledByName, Wrapper):
     def _apply(
         self,
         entry: CachedCall,
-        outputs: engine.LiftedOutputs,
+        outputs: binding.LiftedOutputs,
         read: list[Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -472,9 +472,9 @@ class Jit(PickledByName, Wrapper):
         graph = entry.graph()
         graph.read = read
         if has_tracers:
-            engine.check_no_leak(graph, outputs)
+            binding.check_no_leak(graph, outputs)
         try:
-            return engine.apply_effects(graph, outputs)
+            return binding.apply_effects(graph, outputs)
         except ConcurrentWriteError:
             return self._trace(args, kwargs, races=1)
 
@@ -504,11 +504,11 @@ class Jit(PickledByName, Wrapper):
                         races = 1
                         continue
                     outputs = program.call(values, arguments)
-                    engine.check_no_leak(graph, outputs)
+                    binding.check_no_leak(graph, outputs)
                     if key is not None and local.frame is None:
                         entry.learn(outputs.effects)
                         self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
-                    return engine.apply_effects(graph, outputs)
+                    return binding.apply_effects(graph, outputs)
                 except engine.RetraceRequest as need:
                     self.provide(need, program)
                 except ConcurrentWriteError:
@@ -540,7 +540,7 @@ class Jit(PickledByName, Wrapper):
         )  # names may have been bound since
         self.memory.captured = [ref for ref in self.memory.captured if ref() is not None]
         hidden = self.hidden_objects()
-        reached = {id(item) for item in (*walk_objects(hidden), *engine.InputGraph(hidden).leaves)}
+        reached = {id(item) for item in (*walk_objects(hidden), *binding.InputGraph(hidden).leaves)}
         missed = [item for item in objects if id(item) not in reached]
         self.memory.captured.extend(weakref.ref(item) for item in missed)
         if not missed and before == {id(item) for item in hidden}:
@@ -552,7 +552,7 @@ class Jit(PickledByName, Wrapper):
 
     def prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[special.Specialization, engine.InputGraph, inputs.SplitArguments]:
+    ) -> tuple[special.Specialization, binding.InputGraph, inputs.SplitArguments]:
         """Finds or makes the specialization for a call."""
         arguments, static = self._take_apart(args, kwargs)
         positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
@@ -580,12 +580,12 @@ class Jit(PickledByName, Wrapper):
 
     def input_graph(
         self, arguments: inputs.SplitArguments, labels: Sequence[str]
-    ) -> tuple[engine.InputGraph, list[Path]]:
+    ) -> tuple[binding.InputGraph, list[Path]]:
         """Flattens the function, its arguments and what it uses from outside."""
         hidden = self.hidden()
         names = [(), *inputs.root_names(labels, arguments), *(name for name, _ in hidden)]
         roots = [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
-        return engine.InputGraph(roots, names), names
+        return binding.InputGraph(roots, names), names
 
     def hidden_objects(self) -> list[Any]:
         """Returns the objects that the function uses from outside."""

@@ -29,7 +29,7 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import ArgumentError, StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
 
@@ -134,7 +134,7 @@ class Specialization:
         function: Callable[..., Any],
         options: JitOptions,
         key: Any,
-        graph: engine.InputGraph,
+        graph: binding.InputGraph,
         arguments: inputs.SplitArguments,
         positions: inputs.ArgumentPositions,
         names: Sequence[Path],
@@ -212,10 +212,12 @@ class Specialization:
             getattr(getattr(leaf, "sharding", None), "mesh", None) != mesh for leaf in leaves
         )
 
-    def call(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> engine.LiftedOutputs:
+    def call(
+        self, values: Sequence[Any], arguments: inputs.SplitArguments
+    ) -> binding.LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
-        return engine.LiftedOutputs(*self.jitted(full)(*full))
+        return binding.LiftedOutputs(*self.jitted(full)(*full))
 
     @property
     def donates(self) -> bool:
@@ -311,11 +313,13 @@ class Specialization:
             retraces.report_trace(self, self.signatures, signature)
         self.signatures.append(signature)
         with self.tracing(self.function), engine.CompiledFrame("jit") as frame:
-            roots, copies = engine.bind(frame, self.graphdef, values, graph.objects(), graph.leaves)
+            roots, copies = binding.bind(
+                frame, self.graphdef, values, graph.objects(), graph.leaves
+            )
             result = self._call_user(roots, plain, named)
             frame.take_in()
-            engine.check_result(result, "jit")
-            outputs = engine.record_effects(
+            binding.check_result(result, "jit")
+            outputs = binding.record_effects(
                 frame, self.graphdef, copies, values, result, self._emitted(result, copies)
             )
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
@@ -364,14 +368,14 @@ class Specialization:
             raise
 
     def _find_donated(
-        self, graph: engine.InputGraph, arguments: inputs.SplitArguments
+        self, graph: binding.InputGraph, arguments: inputs.SplitArguments
     ) -> frozenset[int]:
         positional = zip(self.positions.positional, self.templates, strict=True)
         donated = [t for (at, label), t in positional if self.options.donates(at, label)]
         donated += [t for name, t in self.named if self.options.donates_name(name)]
         roots = [root for template in donated for root, _ in inputs.root_places("", template)]
         ids = {
-            id(v) for root in roots for v in engine.InputGraph([arguments.roots[root]]).flat.leaves
+            id(v) for root in roots for v in binding.InputGraph([arguments.roots[root]]).flat.leaves
         }
         return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
 
@@ -384,7 +388,7 @@ class Specialization:
             id(v)
             for leaf in jax.tree.leaves(result, is_leaf=is_object)
             if isinstance(leaf, Object)
-            for v in engine.InputGraph([leaf]).flat.leaves
+            for v in binding.InputGraph([leaf]).flat.leaves
         }
         returned = (
             i for i, index in enumerate(self.graphdef.leaves) if id(copies[index]) in returned_ids
@@ -392,7 +396,7 @@ class Specialization:
         return self.donated_leaves | frozenset(returned)
 
     def _spread_in_shardings(
-        self, graph: engine.InputGraph, arguments: inputs.SplitArguments
+        self, graph: binding.InputGraph, arguments: inputs.SplitArguments
     ) -> Any:
         if self.options.in_shardings is None:
             return None
@@ -424,7 +428,7 @@ class Specialization:
 
     def _declare_shardings(
         self,
-        outputs: engine.LiftedOutputs,
+        outputs: binding.LiftedOutputs,
         copies: Sequence[Any],
         result: Any,
         plain: Sequence[Any],

@@ -24,7 +24,7 @@ from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
 from shardax._transforms.jit.specialization import Specialization, check_compiler_options
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding, engine
 
 # What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
@@ -37,7 +37,7 @@ def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace
         local.call = CachedCall(program, graph)
         local.call.settles = False
         try:
-            full = program.pack(engine.abstract(graph.leaves), arguments)
+            full = program.pack(binding.abstract(graph.leaves), arguments)
             traced = program.jitted(full).trace(*full)
             return Traced(
                 _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
@@ -58,11 +58,11 @@ class _StageSource(NamedTuple):
     program: Specialization
     # Of each object in the arguments: positions of its Variables, and what they are, by path.
     states: list[tuple[dict[Path, int], dict[Path, Origin]]]
-    effects: engine.Effects
+    effects: binding.Effects
 
 
 def _states(
-    graph: engine.InputGraph, arguments: inputs.SplitArguments
+    graph: binding.InputGraph, arguments: inputs.SplitArguments
 ) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
     index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
     found = []
@@ -274,19 +274,19 @@ class Compiled(_Stage):
         try:
             program.place(dict(enumerate(graph.leaves)))
             full = program.pack(graph.values(), arguments)
-            outputs = engine.LiftedOutputs(*self._stage(*full))
+            outputs = binding.LiftedOutputs(*self._stage(*full))
         except Exception as error:
             explain_values(error, program, graph)
             if "flat[" not in str(error):
                 raise
             raise StructureMismatchError(in_user_terms(str(error), program)) from error
-        engine.check_no_leak(graph, outputs)
-        return engine.apply_effects(graph, outputs)
+        binding.check_no_leak(graph, outputs)
+        return binding.apply_effects(graph, outputs)
 
     def _check(
         self,
         arguments: inputs.SplitArguments,
-        graph: engine.InputGraph,
+        graph: binding.InputGraph,
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> None:

@@ -37,7 +37,7 @@ from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
 from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import engine
+from shardax._transforms.lift import binding, engine
 
 
 def alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]:
@@ -622,7 +622,9 @@ def entries_in(prefix: Any) -> list[Any]:
     return found
 
 
-def drop_written(outputs: engine.LiftedOutputs, positions: Container[int]) -> engine.LiftedOutputs:
+def drop_written(
+    outputs: binding.LiftedOutputs, positions: Container[int]
+) -> binding.LiftedOutputs:
     """Returns, inside the transform, what leaves without some of the written Variables."""
     pairs = zip(outputs.effects.written, outputs.written, strict=True)
     kept = [(position, value) for position, value in pairs if position not in positions]
@@ -630,14 +632,14 @@ def drop_written(outputs: engine.LiftedOutputs, positions: Container[int]) -> en
     return outputs._replace(written=[value for _, value in kept])
 
 
-def add_written(outputs: engine.LiftedOutputs, more: Mapping[int, Any]) -> engine.LiftedOutputs:
+def add_written(outputs: binding.LiftedOutputs, more: Mapping[int, Any]) -> binding.LiftedOutputs:
     """Returns, outside the transform, what left with more written Variables."""
     outputs.effects.written = (*outputs.effects.written, *more)
     return outputs._replace(written=[*outputs.written, *more.values()])
 
 
 def appended(
-    context: engine.RunContext, effects: engine.Effects, is_shared: Callable[[int], bool]
+    context: engine.RunContext, effects: binding.Effects, is_shared: Callable[[int], bool]
 ) -> dict[int, tuple[Any, ...]]:
     """Returns what was sown into the tuples of shared Variables."""
     # Such values have a part per batch element or iteration, though the tuple that was there before
@@ -648,12 +650,12 @@ def appended(
         if not is_shared(position) or not (isinstance(before, tuple) and type(after) is tuple):
             continue
         count = len(before)
-        if len(after) > count and engine.same_value(before, after[:count]):
+        if len(after) > count and binding.same_value(before, after[:count]):
             found[position] = after[count:]
     return found
 
 
-def refuse_foreign(effects: engine.Effects, name: str) -> None:
+def refuse_foreign(effects: binding.Effects, name: str) -> None:
     """Raises if objects that were not passed in stand in the result."""
     for item in effects.foreign.values():
         raise OutputError(

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import MetadataError
+from shardax._core.errors import MetadataError, ShardaxError
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import (
     ChildDecoder,
@@ -51,14 +51,13 @@ from shardax._core.object import Object
 from shardax._core.state.split_merge import clone_sharing
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
-from shardax._transforms.lift.engine import (
-    LiftedCall,
+from shardax._transforms.lift.binding import (
     LiftedOutputs,
-    RunContext,
     check_result,
     continue_walk,
     holds_as_built,
 )
+from shardax._transforms.lift.engine import LiftedCall, RunContext
 
 
 class StreamPositions(NamedTuple):
@@ -570,7 +569,7 @@ def _changed(path: Path, box: Any, change: Callable[[Any], Any]) -> Any:
     """Changes a box and the boxes in it."""
     try:
         changed = change(box)
-    except (errors.BoxError, errors.PartitioningUnspecifiedError) as error:
+    except ShardaxError as error:
         raise type(error)(f"{format_path(path)}: {error}") from error
     return jax.tree.map(
         lambda leaf: _changed(path, leaf, change) if is_box(leaf) else leaf,

@@ -39,7 +39,7 @@ from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as lift
-from shardax._transforms.lift.engine import Effects, InputGraph
+from shardax._transforms.lift.binding import Effects, InputGraph
 from shardax.host.errors import ArtifactExistsError, ExportError
 from shardax.host.export import signature
 from shardax.host.export.signature import ArrayForm, StateEntry

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binding of a call's objects to a private copy, and the effects on it.
+
+``InputGraph`` has the objects of one call, flattened together. ``bind`` rebuilds them inside of the
+transform. ``record_effects`` compares the copy with what was bound, inside; ``apply_effects`` does
+the same to the caller's objects, outside, or changes nothing where something is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardax._core import _jax, frames
+from shardax._core._jax import Tracer
+from shardax._core.errors import AbstractValueError, ConcurrentWriteError, TraceLeakError
+from shardax._core.frames import a_kind_of, kind_of, several
+from shardax._core.graph import flatten as graphs
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import Static
+from shardax._core.graph.views import block_parents
+from shardax._core.init.lazy import LazyValue, realise_all
+from shardax._core.object import Object, epoch
+from shardax._core.variable import ArrayAttribute, Variable, has_deleted, is_deleted, refuse_deleted
+from shardax._transforms.errors import OutputError
+from shardax._transforms.lift import arguments as inputs
+
+
+class InputGraph:
+    """The roots of one lifted call, flattened together."""
+
+    __slots__ = ("flat", "leaves", "read", "roots")
+
+    def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+        self.read: list[Any] | None = None  # what ``values`` returned
+        # The callable, if it is bound to objects, and all objects in the arguments.
+        self.roots = [inputs.as_root(root) for root in roots]
+        self.flat = graphs.flatten_roots(self.roots, names)  # their joint flattening
+        frame = frames.local.frame
+        # The Variables that stand for ``flat.leaves`` in the calling frame; what is read and
+        # written.
+        self.leaves = (
+            self.flat.leaves
+            if frame is None
+            else [frames.resolve(leaf, frame) for leaf in self.flat.leaves]
+        )
+
+    def values(self) -> list[Any]:
+        """Reads all values, materialising lazy ones."""
+        values = read(self.leaves)
+        absent = [
+            path
+            for path, leaf, value in zip(self.flat.leaf_paths, self.leaves, values, strict=True)
+            if not isinstance(value, jax.Array) and leaf.is_abstract
+        ]
+        if absent:
+            raise absent_error(absent)
+        if frames.local.frame is None and any(map(is_deleted, values)):
+            refuse_deleted(self.flat.leaf_paths, values)
+        self.read = values
+        return list(values)
+
+    def objects(self) -> list[Any]:
+        """Returns the objects in the order of the graph definition."""
+        return graphs.walk_objects(self.roots)
+
+
+def absent_error(paths: Sequence[Path]) -> AbstractValueError:
+    """Returns the error of Variables without values."""
+    shown = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
+    return AbstractValueError(
+        f"{len(paths)} Variables hold only shapes, not arrays: {shown}. Give them numbers "
+        f"first, sx.update(model, state), or restore a checkpoint into the model; or look at "
+        f"shapes only with sx.eval_shape."
+    )
+
+
+def read(leaves: Sequence[Any]) -> list[Any]:
+    """Reads the values of resolved Variables, materialising lazy and NumPy ones."""
+    realise_all(leaves)
+    return [v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value for v in leaves]
+
+
+def abstract(leaves: Sequence[Any]) -> list[Any]:
+    """Returns the values of resolved Variables, lazy ones as ``jax.ShapeDtypeStruct``."""
+    return [
+        jax.ShapeDtypeStruct(v._value.shape, v._value.dtype)
+        if isinstance(v._value, LazyValue)
+        else v._value
+        for v in leaves
+    ]
+
+
+def bind(
+    frame: frames.Frame,
+    graphdef: graphs.GraphDef,
+    values: Sequence[Any],
+    originals: Sequence[Any],
+    leaves: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Rebuilds the graph inside a transform; returns (roots, objects)."""
+    roots, copies = graphs.build(graphdef, map(frames.own, values), frame)
+    for original, copy in zip(originals, copies, strict=True):
+        frame.copies[id(original)] = (original, copy)
+    for leaf, position in zip(leaves, graphdef.leaves, strict=True):
+        frame.copies[id(leaf)] = (leaf, copies[position])
+        if leaf._parent is not None:
+            block_parents(frame, leaf)
+    return roots, copies
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Effects:
+    """What a function did besides returning arrays; a pytree without leaves."""
+
+    written: tuple[int, ...]  # positions of the Variables of the graph whose values changed
+    updates: dict[int, Any]  # new definitions of given objects whose structure changed
+    fresh: tuple[Any, ...]  # definitions of new objects; their positions follow the given ones
+    result: Any  # None if the result holds no objects; else its template
+    foreign: dict[int, Any]  # outside objects put into the result or an argument, by position
+    fresh_ids: tuple[int, ...]  # ``id`` of each new Variable inside, while the trace lasts
+    # Declared shardings of (result, written, fresh), set by ``jit``.
+    shardings: Any = (None, None, None)
+
+    @property
+    def tree_key(self) -> Any:
+        """What determines the tree of arrays that leaves."""
+        return self.written, len(self.fresh_ids), self.result
+
+    @property
+    def simple(self) -> bool:
+        """Whether carrying back means storing values and nothing else."""
+        return self.result is None and not self.updates
+
+
+jax.tree_util.register_pytree_node(
+    Effects, lambda effects: ((), effects), lambda effects, _: effects
+)
+
+
+class LiftedOutputs(NamedTuple):
+    """What leaves the pure function."""
+
+    result: Any
+    written: list[Any]
+    fresh: list[Any]
+    effects: Effects
+
+
+def record_effects(
+    frame: frames.Frame,
+    graphdef: graphs.GraphDef,
+    copies: Sequence[Any],
+    bound: Sequence[Any],
+    result: Any,
+    emit: frozenset[int] = frozenset(),
+) -> LiftedOutputs:
+    """Records, inside the transform, what the user's function did."""
+    walk = continue_walk(frame, copies)
+    updates = {}
+    for position, (copy, before) in enumerate(zip(copies, graphdef.objects, strict=True)):
+        if holds_as_built(copy, before, copies):
+            walk.definitions[position] = before
+            continue
+        after = copy._flatten(lambda child, key: walk.encode(child, ()))
+        walk.definitions[position] = after
+        if after != before:
+            updates[position] = after
+    count = len(copies)
+    leaves, treedef = jax.tree.flatten(result, is_leaf=graphs.is_object)
+    places = tuple(
+        (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
+    )
+    template = inputs.TreeTemplate(treedef, places) if places else None
+    new_objects = [*enumerate(walk.objects)][count:]
+    for _, item in new_objects:
+        if isinstance(item, Variable) and item._parent is not None:
+            raise OutputError(
+                f"sx.{frame.name} would return or attach a view of one layer of a stacked "
+                f"{type(item._parent).__name__}, which outside would no longer be the stack's. "
+                "Return sx.clone(stack[i]), or take the layer outside."
+            )
+    foreign = {i: item for i, item in new_objects if not _belongs(item, frame)}
+    made = [item for i, item in new_objects if i not in foreign and isinstance(item, Variable)]
+    fresh = [item.value for item in made]
+    written, values = [], []
+    for position, (index, before) in enumerate(zip(graphdef.leaves, bound, strict=True)):
+        after = copies[index]._value
+        if position in emit or not same_value(before, after):
+            written.append(position)
+            values.append(copies[index].value)
+    new = tuple(walk.definitions[count:])
+    effects = Effects(tuple(written), updates, new, template, foreign, tuple(map(id, made)))
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
+    return LiftedOutputs(arrays, values, fresh, effects)
+
+
+def continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+    """Returns a walk over new objects that knows the copies."""
+    walk = graphs.GraphWalk()
+    walk.objects = list(copies)
+    walk.definitions = [None] * len(copies)
+    walk.paths = [()] * len(copies)
+    walk.index = {id(copy): position for position, copy in enumerate(copies)}
+    for key, (_, copy) in frame.copies.items():  # an original stands for its copy
+        if id(copy) in walk.index:
+            walk.index[key] = walk.index[id(copy)]
+    return walk
+
+
+def holds_as_built(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
+    """Whether an object holds the very children that it was built with."""
+    # A quick check by identity, so that only what changed is described again.
+    kind = type(definition)
+    if kind is graphs.VariableDef:
+        return item._metadata is definition.metadata
+    if kind is graphs.ModuleDef:
+        return _match(item.__dict__.items(), definition.attributes, objects) and _match(
+            item._array_attributes.items(), definition.array_attributes, objects
+        )
+    if kind is graphs.ListDef:
+        return _match([*enumerate(item._items)], [*enumerate(definition.items)], objects)
+    if kind is graphs.DictDef:
+        before = [(key.value, child) for key, child in definition.items]
+        return _match(item._items.items(), before, objects)
+    return False
+
+
+_IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+def _match(now: Collection[Any], before: Sequence[Any], objects: Sequence[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    for (name, value), (key, child) in zip(now, before, strict=True):
+        kind = type(child)
+        expected = (
+            objects[child.position]
+            if kind is graphs.Ref
+            else child.value
+            if kind is Static
+            else now
+        )
+        if value is not expected or name != key:
+            return False
+        if kind is Static and type(value) not in _IMMUTABLE and Static(value) != child:
+            return False  # the same object, changed in place
+    return True
+
+
+def _belongs(item: Any, frame: frames.Frame) -> bool:
+    owner = item._owner
+    return owner is frame or (owner is not None and owner.parent is frame)
+
+
+def same_value(before: Any, after: Any) -> bool:
+    """Whether a Variable holds the arrays that were bound."""
+    if before is after:
+        return True
+    old, old_tree = jax.tree.flatten(before)
+    new, new_tree = jax.tree.flatten(after)
+    return old_tree == new_tree and all(a is b for a, b in zip(old, new, strict=True))
+
+
+def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
+    """Applies, outside the transform, what the function did; returns its result."""
+    if not several:
+        return _apply(graph, outputs)
+    with frames.in_one_step():
+        check_unchanged(graph, outputs.effects)
+        result = _apply(graph, outputs)
+        if graph.read is not None and frames.local.frame is None:
+            for position in outputs.effects.written:
+                frames.note_write(graph.leaves[position])
+        return result
+
+
+def _is_other(variable: Any, read: Any) -> bool:
+    """Whether a Variable holds another value than the one that was read."""
+    if variable._parent is None:
+        return variable._value is not read
+    # A view cuts its part out of the stack at every read, so only what it holds can be compared.
+    if has_deleted(read):
+        return False  # donated: the part was cut out for this call alone
+    return _bits(variable._value) != _bits(read)
+
+
+def _bits(value: Any) -> list[bytes]:
+    leaves = jax.tree.leaves(value)
+    is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    arrays = [
+        jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)
+    ]
+    return [np.asarray(array).tobytes() for array in arrays]
+
+
+def check_unchanged(graph: InputGraph, effects: Effects) -> None:
+    """Raises if another thread has written or changed what would be overwritten."""
+    read = graph.read
+    if read is None or not several or frames.local.frame is not None:
+        return
+    lost = [p for p in effects.written if _is_other(graph.leaves[p], read[p])]
+    where = [graph.flat.leaf_paths[position] for position in lost]
+    if effects.updates and graph.flat.epoch != epoch.current:
+        now = InputGraph(graph.roots).flat.graphdef
+        pairs = enumerate(zip(graph.flat.graphdef.objects, now.objects, strict=False))
+        where += [graph.flat.paths[i] for i, (old, new) in pairs if old != new]
+    if where:
+        raise ConcurrentWriteError(
+            f"Another thread changed {', '.join(map(format_path, where[:8]))} while this call ran, "
+            "which would be lost; nothing was written. Call it in a function made by sx.jit, of "
+            "which calls wait for each other; hold one threading.Lock around calls; or give each "
+            "thread its own model (sx.clone)."
+        )
+
+
+def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
+    # Given objects that come back are the caller's own objects. Nothing is changed if something
+    # about it is refused.
+    effects = outputs.effects
+    if effects.simple:
+        for position, value in zip(effects.written, outputs.written, strict=True):
+            graph.leaves[position]._value = value
+        return outputs.result
+    objects = graph.objects()
+    for position in effects.updates:
+        item = objects[position]
+        if isinstance(item, Variable):
+            frames.resolve(item, frames.local.frame)._check_metadata_write(
+                f"metadata of a {type(item).__name__}"
+            )
+        else:
+            frames.check_structural_write(item, a_kind_of(item))
+    _add_fresh(objects, effects, outputs.fresh)
+    for position, value in zip(effects.written, outputs.written, strict=True):
+        graph.leaves[position]._value = value
+    decode = graphs.ChildDecoder(objects)
+    for position, definition in effects.updates.items():
+        if type(definition) is graphs.VariableDef:
+            frames.resolve(objects[position], frames.local.frame)._metadata = definition.metadata
+        else:
+            objects[position]._unflatten(definition, decode)
+    if effects.updates:
+        epoch.advance()
+    if effects.result is None:
+        return outputs.result
+    leaves = list(outputs.result)
+    for place, position in effects.result.roots:
+        item = objects[position]
+        leaves.insert(place, item.value if isinstance(item, ArrayAttribute) else item)
+    return effects.result.treedef.unflatten(leaves)
+
+
+def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
+    """Appends the new objects, owned by the calling frame."""
+    count, owner = len(objects), frames.local.frame
+    remaining = iter(values)
+    for offset, definition in enumerate(effects.fresh):
+        if count + offset in effects.foreign:
+            objects.append(effects.foreign[count + offset])
+        elif type(definition) is graphs.VariableDef:
+            objects.append(definition.type._make(next(remaining), definition.metadata, owner))
+        else:
+            objects.append(definition.type._allocate(owner, None))
+    decode = graphs.ChildDecoder(objects)
+    for offset, definition in enumerate(effects.fresh):
+        if count + offset not in effects.foreign and type(definition) is not graphs.VariableDef:
+            objects[count + offset]._unflatten(definition, decode)
+
+
+def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
+    """Raises if a write would be lost or leak a tracer."""
+    here = _jax.trace_state()
+    for position, value in zip(outputs.effects.written, outputs.written, strict=True):
+        variable = graph.leaves[position]
+        path = format_path(graph.flat.leaf_paths[position])
+        frames.check_unlocked(variable, f"to the {kind_of(variable)} at {path}")
+        if variable._parent is not None:
+            variable._check_part(value)
+        home = _jax.eager() if variable._owner is None else variable._owner.trace
+        if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
+            raise TraceLeakError(
+                f"The {type(variable).__name__} at {path} would be written with a traced value, "
+                "inside a plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not "
+                "carry Variables. Nothing was written. Use the shardax transform of the same "
+                "name, with the Module as its argument."
+            )
+
+
+def check_result(result: Any, name: str) -> None:
+    """Raises if a function returned something that is neither arrays nor objects."""
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=graphs.is_object):
+        if (
+            isinstance(leaf, Object)
+            or hasattr(leaf, "dtype")
+            or isinstance(leaf, (bool, int, float, complex))
+        ):
+            continue
+        where = jax.tree_util.keystr(key_path) or "the result itself"
+        raise OutputError(
+            f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
+            f"{where}. A result holds arrays, numbers, Modules and Variables. Return such a value "
+            "from outside the transform, or keep it as static configuration of a Module."
+        )
