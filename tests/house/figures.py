@@ -43,8 +43,8 @@ mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisTyp
 
 class Affine(sx.Module):
     def __init__(self, rngs):
-        normal = jax.nn.initializers.normal()
-        self.kernel = sx.Param(sx.Init(normal, (8, 8), rngs=rngs), axes=("embed", "mlp"))
+        lazy = sx.Init(jax.nn.initializers.normal(), (8, 8), jnp.float32, rngs=rngs)
+        self.kernel = sx.Param(lazy, axes=("embed", "mlp"))
 
     def __call__(self, x):
         return x @ self.kernel.value
