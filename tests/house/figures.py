@@ -75,7 +75,7 @@ class Square(sx.Module):
         self.kernel = sx.Param(jnp.ones((8, 8)), axes=("embed", "mlp"))
 
     def __call__(self, x):
-        return x @ self.kernel
+        return x @ self.kernel.value
 
 
 ways = {}
@@ -269,7 +269,7 @@ def figures() -> list[Figure]:
     words = package_words()
     relative = 100 * len(words.relative) / words.first_lines
     return [
-        Figure("source files", files, 200, reached=234),
+        Figure("source files", files, 200, reached=245),
         Figure("lines", lines.total, 50_000, reached=75_700),
         # Part 15: finite steps, weighted parts of a batch, boxes of others, keys of behaviors.
         # Part 17: names that say what a value is are longer, and more statements take two lines.
