@@ -28,10 +28,11 @@ from shardax.named.array import NamedArray
 from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot, softmax
 from shardax.named.make import arange, where
-from shardax.nn import linear, parameters
+from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.errors import AxisNamesError
+from shardax.partition.explicit import align, joined_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +104,7 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
 def beside(variable: Param[Any], axes: AxisSizes, x: NamedArray) -> NamedArray:
     """Returns a parameter, laid out and cast for elementwise use."""
     places = [x.dims.index(name) for name in axes.names]
-    return NamedArray._make(
-        linear.align(variable.value.astype(x.dtype), x.data, places), axes.names
-    )
+    return NamedArray._make(align(variable.value.astype(x.dtype), x.data, places), axes.names)
 
 
 class Linear(Module):
@@ -191,7 +190,7 @@ class Linear(Module):
         names = self._out_names()
         made_names = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
         x = check_input(self._shown(), x, inputs + batch, made_names)
-        data, kernel = linear.cast_all(self.dtype, x.data, self.kernel.value)
+        data, kernel = arithmetic.cast_all(self.dtype, x.data, self.kernel.value)
         dims = (*batch.names, *inputs.names, *names.values())
         y = dot(NamedArray._make(data, x.dims), NamedArray._make(kernel, dims), inputs.names)
         y = y.rename({new: name for name, new in names.items() if new != name})
@@ -280,9 +279,9 @@ class Embed(Module):
                 f"{self._shown()} looks up integers, but was given {indices.dtype}"
                 f"{shown(indices.dims, indices.shape)}. Cast them: indices.astype(int)."
             )
-        (table,) = linear.cast_all(self.dtype, self.embedding.value)
+        (table,) = arithmetic.cast_all(self.dtype, self.embedding.value)
         data, remaining = indices.data, range(1, table.ndim)
-        out_sharding = linear.joined_sharding(((data, range(data.ndim)), (table, remaining)))
+        out_sharding = joined_sharding(((data, range(data.ndim)), (table, remaining)))
         rows = look_up(table, data, out_sharding)
         return NamedArray._make(rows, (*indices.dims, *self.output_axes.names))
 
@@ -300,7 +299,7 @@ class Embed(Module):
         """
         layer = f"{self._shown()}.attend"
         x = check_input(layer, x, self.output_axes, self.vocab_axis.names)
-        data, table = linear.cast_all(self.dtype, x.data, self.embedding.value)
+        data, table = arithmetic.cast_all(self.dtype, x.data, self.embedding.value)
         kernel = NamedArray._make(table, self.vocab_axis.names + self.output_axes.names)
         return dot(NamedArray._make(data, x.dims), kernel, self.output_axes.names)
 
@@ -335,7 +334,7 @@ class _Normalization(Module):
     def _normalised(self, x: NamedArray) -> NamedArray:
         x = check_input(f"{type(self).__name__}({self.axes})", x, self.axes)
         names = list(self.axes.names)
-        wide = x.astype(linear.at_least_float32(x.dtype))
+        wide = x.astype(arithmetic.at_least_float32(x.dtype))
         if self._centred:  # the variance is that of centred values: an offset costs no precision
             wide = wide - wide.mean(names)
         data, dims = ((wide * wide).mean(names) + self.epsilon)._parts()
@@ -347,7 +346,7 @@ class _Normalization(Module):
         learnt = [
             None if learnable is None else learnable.value for learnable in (self.scale, self.bias)
         ]
-        return y.astype(linear.result_dtype(self.dtype, x.data, *learnt))
+        return y.astype(arithmetic.result_dtype(self.dtype, x.data, *learnt))
 
 
 class RMSNorm(_Normalization):
@@ -577,7 +576,7 @@ class Attention(Module):
             self._check(argument)
         read = {self.along: self._read}
         query, key, value = self.q(x), self.k(source).rename(read), self.v(source).rename(read)
-        wide = linear.at_least_float32(query.dtype)
+        wide = arithmetic.at_least_float32(query.dtype)
         scale = 1 / math.sqrt(math.prod(self.head.sizes))
         logits = dot(query * scale, key, self.head.names, dtype=wide)
         allowed = self._allowed(logits, mask)
