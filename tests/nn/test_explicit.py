@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardax.nn import linear
+from shardax.nn import arithmetic
+from shardax.partition import explicit
 
 
 @pytest.fixture(autouse=True)
@@ -46,31 +47,34 @@ def spec_of(x: Any) -> P:
 )
 def test_contraction_keeps_layouts_of_remaining_dimensions(left: P, right: P, result: P):
     x, kernel = array(8, 3, 8, spec=left), array(8, 8, spec=right)
-    for found in (linear.contract(x, kernel, (0,)), linear.einsum("bte,em->btm", x, kernel)):
+    for found in (
+        arithmetic.contract(x, kernel, (0,)),
+        arithmetic.einsum("bte,em->btm", x, kernel),
+    ):
         assert spec_of(found) == result
         assert (np.asarray(found) == 8).all()
 
 
 def test_gradients_have_the_layout_of_their_operands():
     x, kernel = array(8, 3, 8, spec=P("data")), array(8, 8, spec=P("data", "model"))
-    gradient = jax.jit(jax.grad(lambda x, k: linear.contract(x, k, (0,)).sum(), argnums=(0, 1)))
+    gradient = jax.jit(jax.grad(lambda x, k: arithmetic.contract(x, k, (0,)).sum(), argnums=(0, 1)))
     assert [spec_of(one) for one in gradient(x, kernel)] == [spec_of(x), spec_of(kernel)]
 
 
 def test_auto_axes_give_no_sharding(auto_mesh: Mesh):
     with jax.set_mesh(auto_mesh):
         x = jax.device_put(np.ones((4, 4), np.float32), NamedSharding(auto_mesh, P("data")))
-        assert linear.explicit_entries(x) is None
-        assert linear.explicit_sharding(x) is None
-        assert linear.joined_sharding(((x, (0, 1)),)) is None
+        assert explicit.explicit_entries(x) is None
+        assert explicit.explicit_sharding(x) is None
+        assert explicit.joined_sharding(((x, (0, 1)),)) is None
         row = x[0]
-        assert linear.align(row, x) is row
+        assert explicit.align(row, x) is row
 
 
 def test_contraction_inside_shard_map_has_no_layout(explicit_mesh: Mesh):
     def body(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        assert linear.explicit_entries(x) is None
-        return jax.lax.psum(linear.contract(x, kernel, (0,)), "model")
+        assert explicit.explicit_entries(x) is None
+        return jax.lax.psum(arithmetic.contract(x, kernel, (0,)), "model")
 
     mapped = jax.shard_map(
         body, in_specs=(P("data", "model"), P("model", None)), out_specs=P("data", None)
@@ -81,6 +85,6 @@ def test_contraction_inside_shard_map_has_no_layout(explicit_mesh: Mesh):
 
 def test_parameters_take_the_layout_they_meet():
     scale, x = array(8, spec=P("data")), array(4, 3, 8, spec=P("data"))
-    assert spec_of(linear.align(scale, x)) == P(None)
-    assert linear.align(scale, array(3, 8, spec=P(None, "data"))) is scale
-    assert spec_of(linear.align(scale, array(8, 4, spec=P("model")), (0,))) == P("model")
+    assert spec_of(explicit.align(scale, x)) == P(None)
+    assert explicit.align(scale, array(3, 8, spec=P(None, "data"))) is scale
+    assert spec_of(explicit.align(scale, array(8, 4, spec=P("model")), (0,))) == P("model")

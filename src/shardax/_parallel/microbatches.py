@@ -35,7 +35,7 @@ def joined(microbatches: Any) -> Any:
 
 
 def indivisible(name: str, batch: Any, count: int) -> list[str]:
-    """Names and shapes of arrays without rows for each of ``count`` microbatches."""
+    """Names and shapes of arrays that cannot be cut equally."""
     return [
         f"{name}{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"
         for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]

@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def ring_axes(query: jax.Array) -> tuple[str, ...]:
-    """Returns the mesh axes of a split sequence; none where keys are gathered."""
+    """Mesh axes of a split sequence; none where keys are gathered."""
     mesh = resolve_mesh()
     if current_context() == "all-gather" or mesh is None:
         return ()
@@ -85,7 +85,7 @@ def make_ring(
     scale: float,
     softcap: float | None,
 ) -> Ring:
-    """Returns the ring over a mesh axis, in the order of the scope."""
+    """Ring over a mesh axis, in the order of the scope."""
     mesh = resolve_mesh()
     assert mesh is not None
     # Without an order every device reads all, and in a window each reads as much: balanced as is.

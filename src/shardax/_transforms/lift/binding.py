@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binding of a call's objects to a private copy, and the effects on it.
+"""Binding of a call's objects to private copies, and effects.
 
 ``InputGraph`` has the objects of one call, flattened together. ``bind`` rebuilds them inside of the
 transform. ``record_effects`` compares the copy with what was bound, inside; ``apply_effects`` does
