@@ -6,13 +6,13 @@ Every lifted call has the same four steps.
 1. *Split* (``lift.arguments``): arguments become *roots* (the objects in them) and *plain* values,
    with a hashable *template* to join them again. All roots are flattened together
    (``InputGraph``), so sharing between arguments counts.
-2. *Bind* (``bind``): inside the transform the graph is rebuilt as a private copy whose Variables
-   hold the transform's tracers, owned by a frame.
+2. *Bind* (``lift.binding``): inside the transform the graph is rebuilt as a private copy whose
+   Variables hold the transform's tracers, owned by a frame.
 3. *Run* the user's function on the copy (``LiftedCall.run``). The transform's own rule for what
    leaves is given a ``RunContext``: all that is known while the frame is open.
-4. *Apply* (``record_effects`` inside, ``apply_effects`` outside): ``Effects`` say what the function
-   did besides returning arrays: the Variables that it wrote, how the structure of the given
-   objects changed, which objects are new, and where objects stand in the result.
+4. *Apply* (``lift.binding``; ``record_effects`` inside, ``apply_effects`` outside): ``Effects`` say
+   what the function did besides returning arrays: the Variables that it wrote, how the structure of
+   the given objects changed, which objects are new, and where objects stand in the result.
 
 A transform adds only how values enter and leave the pure function.
 
