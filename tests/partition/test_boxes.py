@@ -24,8 +24,8 @@ from shardax.errors import (
     BoxError,
     MeshError,
     MetadataError,
+    PartitionError,
     PartitioningUnspecifiedError,
-    RulesError,
     ShardaxError,
 )
 from shardax.partition import (
@@ -234,7 +234,7 @@ def test_invalid_names_meshes_and_rules_are_refused_immediately(make: Any) -> No
         make(1.0, (["a"],))
     with pytest.raises(MeshError, match="data"):
         make(1.0, ("a",), "data")
-    with pytest.raises(RulesError, match="pairs"):
+    with pytest.raises(PartitionError, match="pairs"):
         LogicallyPartitioned(1.0, ("a",), rules="data")
 
 

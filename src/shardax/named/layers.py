@@ -31,7 +31,7 @@ from shardax.named.functions import dot, softmax
 from shardax.named.make import arange, where
 from shardax.nn import linear, parameters
 from shardax.nn.embedding import look_up
-from shardax.partition.errors import AxisNamesError
+from shardax.partition.errors import PartitionError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> Ax
     """Returns the axes of a layer, or raises ``LayerConfigError``."""
     try:
         names, sizes = check_sizes_by_name(axes, least=1)
-    except (AxisNamesError, NamedAxesError) as error:
+    except (PartitionError, NamedAxesError) as error:
         raise LayerConfigError(
             f"{layer} needs sizes by name: {option}={axes!r}. {error}"
         ) from error

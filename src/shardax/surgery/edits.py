@@ -122,8 +122,7 @@ def save_activations(selection: Selection) -> Any:
         a tuple with the result of every call since.
 
     Raises:
-        SelectionError: If something selected is not called.
-        EmptySelectionError: If nothing is selected.
+        SelectionError: If something selected is not called, or if nothing is selected.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -385,8 +384,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
 
     Raises:
         SelectionError: If a layer has an adapter already, or is of a subclass with a call of its
-            own.
-        EmptySelectionError: If there is no such layer.
+            own, or if there is no such layer.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -435,7 +433,7 @@ def merge_lora(model: Any) -> Any:
         The model of the original structure, with new kernels where there were adapters.
 
     Raises:
-        EmptySelectionError: If there are none.
+        SelectionError: If there are none.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -511,8 +509,7 @@ def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         SelectionError: If something selected is not called, or more than once, or if its first
-            argument is not of floats.
-        EmptySelectionError: If nothing is selected.
+            argument is not of floats, or if nothing is selected.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

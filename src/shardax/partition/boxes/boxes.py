@@ -42,7 +42,7 @@ from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, names_without_rules, rules_over
-from shardax.partition.errors import ConstraintError, NoRulesError, raise_on_errors
+from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, identity_rules, strings
 
@@ -451,9 +451,8 @@ class Partitioned(AxisMetadata[T]):
             apply_constraint: False to return the value as it is, whatever is known.
 
         Raises:
-            NoRulesError: If names are logical, a mesh is known, and there are no rules.
-            ConstraintError: If the value cannot be laid out so.
-            AxisNamesError: If the names are malformed.
+            PartitionError: If names are logical, a mesh is known, and there are no rules, or if the
+                value cannot be laid out so, or if the names are malformed.
         """
         mesh = resolve_mesh(self.mesh) if apply_constraint and self.names is not None else None
         if mesh is None:
@@ -516,7 +515,7 @@ class Partitioned(AxisMetadata[T]):
         """Returns the names as a ``PartitionSpec``, a logical one for logical names.
 
         Raises:
-            AxisNamesError: If the names are malformed, or one occurs twice.
+            PartitionError: If the names are malformed, or one occurs twice.
         """
         return PartitionSpec(*check_names(self.names or ()))
 
@@ -528,7 +527,7 @@ class Partitioned(AxisMetadata[T]):
 
         Raises:
             PartitionCheckError: If the value cannot be laid out so.
-            NoRulesError: If the names are logical and there are no rules.
+            PartitionError: If the names are logical and there are no rules.
             BoxError: If there is no mesh.
         """
         where = resolve_mesh(mesh if mesh is not None else self.mesh)
@@ -590,7 +589,7 @@ class Partitioned(AxisMetadata[T]):
         rules = rules_over(mesh) if own_rules is None else own_rules
         if own_rules or not names_without_rules(names, mesh):
             return names, rules
-        raise NoRulesError(
+        raise PartitionError(
             f"Cannot {action} {self!r} over a mesh: its names are logical, and it has no rules, "
             "nor are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the "
             f"box rules=rules{way_out}."
@@ -619,7 +618,7 @@ class LogicallyPartitioned(Partitioned[T]):
 
     Raises:
         MetadataError: If ``names`` is one string or holds something unhashable.
-        RulesError: If ``rules`` are malformed.
+        PartitionError: If ``rules`` are malformed.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -726,7 +725,7 @@ def with_logical_partitioning(
     Raises:
         MetadataError: If ``names`` is one string.
         MeshError: If ``mesh`` is no mesh.
-        RulesError: If ``rules`` are malformed.
+        PartitionError: If ``rules`` are malformed.
 
     Example:
         >>> import jax
@@ -771,9 +770,8 @@ def with_logical_constraint(
 
     Raises:
         NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
-        NoRulesError: If there are no rules, under ``on_no_mesh="error"``.
-        ConstraintError: If an array cannot be laid out so, or ``names`` do not fit the pytree.
-        AxisNamesError: If names are malformed.
+        PartitionError: If there are no rules, under ``on_no_mesh="error"``, or if an array cannot
+            be laid out so, or ``names`` do not fit the pytree, or if names are malformed.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -797,7 +795,7 @@ def with_logical_constraint(
     try:
         per_array = jax.tree.structure(names, is_leaf=_is_names).flatten_up_to(x)
     except (TypeError, ValueError) as error:
-        raise ConstraintError(
+        raise PartitionError(
             f"The names {names!r} do not fit the pytree {jax.tree.structure(x)}: {error}. Give "
             "names for each array in a pytree of the same form, or once for all below a place."
         ) from error

@@ -177,10 +177,10 @@ def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> 
 
 
 _LOCATED = (
-    errors.AxisNamesError,
+    errors.PartitionError,
     BoxError,
-    errors.ConstraintError,
-    errors.NoRulesError,
+    errors.PartitionError,
+    errors.PartitionError,
     errors.PartitionCheckError,
     PartitioningUnspecifiedError,
 )
@@ -264,8 +264,8 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
         The tree with values in place of boxes. Modules and States stay as they are.
 
     Raises:
-        NoRulesError: If a box has logical names, a mesh is known, and there are no rules.
-        ConstraintError: If a value cannot be laid out as its box says; names its path.
+        PartitionError: If a box has logical names, a mesh is known, and there are no rules, or if a
+            value cannot be laid out as its box says; names its path.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -402,7 +402,7 @@ def _located(path: Path, function: Callable[[], Any]) -> Any:
         return function()
     except errors.PartitionCheckError as error:
         lines = "".join(f"\n  {finding}" for finding in error.findings)
-        raise errors.ConstraintError(
+        raise errors.PartitionError(
             f"{format_path(path)}: cannot be laid out as its box says:{lines}"
         ) from error
     except _LOCATED as error:

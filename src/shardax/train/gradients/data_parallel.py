@@ -28,7 +28,7 @@ from shardax.nn.linear import at_least_float32
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
-from shardax.train.errors import DataParallelError
+from shardax.train.errors import TrainError
 from shardax.train.gradients.sums import GradientPlan, Region, plan_of, sum_over
 from shardax.train.metrics import target_weights, weighted
 from shardax.train.optimizer import laid_out_as
@@ -83,11 +83,10 @@ def data_parallel_value_and_grad(
         A function of ``(model, batch, *args)``, as ``accumulated_value_and_grad`` returns it.
 
     Raises:
-        DataParallelError: Here if an argument has no such meaning. When called, if the mesh lacks
-            an axis, rows cannot be divided, a parameter is split over these axes, a gradient cannot
-            be laid out, or devices write different values.
-        AccumulationError: If ``steps`` is no number of microbatches, or ``count`` is no function
-            or returns no real number.
+        TrainError: Here if an argument has no such meaning. When called, if the mesh lacks an axis,
+            rows cannot be divided, a parameter is split over these axes, a gradient cannot be laid
+            out, or devices write different values, or if ``steps`` is no number of microbatches, or
+            ``count`` is no function or returns no real number.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -104,12 +103,12 @@ def data_parallel_value_and_grad(
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
     if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) for a in axes):
-        raise DataParallelError(
+        raise TrainError(
             f"over={over!r} names no data axes of a mesh. Give one or several, each once, the "
             'slowest link first: over=("slice", "data").'
         )
     if reduce_dtype is not None and str(np.dtype(reduce_dtype)) not in _WIRE_DTYPES:
-        raise DataParallelError(
+        raise TrainError(
             f"reduce_dtype={reduce_dtype!r} is not known; use "
             f"{' or '.join(map(repr, _WIRE_DTYPES))}, or None. (float16 overflows.)"
         )
@@ -139,7 +138,7 @@ def _trained(model: Any, wrt: Any) -> dict[Path, Variable[Any]]:
     if isinstance(model, Variable):
         return {(): model}
     if not has_objects(model):
-        raise DataParallelError(
+        raise TrainError(
             f"The model is a {type(model).__name__} without Variables, so nothing says how it is "
             "laid out. Pass a Module or a Variable: data_parallel_value_and_grad(loss, over)"
             "(model, batch)."
@@ -209,7 +208,7 @@ class _DeviceCall:
         ]
         if wrong:
             sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
-            raise DataParallelError(
+            raise TrainError(
                 f"Rows cannot be divided over {sizes}, in {self.steps} microbatches: "
                 f"{', '.join(wrong)}. Use a multiple of {parts} rows, or pass what has no rows "
                 "after the batch."
@@ -316,7 +315,7 @@ class _DeviceCall:
                 continue
             problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
         if problems:
-            raise DataParallelError(
+            raise TrainError(
                 "Data-parallel devices cannot write these together:\n  "
                 + "\n  ".join(sorted(problems))
                 + "\nAverage over the devices where it is computed, jax.lax.pmean(statistic, "

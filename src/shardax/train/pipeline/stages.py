@@ -35,7 +35,7 @@ from shardax.partition.context import resolve_rules
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
-from shardax.train.errors import PipelineError
+from shardax.train.errors import TrainError
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.chunks import Chunk, ChunkPrograms, Values, apart, joined
@@ -74,8 +74,8 @@ class PipelineStep:
         sent_bytes: Bytes that stages sent one another in the last step; None before the first.
 
     Raises:
-        PipelineError: If the mesh, stages, schedule and microbatches do not fit together, stages
-            share a Variable, or there are several processes. Nothing is moved.
+        TrainError: If the mesh, stages, schedule and microbatches do not fit together, stages share
+            a Variable, or there are several processes. Nothing is moved.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, shardax as sx
@@ -118,7 +118,7 @@ class PipelineStep:
                 f"{n[0]} parts of the mesh, {n[1]} microbatches, {n[2]} stages of the model"
                 for n in (numbers, of_schedule)
             )
-            raise PipelineError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
+            raise TrainError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = resolve_rules(rules)
@@ -161,7 +161,7 @@ class PipelineStep:
             path, laid out as its parameters.
 
         Raises:
-            PipelineError: If rows cannot be cut, or a stage writes its parameters or something that
+            TrainError: If rows cannot be cut, or a stage writes its parameters or something that
                 does not fit. No Variable was written.
         """
         run = _PipelineRun(self._chunks, self.rules, self.schedule.microbatches, inputs, targets)
@@ -226,10 +226,10 @@ class PipelineStep:
             clip_norm: Scales the gradients of all stages so that their global norm is at most this.
 
         Raises:
-            PipelineError: If there is not one of each for each stage.
+            TrainError: If there is not one of each for each stage.
         """
         if not len(optimizers) == len(gradients) == len(self.stages):
-            raise PipelineError(
+            raise TrainError(
                 f"There are {len(self.stages)} stages, but {len(optimizers)} optimizers and "
                 f"{len(gradients)} gradients. Give those of step.optimizers(tx) and step(...)."
             )
@@ -281,7 +281,7 @@ def _squares(gradients: Any) -> jax.Array:
 def _check_processes() -> None:
     count = jax.process_count()
     if count > 1:
-        raise PipelineError(
+        raise TrainError(
             "A PipelineStep copies arrays between parts of a mesh by jax.device_put, and there are "
             f"{count} processes, of which none has the devices of all parts. Use nn.Stack with a "
             'rule for its layers, {"layers": "stage"}, which is one program of all processes.'
@@ -291,7 +291,7 @@ def _check_processes() -> None:
 def _check_stages(stages: Sequence[Any]) -> None:
     wrong = [f"stages[{i}] of {type(s).__name__}" for i, s in enumerate(stages) if not callable(s)]
     if wrong or not stages:
-        raise PipelineError(
+        raise TrainError(
             f"Stages are Modules or functions, called on what the one before returns; found "
             f"{', '.join(wrong) or 'none'}."
         )
@@ -302,7 +302,7 @@ def _check_stages(stages: Sequence[Any]) -> None:
                 owners.setdefault(id(variable), []).append(f"stages[{number}]{format_path(path)}")
     shared = [" and ".join(paths) for paths in owners.values() if len(paths) > 1]
     if shared:
-        raise PipelineError(
+        raise TrainError(
             "Stages have devices of their own, so that they cannot share Variables:\n  "
             + "\n  ".join(shared)
             + "\nGive each stage its own, sx.clone(stage); or use nn.Stack with a rule for its "
@@ -313,7 +313,7 @@ def _check_stages(stages: Sequence[Any]) -> None:
 def _parts(mesh: Any, axis: str) -> list[Mesh]:
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:
         names = f"the axes {', '.join(map(repr, mesh.shape))}" if isinstance(mesh, Mesh) else "none"
-        raise PipelineError(
+        raise TrainError(
             f"Stages are along the mesh axis {axis!r}, but the mesh has {names}. Make one with it, "
             f"jax.make_mesh((4, 2), ({axis!r}, 'data')), or say which: axis=..."
         )
@@ -370,12 +370,12 @@ def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
         if not np.shape(leaf) or np.shape(leaf)[0] % count
     ]
     if wrong:
-        raise PipelineError(
+        raise TrainError(
             f"Rows cannot be cut into {count} microbatches of equal size: {', '.join(wrong)}. The "
             f"first dimension of every array must be a multiple of {count}."
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
-        raise PipelineError(
+        raise TrainError(
             "A PipelineStep queues programs of several parts of a mesh, so it cannot be inside of "
             "jit or another transform. Call it from Python; nn.Stack with a rule for its layers is "
             "a pipeline inside of one program."
