@@ -11,8 +11,36 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from shardax._core.errors import ShardaxError
+
+
+class PathExistsError(ShardaxError, FileExistsError):
+    """Something that is written would overwrite something else."""
+
+
+class PathNotFoundError(ShardaxError, FileNotFoundError):
+    """Nothing to read at a path."""
+
+
+def require_free(path: Any, writer: str) -> None:
+    """Refuse to overwrite; ``writer`` is what would, such as "A checkpoint"."""
+    if path.exists():
+        raise PathExistsError(
+            f"There already is something at {path}. {writer} never overwrites another; choose "
+            "another path or remove that one first."
+        )
+
+
+def require_file(path: Path, contents: str, remedy: str = "") -> None:
+    """Refuse a path without a file."""
+    if not path.is_file():
+        raise PathNotFoundError(
+            f"There is no file {str(path)!r} to read {contents} from. Check the path{remedy}."
+        )
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:

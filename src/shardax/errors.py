@@ -3,15 +3,17 @@
 
 Each derives from ``ShardaxError`` and, where one fits, from the builtin that a caller would catch:
 ``except ValueError`` goes on working. Each package defines its own errors; this module collects
-them, and imports a package only when one of its errors is first named.
+them, and imports a package only when one of its errors is first named. A class that stands for
+several kinds of mistakes derives from the builtin of each.
 """
 
 import importlib as _importlib
 import typing as _typing
+import warnings as _warnings
 
 if _typing.TYPE_CHECKING:
     from shardax._core.errors import *  # noqa: F403
-    from shardax._parallel.errors import *  # noqa: F403
+    from shardax._files import *  # noqa: F403
     from shardax._select.places import *  # noqa: F403
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
@@ -27,8 +29,7 @@ if _typing.TYPE_CHECKING:
     from shardax.plan.errors import *  # noqa: F403
     from shardax.random.stream import *  # noqa: F403
     from shardax.train.errors import *  # noqa: F403
-    from shardax.view.operations import *  # noqa: F403
-    from shardax.view.shardings import *  # noqa: F403
+    from shardax.view.parameter_table import *  # noqa: F403
 
 _NAMES = {
     "shardax._core.errors": (
@@ -41,11 +42,8 @@ _NAMES = {
         "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
         "UnknownStreamError VariableValueError"
     ),
-    "shardax._parallel.errors": "DataParallelError PipelineError",
-    "shardax._select.places": (
-        "CombineError EmptySelectionError SelectionCountError SelectionError SelectionIndexError "
-        "SelectionPathError StaleSelectionError"
-    ),
+    "shardax._files": "PathExistsError PathNotFoundError",
+    "shardax._select.places": "SelectionError",
     "shardax._transforms.errors": (
         "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError BranchError "
         "CarryError ClosureError DecisionError DifferentiationError "
@@ -55,47 +53,78 @@ _NAMES = {
     ),
     "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",
-    "shardax.config.configure": "ConfigureError ConfiguredTooLateError",
-    "shardax.distributed.errors": "DisagreementError DistributedError",
+    "shardax.config.configure": "ConfigureError",
+    "shardax.distributed.errors": "DistributedError",
     "shardax.hlo.program": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
-        "ArtifactCallError ArtifactDamagedError ArtifactEnvironmentError ArtifactExistsError "
-        "ArtifactNotFoundError ArtifactVersionError CallCancelledError ExportError "
-        "HostFunctionError HostResultError HostSpecError RemoteValueError StaleModuleError "
-        "WorkerAuthenticationError WorkerCallError WorkerConfigError WorkerCrashedError "
-        "WorkerMessageError WorkerPickleError WorkerStartError WorkerTimeoutError"
+        "CallCancelledError ExportError HostFunctionError RemoteValueError "
+        "WorkerAuthenticationError WorkerCrashedError WorkerError WorkerTimeoutError"
     ),
     "shardax.models.family": "PretrainedError",
     "shardax.models.generation": "GenerationError",
-    "shardax.named.base": "NamedAxesError NamedIndexError NamesRemainError",
+    "shardax.named.base": "NamedAxesError NamedIndexError",
     "shardax.nn.errors": "LayerConfigError LayerInputError",
     "shardax.partition.errors": (
-        "AxisConflictError AxisNamesError BoxError ConstraintError NoRulesError OverrideError "
-        "ParallelError PartitionCheckError PartitioningUnspecifiedError PlacementError RulesError "
-        "UnmappedAxisError"
+        "ParallelError PartitionCheckError PartitionError PartitioningUnspecifiedError "
+        "PlacementError"
     ),
     "shardax.plan.errors": (
         "CompilerMissingError HardwareError LayoutAssertionError PlanError PlanFileError "
         "PlanInputError PlanInterrupted TargetError"
     ),
-    "shardax.random.stream": "DrawError TracedDrawError",
+    "shardax.random.stream": "DrawError",
     "shardax.train.errors": (
-        "AccumulationError CheckpointDamagedError CheckpointExistsError CheckpointMismatchError "
-        "CheckpointNotFoundError CheckpointValueError CheckpointWriteError "
-        "DataPositionError GradientMismatchError LogError MetricError OptimizerStateError "
-        "PrefetchError TextNotFoundError TextSourceError TrainerError WindowError"
+        "CheckpointDamagedError CheckpointError CheckpointWriteError DataError TrainError"
     ),
-    "shardax.view.operations": "OperationsError",
-    "shardax.view.shardings": "ShardingViewError",
+    "shardax.view.parameter_table": "ViewError",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+# Old names of one version ago, by the class that is raised instead.
+_OLD_NAMES = {
+    "CheckpointError": "CheckpointMismatchError CheckpointValueError",
+    "ConfigureError": "ConfiguredTooLateError",
+    "DataError": "DataPositionError PrefetchError TextSourceError WindowError",
+    "DistributedError": "DisagreementError",
+    "DrawError": "TracedDrawError",
+    "ExportError": (
+        "ArtifactCallError ArtifactDamagedError ArtifactEnvironmentError ArtifactVersionError"
+    ),
+    "HostFunctionError": "HostResultError HostSpecError",
+    "NamedAxesError": "NamesRemainError",
+    "ParallelError": "DataParallelError PipelineError",
+    "PartitionError": (
+        "AxisConflictError AxisNamesError BoxError ConstraintError NoRulesError OverrideError "
+        "RulesError UnmappedAxisError"
+    ),
+    "PathExistsError": "ArtifactExistsError CheckpointExistsError",
+    "PathNotFoundError": "ArtifactNotFoundError CheckpointNotFoundError TextNotFoundError",
+    "SelectionError": (
+        "CombineError EmptySelectionError SelectionCountError SelectionIndexError "
+        "SelectionPathError StaleSelectionError"
+    ),
+    "TrainError": (
+        "AccumulationError GradientMismatchError LogError MetricError OptimizerStateError "
+        "TrainerError"
+    ),
+    "ViewError": "OperationsError ShardingViewError",
+    "WorkerError": (
+        "StaleModuleError WorkerCallError WorkerConfigError WorkerMessageError "
+        "WorkerPickleError WorkerStartError"
+    ),
+}
+_NEW_NAME = {old: name for name, olds in _OLD_NAMES.items() for old in olds.split()}
+
 
 def __getattr__(name: str) -> _typing.Any:
+    if new := _NEW_NAME.get(name):
+        text = f"shardax.errors.{name} is shardax.errors.{new} now; the old name goes with the next"
+        _warnings.warn(f"{text} version.", DeprecationWarning, stacklevel=2)
+        return globals().get(new) or __getattr__(new)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'shardax.errors' has no attribute {name!r}")
-    found = globals()[name] = getattr(_importlib.import_module(_MODULE_OF[name]), name)
-    return found
+    error = globals()[name] = getattr(_importlib.import_module(_MODULE_OF[name]), name)
+    return error
 
 
 def __dir__() -> list[str]:

@@ -78,7 +78,7 @@ def test_new_process_builds_lazily_and_runs_as_configured(tmp_path: Path) -> Non
         "ran after configure": False,
         "devices": [["cpu", number] for number in range(3)],
         "ran in the end": True,
-        "too late": "ConfiguredTooLateError",
+        "too late": "ConfigureError",
         "drawn": ["float64", [2]],
         "as seeded": True,
     }

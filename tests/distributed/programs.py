@@ -82,7 +82,7 @@ def batches_on_meshes(meshes: list[Any], folder: Path) -> list[Any]:
         found.append([whole(batch) for batch in taken])
     try:
         sx.train.Prefetch(same_everywhere, rows)
-    except sx.errors.PrefetchError as error:
+    except sx.errors.DataError as error:
         found.append(str(error))
     return found
 

@@ -51,10 +51,10 @@ def test_local_batches_resume_bit_for_bit_after_kill(tmp_path: Path):
     assert here == there
     resumed, whole, shared, uneven = here
     assert resumed == whole
-    assert "PrefetchError: LocalBatches need a batch of which each process holds 4" in shared
+    assert "DataError: LocalBatches need a batch of which each process holds 4" in shared
     assert "train.WholeBatches" in shared
-    assert "DisagreementError: The 2 processes differ in\n  batch" in uneven
+    assert "DistributedError: The 2 processes differ in\n  batch" in uneven
 
     alone = sx.train.LocalBatches(rows_of_this_process(8), batch_size=8)
-    with pytest.raises(sx.errors.DataPositionError, match=r"saved by 2 process.*Resume with 2"):
+    with pytest.raises(sx.errors.DataError, match=r"saved by 2 process.*Resume with 2"):
         make_trainer(tmp_path / "run", 9, batches=alone).run(resume=True, display=Quiet())

@@ -115,7 +115,7 @@ def test_every_process_names_which_process_differs_in_what(tmp_path: Path):
     first, second = run("disagreeing", None, tmp_path)
     second["folder"] = second["folder"].replace("own1", "own0")
     assert first == second, "every process raises the same"
-    start = "DisagreementError: The 2 processes differ in\n"
+    start = "DistributedError: The 2 processes differ in\n"
     for name, shown in {
         "learning rate": "-0.01 in process 0; -0.02 in process 1",
         "seed": "random key of",

@@ -22,7 +22,7 @@ from tests.host.exported_models import round_trip as round_trip
 from tests.strategies import models
 
 import shardax as sx
-from shardax.errors import ArtifactCallError, PickleWriteError
+from shardax.errors import ExportError, PickleWriteError
 from shardax.host.export.exporting import write_weights
 from shardax.host.export.loading import Weights
 from shardax.host.export.signature import from_json, structure, to_json
@@ -235,7 +235,7 @@ def test_dynamic_dimensions_are_named_by_argument(round_trip: RoundTrip) -> None
 def test_constraints_are_kept(round_trip: RoundTrip) -> None:
     loaded = round_trip(lambda x: x[:2], jnp.zeros(4), dynamic={"n": 0}, constraints=("n >= 2",))
     assert loaded(jnp.arange(5.0)).tolist() == [0.0, 1.0]
-    with pytest.raises(ArtifactCallError, match="n >= 2"):
+    with pytest.raises(ExportError, match="n >= 2"):
         loaded(jnp.ones(1))
 
 
@@ -289,7 +289,7 @@ def test_loaded_function_has_only_the_requested_derivatives(round_trip: RoundTri
     def loss(x: Any) -> Any:
         return weight**3 * x
 
-    with pytest.raises(ArtifactCallError, match="vjp_order=1"):
+    with pytest.raises(ExportError, match="vjp_order=1"):
         sx.grad(lambda f: f(1.0))(round_trip(loss, 1.0))
     loaded = round_trip(loss, 1.0, vjp_order=1)
     assert float(sx.grad(lambda f: f(2.0))(loaded).variables[".weight"]) == 24.0
@@ -297,7 +297,7 @@ def test_loaded_function_has_only_the_requested_derivatives(round_trip: RoundTri
 
 def test_a_loaded_function_is_not_mapped(round_trip: RoundTrip) -> None:
     loaded = round_trip(lambda x: x * 2, 1.0)
-    with pytest.raises(ArtifactCallError, match="dynamic="):
+    with pytest.raises(ExportError, match="dynamic="):
         jax.vmap(loaded)(jnp.ones(3))
 
 
@@ -337,14 +337,14 @@ def test_a_call_that_does_not_fit_runs_nothing(
 
     path = sx.host.export(f, jnp.ones((1, 3)), {"a": 1}, to=tmp_path / "f", dynamic={"n": {"x": 0}})
     loaded = sx.host.load(path)
-    with pytest.raises(ArtifactCallError, match=said):
+    with pytest.raises(ExportError, match=said):
         loaded(*args, **kwargs)
     assert float(loaded.variables[".count"]) == 0.0
 
 
 def test_one_dynamic_size_is_one_size(round_trip: RoundTrip) -> None:
     loaded = round_trip(lambda x, y: x + y, jnp.ones(3), jnp.ones(3), dynamic={"n": 0})
-    with pytest.raises(ArtifactCallError, match="n is 2 in x and 4 in y"):
+    with pytest.raises(ExportError, match="n is 2 in x and 4 in y"):
         loaded(jnp.ones(2), jnp.ones(4))
 
 

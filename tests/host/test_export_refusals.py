@@ -19,7 +19,7 @@ from tests.advice import run_advice
 from tests.host.exported_models import Counter, Noisy
 
 import shardax as sx
-from shardax.errors import AbstractValueError, ArtifactExistsError, ExportError, TracedDrawError
+from shardax.errors import AbstractValueError, DrawError, ExportError, PathExistsError
 
 FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -127,7 +127,7 @@ def test_global_stream_draw_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     def f(x: Any) -> Any:
         return x + sx.random.normal((2,))
 
-    assert "random.normal" in refusal(tmp_path, f, jnp.ones(2), error=TracedDrawError)
+    assert "random.normal" in refusal(tmp_path, f, jnp.ones(2), error=DrawError)
 
 
 def test_a_model_of_shapes_is_named(tmp_path: pathlib.Path) -> None:
@@ -239,7 +239,7 @@ def test_nothing_is_exported_while_a_transform_traces(tmp_path: pathlib.Path) ->
 def test_nothing_is_overwritten(tmp_path: pathlib.Path) -> None:
     path = sx.host.export(lambda x: x, 1.0, to=tmp_path / "f")
     before = {item.name: item.read_bytes() for item in path.iterdir()}
-    with pytest.raises(ArtifactExistsError, match="f"):
+    with pytest.raises(PathExistsError, match="f"):
         sx.host.export(lambda x: x + 1, 1.0, to=path)
     assert {item.name: item.read_bytes() for item in path.iterdir()} == before
 

@@ -22,7 +22,7 @@ from tests.host.ways import FLOAT, Seen, doubling, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.errors import ArgumentError, HostSpecError, StaticArgumentError
+from shardax.errors import ArgumentError, HostFunctionError, StaticArgumentError
 
 host_function = sx.host.host_function
 
@@ -316,9 +316,9 @@ def test_all_forms_of_functions_will_do() -> None:
 
 
 def test_options_are_checked_when_the_function_is_made() -> None:
-    with pytest.raises(HostSpecError, match="'sequential' or 'vectorized'"):
+    with pytest.raises(HostFunctionError, match="'sequential' or 'vectorized'"):
         host_function(np.sin, out=same, vmap="expand_dims")
-    with pytest.raises(HostSpecError, match="vjp and nondiff"):
+    with pytest.raises(HostFunctionError, match="vjp and nondiff"):
         host_function(np.sin, out=same, vjp=lambda *_: (None,), nondiff=True)
 
 
@@ -335,7 +335,7 @@ def test_options_are_checked_when_the_function_is_made() -> None:
 )
 def test_a_promise_that_is_none_names_the_place(out: Any, path: str) -> None:
     seen = Seen()
-    with pytest.raises(HostSpecError, match=path):
+    with pytest.raises(HostFunctionError, match=path):
         host_function(seen, out=out)(jnp.ones(3))
     assert seen.calls == []
 

@@ -16,7 +16,7 @@ from tests.host.ways import FLOAT, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.errors import HostResultError
+from shardax.errors import HostFunctionError
 
 host_function = sx.host.host_function
 
@@ -58,7 +58,7 @@ def returning(value: Any, out: Any) -> Any:
     ],
 )
 def test_another_result_than_was_promised_names_the_leaf(value: Any, out: Any, told: str) -> None:
-    with pytest.raises(HostResultError, match=told):
+    with pytest.raises(HostFunctionError, match=told):
         returning(value, out)
 
 
@@ -98,13 +98,13 @@ def test_float_overflow_in_results_becomes_infinity() -> None:
 
 
 def test_jax_array_result_is_refused_to_avoid_deadlock() -> None:
-    with pytest.raises(HostResultError, match="computes with JAX"):
+    with pytest.raises(HostFunctionError, match="computes with JAX"):
         host_function(jnp.sin, out=same)(1.0)
 
 
 def test_vectorized_result_must_have_one_row_per_lane() -> None:
     flat = host_function(lambda x: x.sum(), out=FLOAT, vmap="vectorized")
-    with pytest.raises(HostResultError, match=r"float32\[5\]"), sx.host.host_exceptions():
+    with pytest.raises(HostFunctionError, match=r"float32\[5\]"), sx.host.host_exceptions():
         jax.vmap(flat)(jnp.ones((5, 3)))
 
 

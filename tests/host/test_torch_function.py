@@ -13,7 +13,7 @@ import pytest
 from jax.test_util import check_grads
 
 import shardax as sx
-from shardax.errors import HostSpecError
+from shardax.errors import HostFunctionError
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("PyTorch is missing: pip install torch==2.13.0", allow_module_level=True)
@@ -145,5 +145,5 @@ def test_errors_of_pytorch_come_as_they_are() -> None:
         cross_entropy(LOGITS, LABELS + 10)
     with pytest.raises(IndexError, match="out of bounds"), sx.host.host_exceptions():
         jax.jit(cross_entropy)(LOGITS, LABELS + 10).block_until_ready()
-    with pytest.raises(HostSpecError):
+    with pytest.raises(HostFunctionError):
         from_torch(torch.sin, vmap="loop")

@@ -85,20 +85,20 @@ def test_its_key_is_for_this_user_alone(lab, folder):
 def test_a_folder_that_others_can_enter_is_refused(folder, mode):
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(errors.WorkerConfigError, match="chmod 700"):
+    with pytest.raises(errors.WorkerError, match="chmod 700"):
         Worker(name="lab")
 
 
 def test_a_folder_that_is_a_link_is_refused(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(errors.WorkerConfigError, match="chmod 700"):
+    with pytest.raises(errors.WorkerError, match="chmod 700"):
         Worker(name="lab")
 
 
 def test_other_options_than_it_runs_with_are_refused(lab, folder):
     pid = lab.info()["pid"]
-    with pytest.raises(errors.WorkerConfigError, match="other options"):
+    with pytest.raises(errors.WorkerError, match="other options"):
         Worker(name="lab", configure={"x64": True})
     assert lab.submit(abs, -1).result() == 1
     wait_for(lambda: lab.info()["clients"] == 1)

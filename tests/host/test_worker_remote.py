@@ -21,7 +21,7 @@ from shardax.host import remote
 
 @pytest.fixture(scope="module")
 def worker():
-    with pytest.raises(errors.WorkerConfigError, match="submit") as caught:
+    with pytest.raises(errors.WorkerError, match="submit") as caught:
         remote(there.add, executor=3)
     with run_advice(caught.value, "sx.host.Worker()", {"sx": sx}) as worker:
         yield worker
@@ -62,10 +62,7 @@ def test_default_executor_is_one_worker_per_process():
     "option", [{"timeout": 3}, {"idempotent": True}, {"keep": "name"}], ids=str
 )
 def test_options_of_workers_are_refused_for_other_executors(option):
-    with (
-        ThreadPoolExecutor() as pool,
-        pytest.raises(errors.WorkerConfigError, match=next(iter(option))),
-    ):
+    with ThreadPoolExecutor() as pool, pytest.raises(errors.WorkerError, match=next(iter(option))):
         remote(there.add, executor=pool, **option)
 
 

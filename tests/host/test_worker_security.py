@@ -86,7 +86,7 @@ def test_a_client_without_a_certificate_is_refused(worker):
     "key", [b"", b"short", None, "a text", b"-----BEGIN A-----\nx\n-----END A-----\n"], ids=repr
 )
 def test_what_are_no_credentials_is_refused_before_connecting(key):
-    with pytest.raises(errors.WorkerConfigError, match=r"worker\.authkey"):
+    with pytest.raises(errors.WorkerError, match=r"worker\.authkey"):
         Worker.connect("tls://127.0.0.1:1", key)
 
 
@@ -164,7 +164,7 @@ def test_a_worker_of_another_python_is_refused(worker, monkeypatch):
     from shardax.host import worker_process
 
     monkeypatch.setattr(worker_process, "python_version", lambda: "2.7")
-    with pytest.raises(errors.WorkerConfigError, match=r"this process Python 2\.7"):
+    with pytest.raises(errors.WorkerError, match=r"this process Python 2\.7"):
         Worker.connect(worker.address, worker.authkey)
     assert works(worker)
 

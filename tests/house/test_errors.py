@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from shardax import errors
 from tests.house.sources import package_files
 
 BASES = {"ShardaxError", "UserWarning"}
@@ -46,6 +47,12 @@ def test_an_error_is_known_by_the_face(name: str) -> None:
     error = getattr(importlib.import_module("shardax.errors"), name)
     assert error.__module__ == "shardax.errors"
     assert pickle.loads(pickle.dumps(error)) is error
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(errors._NEW_NAME.items()))
+def test_old_error_names_warn_and_still_catch(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"errors.{old} is shardax.errors.{new} now"):
+        assert getattr(errors, old) is getattr(errors, new)
 
 
 def test_importing_errors_imports_no_further_package() -> None:

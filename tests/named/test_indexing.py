@@ -169,7 +169,7 @@ def test_mask_may_be_named_by_its_axis():
 def test_none_adds_an_axis_by_name():
     x = NamedArray(jnp.arange(2), ("a",))
     assert x[{"new": None, "a": slice(1)}].axes == {"new": 1, "a": 1}
-    with pytest.raises(sx.errors.AxisNamesError, match="'a'"):
+    with pytest.raises(sx.errors.PartitionError, match="'a'"):
         x[{"a": None}]
 
 

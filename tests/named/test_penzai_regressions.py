@@ -65,7 +65,7 @@ def test_numpy_arrays_never_make_arrays_of_objects():
             operand + X  # pyright: ignore[reportUnusedExpression]
     assert isinstance(np.float64(1) + X, NamedArray)
     assert isinstance(np.ones(2) * X.untag("a"), NamedArray)
-    with pytest.raises(sx.errors.NamesRemainError, match=r"unwrap\('a', 'b'\)"):
+    with pytest.raises(sx.errors.NamedAxesError, match=r"unwrap\('a', 'b'\)"):
         np.asarray(X)
 
 

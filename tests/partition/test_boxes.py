@@ -21,11 +21,10 @@ from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import (
-    BoxError,
     MeshError,
     MetadataError,
+    PartitionError,
     PartitioningUnspecifiedError,
-    RulesError,
     ShardaxError,
 )
 from shardax.partition import (
@@ -150,7 +149,7 @@ def test_a_box_of_ones_own_may_register_itself() -> None:
 
 
 def test_static_attributes_that_cannot_be_hashed_are_named() -> None:
-    with pytest.raises(BoxError, match=r"Plain.*notes.*\[1\]"):
+    with pytest.raises(PartitionError, match=r"Plain.*notes.*\[1\]"):
         jax.tree.leaves(Plain(jnp.ones(2), [1]))
 
 
@@ -234,7 +233,7 @@ def test_invalid_names_meshes_and_rules_are_refused_immediately(make: Any) -> No
         make(1.0, (["a"],))
     with pytest.raises(MeshError, match="data"):
         make(1.0, ("a",), "data")
-    with pytest.raises(RulesError, match="pairs"):
+    with pytest.raises(PartitionError, match="pairs"):
         LogicallyPartitioned(1.0, ("a",), rules="data")
 
 
@@ -291,9 +290,9 @@ def test_replace_boxed_keeps_boxes_and_changes_values() -> None:
 
 def test_values_of_another_structure_are_refused() -> None:
     tree = {"w": Partitioned(1.0, ()), "b": 2}
-    with pytest.raises(BoxError, match="do not fit"):
+    with pytest.raises(PartitionError, match="do not fit"):
         replace_boxed(tree, {"w": 1.0})
-    with pytest.raises(BoxError, match="do not fit"):
+    with pytest.raises(PartitionError, match="do not fit"):
         replace_boxed(Units([Partitioned(1.0, ())], ()), [1.0, 2.0])
 
 
@@ -302,7 +301,7 @@ def test_replacing_with_other_structure_is_refused() -> None:
     same = {"w": sx.named.NamedArray(jnp.zeros((2, 3)), ("embed", "mlp"))}
     assert jax.tree.leaves(replace_boxed(tree, same))[0].tolist() == [[0, 0, 0], [0, 0, 0]]
     for other in (jnp.ones((2, 3)), sx.named.NamedArray(jnp.ones(2), ("heads",))):
-        with pytest.raises(BoxError, match="do not fit"):
+        with pytest.raises(PartitionError, match="do not fit"):
             replace_boxed(tree, {"w": other})
 
 
@@ -356,14 +355,18 @@ BAD_CHANGES: dict[str, tuple[Any, type[ShardaxError], list[str]]] = {
         PartitioningUnspecifiedError,
         ["other"],
     ),
-    "add too far": (lambda t: add_axis(t, 5, LAYERS), BoxError, ["5", "-3 to 2"]),
-    "add too far back": (lambda t: add_axis(t, -4, LAYERS), BoxError, ["-4", "-3 to 2"]),
-    "remove too far": (lambda t: remove_axis(t, 2, LAYERS), BoxError, ["2", "there are 2"]),
-    "remove too far back": (lambda t: remove_axis(t, -3, LAYERS), BoxError, ["-3"]),
-    "remove another": (lambda t: remove_axis(t, 1, LAYERS), BoxError, ["1", "'out'", "'layers'"]),
+    "add too far": (lambda t: add_axis(t, 5, LAYERS), PartitionError, ["5", "-3 to 2"]),
+    "add too far back": (lambda t: add_axis(t, -4, LAYERS), PartitionError, ["-4", "-3 to 2"]),
+    "remove too far": (lambda t: remove_axis(t, 2, LAYERS), PartitionError, ["2", "there are 2"]),
+    "remove too far back": (lambda t: remove_axis(t, -3, LAYERS), PartitionError, ["-3"]),
+    "remove another": (
+        lambda t: remove_axis(t, 1, LAYERS),
+        PartitionError,
+        ["1", "'out'", "'layers'"],
+    ),
     "remove elsewhere": (
         lambda t: remove_axis(t, 1, {PARTITION_NAME: "in"}),
-        BoxError,
+        PartitionError,
         ["stands at 0"],
     ),
 }
@@ -388,7 +391,7 @@ def test_errors_name_variables_and_modules_by_their_paths() -> None:
         add_axis({"w": sx.Param(jnp.ones(2), axes=("a",))}, 0, {})
     with pytest.raises(PartitioningUnspecifiedError, match=r"^\.s\.kernel: "):
         add_axis({"s": sx.state(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))}, 0, {})
-    with pytest.raises(BoxError, match=r"^\.m: a Linear is no box") as caught:
+    with pytest.raises(PartitionError, match=r"^\.m: a Linear is no box") as caught:
         add_axis({"m": sx.nn.Linear(2, 3, rngs=sx.Rngs(0))}, 0, LAYERS)
     names = {"sx": sx, "PARTITION_NAME": PARTITION_NAME}
     names["make"] = lambda _: sx.Param(jnp.ones(2), axes=("embed",))

@@ -126,10 +126,10 @@ def test_case_15_wrong_name_or_index_is_refused() -> None:
     mine, flaxs = both(("in", "out"))
     with pytest.raises(AssertionError):
         flaxs.remove_axis(0, {PARTITION_NAME: "L"})
-    with pytest.raises(sx.errors.BoxError, match="'in' stands there"):
+    with pytest.raises(sx.errors.PartitionError, match="'in' stands there"):
         mine.remove_axis(0, {PARTITION_NAME: "L"})
     assert flaxs.add_axis(5, {PARTITION_NAME: "L"}).names == ("in", "out", None, None, None, "L")
-    with pytest.raises(sx.errors.BoxError, match="at 5"):
+    with pytest.raises(sx.errors.PartitionError, match="at 5"):
         mine.add_axis(5, {PARTITION_NAME: "L"})
 
 

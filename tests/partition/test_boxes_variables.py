@@ -19,7 +19,7 @@ from tests.advice import run_advice
 from tests.strategies import assert_equal_values, variables
 
 import shardax as sx
-from shardax.errors import BoxError, VariableValueError
+from shardax.errors import PartitionError, VariableValueError
 from shardax.partition import (
     PARTITION_NAME,
     LogicallyPartitioned,
@@ -130,14 +130,14 @@ def test_variables_count_as_boxes_inside_programs() -> None:
 
 def test_what_is_no_variable_cannot_become_one() -> None:
     nested = Partitioned(LogicallyPartitioned(1.0, ()), ())
-    with pytest.raises(BoxError, match="holds another") as caught:
+    with pytest.raises(PartitionError, match="holds another") as caught:
         to_variables(nested)
     names = {"sx": sx, "unbox": unbox, "box": nested, "rest": ()}
     assert float(run_advice(caught.value, "sx.Param(unbox(box), axes=...)", names)) == 1.0
     with pytest.raises(VariableValueError, match="text"):
         to_variables(Partitioned("text", ()))
     model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-    with pytest.raises(BoxError, match="Linear") as caught:
+    with pytest.raises(PartitionError, match="Linear") as caught:
         to_boxes({"m": model})
     names = {"sx": sx, "to_boxes": to_boxes, "model": model}
     taken = run_advice(caught.value, "to_boxes(dict(sx.iter_variables(model)))", names)

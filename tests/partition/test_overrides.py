@@ -17,7 +17,7 @@ from tests.partition.models import RULES, Layer, Tower, assert_same_bits, values
 
 import shardax as sx
 from shardax import train
-from shardax.errors import FilterError, MeshError, OverrideError, PartitionCheckError
+from shardax.errors import FilterError, MeshError, PartitionCheckError, PartitionError
 
 PARAMETER_RULES = {"mlp": "model", "batch": "data"}
 ZERO = {sx.OptState: {"embed": "data"}}
@@ -120,7 +120,7 @@ def test_malformed_overrides_are_refused_before_anything_is_computed(
     mesh: Mesh, overrides: Any
 ) -> None:
     model = Layer(sx.Rngs(0))
-    with pytest.raises(OverrideError, match="overrides=") as caught:
+    with pytest.raises(PartitionError, match="overrides=") as caught:
         sx.shard(model, mesh, RULES, overrides=overrides)
     assert model.up.is_lazy and model.down.is_lazy
     if "list of pairs" in str(caught.value):

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from tests.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
-from shardax.errors import MeshError, OverrideError, PlacementError
+from shardax.errors import MeshError, PartitionError, PlacementError
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 
@@ -124,9 +124,9 @@ def test_memory_kind_filters_leave_other_variables_on_devices(auto_mesh: Mesh) -
 
 def test_missing_memory_kind_is_refused_listing_available_ones(mesh: Mesh) -> None:
     model = Tower()
-    with pytest.raises(OverrideError, match=r"memory_kind=.*moon(.|\n)*device"):
+    with pytest.raises(PartitionError, match=r"memory_kind=.*moon(.|\n)*device"):
         sx.shard(model, mesh, RULES, memory_kind="moon")
-    with pytest.raises(OverrideError, match="5 of type int is no memory kind"):
+    with pytest.raises(PartitionError, match="5 of type int is no memory kind"):
         sx.shard(model, mesh, RULES, memory_kind={sx.Param: 5})
     assert model.embed.is_lazy
 

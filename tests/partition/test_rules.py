@@ -17,13 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from shardax.errors import (
-    AxisConflictError,
-    AxisNamesError,
-    RulesError,
-    ShardaxError,
-    UnmappedAxisError,
-)
+from shardax.errors import PartitionError, ShardaxError
 from shardax.partition.context import logical_to_mesh_axes
 from shardax.partition.rules import Rules, mesh_axes_of
 
@@ -147,7 +141,7 @@ def test_unmapped_name_is_replicated_by_default() -> None:
 
 def test_error_policy_names_unmapped_and_similar_names() -> None:
     rules = Rules({"embed": "x", "mlp": "y"}, on_unmapped="error")
-    with pytest.raises(UnmappedAxisError) as caught:
+    with pytest.raises(PartitionError) as caught:
         rules.spec(("embd", "other"))
     message = str(caught.value)
     assert "no rule mentions 'embd', 'other'" in message
@@ -166,7 +160,7 @@ def test_name_with_only_late_rules_counts_as_mapped() -> None:
 
 def test_conflict_raises_under_error_and_names_both_rules() -> None:
     rules = Rules([("embed", "x"), ("mlp", ("y", "x")), ("mlp", "z")], on_conflict="error")
-    with pytest.raises(AxisConflictError) as caught:
+    with pytest.raises(PartitionError) as caught:
         rules.spec(("mlp", "embed"))
     message = str(caught.value)
     assert "mesh axis 'x' is wanted by 'mlp' through the rule ('mlp', ('y', 'x'))" in message
@@ -178,7 +172,7 @@ def test_law_policies_raise_or_agree(names: Any, pairs: Any) -> None:
     lenient, strict = Rules(pairs), Rules(pairs, on_conflict="error", on_unmapped="error")
     assignment = lenient.assign(names)
     if assignment.unmapped or assignment.passed_over:
-        with pytest.raises((AxisConflictError, UnmappedAxisError)):
+        with pytest.raises(PartitionError):
             strict.spec(names)
     else:
         assert strict.spec(names) == lenient.spec(names)
@@ -199,7 +193,7 @@ def test_law_policies_raise_or_agree(names: Any, pairs: Any) -> None:
     ],
 )
 def test_malformed_names_raise(names: Any, text: str) -> None:
-    with pytest.raises(AxisNamesError, match=text):
+    with pytest.raises(PartitionError, match=text):
         logical_to_mesh_axes(names, {"embed": "x"})
 
 
@@ -237,15 +231,15 @@ def test_pairs_mappings_lists_and_rules_are_equivalent() -> None:
     ],
 )
 def test_malformed_rules_raise(pairs: Any, text: str) -> None:
-    with pytest.raises(RulesError, match=text) as caught:
+    with pytest.raises(PartitionError, match=text) as caught:
         Rules(pairs)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, ShardaxError)
 
 
 def test_unknown_policies_raise() -> None:
-    with pytest.raises(RulesError, match="on_conflict='last'"):
+    with pytest.raises(PartitionError, match="on_conflict='last'"):
         Rules([], on_conflict="last")  # type: ignore[arg-type]  # the wrong value is the point
-    with pytest.raises(RulesError, match="on_unmapped=''"):
+    with pytest.raises(PartitionError, match="on_unmapped=''"):
         Rules([], on_unmapped="")  # type: ignore[arg-type]  # the wrong value is the point
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tests.advice import run_advice
 
-from shardax.errors import MeshError, RulesError
+from shardax.errors import MeshError, PartitionError
 from shardax.partition.context import axis_rules, current_rules, logical_to_mesh_axes, resolve_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
@@ -94,7 +94,7 @@ def test_scopes_belong_to_a_thread() -> None:
 
 
 def test_malformed_rules_raise_before_the_scope_begins() -> None:
-    with pytest.raises(RulesError, match="Rule 0"):
+    with pytest.raises(PartitionError, match="Rule 0"):
         axis_rules([("embed",)])
 
 
@@ -111,7 +111,7 @@ async def _async_generator() -> Any:
 
 @pytest.mark.parametrize("function", [_generator, _coroutine, _async_generator])
 def test_generators_and_coroutines_cannot_be_decorated(function: Callable[..., Any]) -> None:
-    with pytest.raises(RulesError, match="after the call") as caught:
+    with pytest.raises(PartitionError, match="after the call") as caught:
         axis_rules(A)(function)
     names = {"axis_rules": axis_rules, "rest": A, "body": current_rules}
     assert run_advice(caught.value, "with axis_rules(...)", names) == A

@@ -347,5 +347,5 @@ def test_parallel_settings_round_trip_through_files(tmp_path: Any) -> None:
         ("optimizer_memory = 3", "not a kind of memory"),
     ):
         wrong.write_text(f'rules = [["batch", "data"]]\n{line}\n')
-        with pytest.raises(sx.errors.RulesError, match=message):
+        with pytest.raises(sx.errors.PartitionError, match=message):
             plan.read_rules(wrong)

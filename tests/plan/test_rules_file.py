@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from shardax.errors import RulesError
+from shardax.errors import PartitionError
 from shardax.partition.rules import Rules
 from shardax.plan.rules_file import (
     NamedRules,
@@ -104,7 +104,7 @@ def test_handwritten_file_may_omit_layouts(tmp_path: Path) -> None:
 )
 def test_invalid_entry_error_names_file_and_key(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "f.toml").write_text(text)
-    with pytest.raises(RulesError) as caught:
+    with pytest.raises(PartitionError) as caught:
         read_rules(tmp_path / "f.toml")
     assert str(caught.value).startswith(str(tmp_path / "f.toml") + ": ")
     assert said in str(caught.value)
@@ -112,14 +112,14 @@ def test_invalid_entry_error_names_file_and_key(tmp_path: Path, text: str, said:
 
 def test_binary_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RulesError, match=r"f\.toml: not a text file"):
+    with pytest.raises(PartitionError, match=r"f\.toml: not a text file"):
         read_rules(tmp_path / "f.toml")
 
 
 def test_what_no_file_can_hold_is_not_written(tmp_path: Path) -> None:
     one = NamedRules("a", Rules())
     for layouts in ([], [one, one], [NamedRules("\ud800", Rules())]):
-        with pytest.raises(RulesError):
+        with pytest.raises(PartitionError):
             write_rules(tmp_path / "f.toml", layouts)
     assert list(tmp_path.iterdir()) == []
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import shardax as sx
-from shardax.errors import TracedDrawError
+from shardax.errors import DrawError
 
 X = np.ones(8, np.float32)
 
@@ -71,7 +71,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_draws_inside_a_transform_are_refused(transform: str) -> None:
-    with pytest.raises(TracedDrawError, match=r"random\.normal was called while.*Rngs\(0\)"):
+    with pytest.raises(DrawError, match=r"random\.normal was called while.*Rngs\(0\)"):
         TRANSFORMS[transform]()
     expected = jax.random.normal(jax.random.fold_in(jax.random.key(0), 0))
     assert sx.random.normal() == expected
@@ -84,7 +84,7 @@ def test_every_function_of_the_stream_refuses_tracing(name: str) -> None:
         return x
 
     before = sx.random.get_state()
-    with pytest.raises(TracedDrawError, match=rf"shardax\.random\.{name} was called"):
+    with pytest.raises(DrawError, match=rf"shardax\.random\.{name} was called"):
         jax.jit(use)(X)
     assert sx.random.get_state() == before
 

@@ -13,7 +13,7 @@ from tests.select.test_edits import Layer, Model, Pair, takes
 from tests.strategies import assert_same_model
 
 import shardax as sx
-from shardax.errors import CombineError
+from shardax.errors import SelectionError
 
 HOLE = sx.Hole()
 
@@ -134,23 +134,23 @@ def test_lazy_values_stay_lazy_in_both_parts() -> None:
 
 def test_missing_part_raises_with_its_path(model: Model) -> None:
     selected, rest = sx.select(model).at(lambda m: (m.first.w, m.layers)).partition()
-    with pytest.raises(CombineError, match=r"\.first\.w, \.layers:"):
+    with pytest.raises(SelectionError, match=r"\.first\.w, \.layers:"):
         sx.combine(rest)
-    with pytest.raises(CombineError, match=r"\.first\.rate"):
+    with pytest.raises(SelectionError, match=r"\.first\.rate"):
         sx.combine(selected)
-    with pytest.raises(CombineError, match="combine"):
+    with pytest.raises(SelectionError, match="combine"):
         sx.combine()
 
 
 def test_parts_that_both_have_something_are_an_error(model: Model) -> None:
-    with pytest.raises(CombineError, match=r"\.w\.value: Array"):
+    with pytest.raises(SelectionError, match=r"\.w\.value: Array"):
         sx.combine(Layer(1), Layer(1))
-    with pytest.raises(CombineError, match=r"\[0\]"):
+    with pytest.raises(SelectionError, match=r"\[0\]"):
         sx.combine([jnp.ones(2)], [jnp.zeros(2)])
-    with pytest.raises(CombineError, match=r"\(root\)"):
+    with pytest.raises(SelectionError, match=r"\(root\)"):
         sx.combine({"a": 1}, {"b": 2})
     assert sx.combine({"a": 1}, {"a": 1}) == {"a": 1}
-    with pytest.raises(CombineError, match=r"\.a: 1 and True"):
+    with pytest.raises(SelectionError, match=r"\.a: 1 and True"):
         sx.combine({"a": 1}, {"a": True})
 
 

@@ -15,16 +15,7 @@ from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
 from shardax._core.object import epoch
-from shardax.errors import (
-    EmptySelectionError,
-    LayerViewError,
-    MetadataError,
-    SelectionCountError,
-    SelectionError,
-    SelectionPathError,
-    StaleSelectionError,
-    StaticAttributeError,
-)
+from shardax.errors import LayerViewError, MetadataError, SelectionError, StaticAttributeError
 
 
 class Layer(sx.Module):
@@ -164,7 +155,7 @@ def test_values_are_set_in_the_order_of_selection(model: Model) -> None:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_set_all_needs_as_many_values_as_places(model: Model, count: int) -> None:
     before = unchanged(model)
-    with pytest.raises(SelectionCountError, match=r"2 places; .*\n.*\.layers\[0\]: Layer"):
+    with pytest.raises(SelectionError, match=r"2 places; .*\n.*\.layers\[0\]: Layer"):
         sx.select(model).at(lambda m: m.layers).at_children().set_all([0] * count)
     assert unchanged(model) == before
 
@@ -172,7 +163,7 @@ def test_set_all_needs_as_many_values_as_places(model: Model, count: int) -> Non
 def test_values_are_set_by_path(model: Model) -> None:
     new = sx.select(model).set_by_path({".layers[0].rate": 1, ("tied", "rate"): 2})
     assert (new.layers[0].rate, new.first.rate, new.layers[1].rate) == (1, 2, 0.5)
-    with pytest.raises(SelectionPathError, match=r"\.layers\[0\]\.rat .*mean \.layers\[0\]\.rate"):
+    with pytest.raises(SelectionError, match=r"\.layers\[0\]\.rat .*mean \.layers\[0\]\.rate"):
         sx.select(model).set_by_path({".layers[0].rat": 1})
 
 
@@ -282,7 +273,7 @@ def test_empty_selection_raises_unless_allowed(model: Model) -> None:
     ]
     for edit in edits:
         for inplace in (False, True):
-            with pytest.raises(EmptySelectionError, match=r"Model.*allow_empty"):
+            with pytest.raises(SelectionError, match=r"Model.*allow_empty"):
                 edit(inplace=inplace)
             assert edit(inplace=inplace, allow_empty=True) is model
 
@@ -292,7 +283,7 @@ def test_edit_of_removed_place_raises(model: Model) -> None:
     replaced = sx.select(model).at(lambda m: m.layers[1])
     model.layers[1] = Layer(8)
     for selection in (removed, replaced):
-        with pytest.raises(StaleSelectionError, match=r"\.layers\[1\]"):
+        with pytest.raises(SelectionError, match=r"\.layers\[1\]"):
             selection.set(1)
 
 

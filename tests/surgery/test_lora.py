@@ -216,7 +216,7 @@ def test_second_adapter_is_refused_beside_others_not() -> None:
 
 
 def test_no_linear_layer_or_rank_is_refused() -> None:
-    with pytest.raises(errors.EmptySelectionError):
+    with pytest.raises(errors.SelectionError):
         lora(sx.select(sx.nn.RMSNorm(4)), 2)
     with pytest.raises(errors.LayerConfigError, match="rank"):
         lora(sx.select(sx.nn.MLP(4, 6, rngs=sx.Rngs(0))), 0)

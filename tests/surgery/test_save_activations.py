@@ -211,7 +211,7 @@ def test_uncalled_value_is_refused_by_path(select: Any, path: str) -> None:
 
 def test_empty_or_missing_selection_is_refused() -> None:
     mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
-    with pytest.raises(errors.EmptySelectionError):
+    with pytest.raises(errors.SelectionError):
         save_activations(sx.select(mlp).at_instances_of(sx.nn.Embed))
     with pytest.raises(errors.SelectionError, match="takes a selection") as caught:
         save_activations(mlp)  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import AccumulationError, CarryError
+from shardax.errors import CarryError, TrainError
 from shardax.train import accumulated_value_and_grad
 from shardax.train.accumulation import split_batch
 
@@ -209,7 +209,7 @@ def test_every_row_is_in_one_microbatch(parts: int, steps: int) -> None:
 
 def test_rows_that_do_not_divide_are_listed() -> None:
     batch = {"x": jnp.ones((6, 2)), "y": jnp.ones((8, 2)), "scale": jnp.float32(1)}
-    with pytest.raises(AccumulationError) as caught:
+    with pytest.raises(TrainError) as caught:
         accumulated_value_and_grad(loss, 4)(net(), batch)
     assert "batch['scale'] of shape (), batch['x'] of shape (6, 2)." in str(caught.value)
 
@@ -218,12 +218,12 @@ def test_rows_that_do_not_divide_are_listed() -> None:
     ("steps", "reduce"), [(0, "mean"), (1.5, "mean"), (True, "mean"), (2, "max")]
 )
 def test_settings_are_checked_when_it_is_made(steps: Any, reduce: str) -> None:
-    with pytest.raises(AccumulationError):
+    with pytest.raises(TrainError):
         accumulated_value_and_grad(loss, steps, reduce=reduce)
 
 
 def test_a_model_in_the_batch_is_refused() -> None:
-    with pytest.raises(AccumulationError, match="second argument"):
+    with pytest.raises(TrainError, match="second argument"):
         accumulated_value_and_grad(loss, 2)(net(), {"x": sx.Variable(jnp.ones(2))})
 
 
@@ -343,10 +343,10 @@ def test_nothing_to_count_is_as_the_whole() -> None:
 def test_bad_counts_are_refused() -> None:
     refused: list[tuple[Any, str]] = [(3, "mean"), (len, "sum")]
     for count, reduce in refused:
-        with pytest.raises(AccumulationError, match="means are weighted by a function"):
+        with pytest.raises(TrainError, match="means are weighted by a function"):
             accumulated_value_and_grad(loss, 2, reduce=reduce, count=count)
     accumulated = accumulated_value_and_grad(loss, 2, count=lambda part: part["x"][:, 0])
-    with pytest.raises(AccumulationError, match=r"count returned float32\[2\]") as caught:
+    with pytest.raises(TrainError, match=r"count returned float32\[2\]") as caught:
         accumulated(net(), make_batch(4))
     names = {"microbatch": {"mask": np.ones(3)}}
     run_advice(caught.value, 'microbatch["mask"].sum()', names)

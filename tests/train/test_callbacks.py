@@ -13,7 +13,7 @@ import pytest
 from tests.train.small_runs import Quiet, eval_batches, make_trainer, state_of
 
 import shardax as sx
-from shardax.errors import TrainerError
+from shardax.errors import TrainError
 from shardax.train import BestCheckpoint, EarlyStopping, Event
 
 
@@ -156,7 +156,7 @@ def test_training_metric_can_be_watched_for_its_maximum() -> None:
     ],
 )
 def test_callbacks_that_cannot_work_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(TrainerError, match=message):
+    with pytest.raises(TrainError, match=message):
         make()
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.advice import run_advice
 
 import shardax as sx
-from shardax.errors import CheckpointMismatchError, CheckpointValueError
+from shardax.errors import CheckpointError
 from shardax.train.checkpoint import restore, save
 
 
@@ -77,7 +77,7 @@ def test_tuples_of_arrays_are_restored_into_lists(tmp_path: Path) -> None:
     save((params, tx.init(params)), tmp_path / "one")
     params = {"w": jnp.zeros(2)}
     tree = (params, tx.init({"w": jnp.ones(2)}))
-    with pytest.raises(CheckpointValueError, match=r"array at \[1\]\[0\]\[0\]") as refused:
+    with pytest.raises(CheckpointError, match=r"array at \[1\]\[0\]\[0\]") as refused:
         restore(tree, tmp_path / "one")
     assert params["w"].tolist() == [0, 0]
     names = {"tree": tree}
@@ -85,7 +85,7 @@ def test_tuples_of_arrays_are_restored_into_lists(tmp_path: Path) -> None:
     holder: Any = names["holder"]
     restore(holder, tmp_path / "one")
     assert params["w"].tolist() == [1, 1] and int(holder[1][0].count) == 0
-    with pytest.raises(CheckpointValueError, match="The tree cannot be written into") as refused:
+    with pytest.raises(CheckpointError, match="The tree cannot be written into") as refused:
         save(jnp.ones(2), tmp_path / "two")
     names = {"tree": jnp.ones(2)}
     run_advice(refused.value, 'holder = {"tree": tree}', names)
@@ -95,7 +95,7 @@ def test_tuples_of_arrays_are_restored_into_lists(tmp_path: Path) -> None:
 def test_mismatch_of_plain_arrays_changes_nothing(tmp_path: Path) -> None:
     save({"a": jnp.ones(2), "b": jnp.ones(3)}, tmp_path / "one")
     target = {"a": jnp.zeros(2), "b": jnp.zeros(4)}
-    with pytest.raises(CheckpointMismatchError, match=r"\.b: \(4,\), stored \(3,\)"):
+    with pytest.raises(CheckpointError, match=r"\.b: \(4,\), stored \(3,\)"):
         restore(target, tmp_path / "one")
     assert target["a"].tolist() == [0, 0]
 

@@ -23,9 +23,9 @@ from tests.train.small_runs import Bigram, Quiet, make_trainer, state_of
 import shardax as sx
 from shardax.errors import (
     CheckpointDamagedError,
-    CheckpointNotFoundError,
     CheckpointWriteError,
-    TrainerError,
+    PathNotFoundError,
+    TrainError,
 )
 from shardax.train import Checkpoints, checkpoint
 from shardax.train.run_folder import differences, settings_of
@@ -264,7 +264,7 @@ def test_changed_settings_are_refused_without_override(
     copy: Path, options: dict[str, Any], named: str
 ) -> None:
     trainer = make_trainer(copy, 8, **options)
-    with pytest.raises(TrainerError, match=rf"other settings: [^\n]*{named}") as caught:
+    with pytest.raises(TrainError, match=rf"other settings: [^\n]*{named}") as caught:
         trainer.run(resume=True, display=Quiet())
     assert "override=True" in str(caught.value)
     if "lambda" not in str(caught.value):  # whose state has another form
@@ -305,7 +305,7 @@ def test_second_trainer_in_the_folder_is_refused(tmp_path: Path) -> None:
 
     def second(step: int) -> None:
         if step == 3:
-            with pytest.raises(TrainerError) as caught:
+            with pytest.raises(TrainError) as caught:
                 make_trainer(tmp_path, 6).run(resume=True, display=Quiet())
             said.append(str(caught.value))
 
@@ -330,7 +330,7 @@ def test_lost_run_folder_ends_the_run_with_error(tmp_path: Path, how: str, every
                 run.mkdir()
 
     trainer = make_trainer(run, 50, log_every=5, checkpoint_every=every)
-    with pytest.raises(TrainerError, match=r"/run was removed, moved or replaced while"):
+    with pytest.raises(TrainError, match=r"/run was removed, moved or replaced while"):
         trainer.run(display=Quiet(lose))
     assert not list(run.rglob("*.json*"))
     if how == "moved" and every:
@@ -412,7 +412,7 @@ def test_a_run_clears_away_what_killed_processes_left(copy: Path) -> None:
 
 
 def test_nothing_at_a_path_is_not_damage(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(PathNotFoundError):
         checkpoint.restore(Net(), tmp_path / "none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -430,6 +430,6 @@ def test_an_option_that_is_off_is_none() -> None:
 def test_folders_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(TrainerError, match=r"Cannot write into the run's folder .*file.*: "):
+        with pytest.raises(TrainError, match=r"Cannot write into the run's folder .*file.*: "):
             make_trainer(place, 1).run(display=Quiet())
     assert (tmp_path / "file").read_text() == ""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.errors import DataPositionError, WindowError
+from shardax.errors import DataError
 from shardax.train import (
     ByteText,
     DataPosition,
@@ -189,10 +189,10 @@ def test_row_batches_read_only_the_rows_asked_for(rows: list[int]):
     again.restore(saved)
     assert next(again)["x"].tolist() == list(range(6, 12))
     for other in ({"batch_size": 5}, {"name": "letters"}):
-        with pytest.raises(DataPositionError, match="cannot be continued"):
+        with pytest.raises(DataError, match="cannot be continued"):
             RowBatches(source, **{"batch_size": 6, "name": "numbers", **other}).restore(saved)
     for state in ({**saved, "step": -1}, {**saved, "step": True}, {"name": "numbers"}, 3, None):
-        with pytest.raises(DataPositionError, match="cannot be continued"):
+        with pytest.raises(DataError, match="cannot be continued"):
             again.restore(state)
     assert again.state() == {**saved, "step": saved["step"] + 1}
 
@@ -219,7 +219,7 @@ def test_whole_batches_give_rows_and_position_of_source():
     ],
 )
 def test_batches_of_another_number_of_rows_are_refused(source: Any, message: str):
-    with pytest.raises(WindowError, match=message):
+    with pytest.raises(DataError, match=message):
         source()
 
 
@@ -232,7 +232,7 @@ def test_rows_outside_of_the_batch_are_refused(rows: Any):
         WholeBatches([np.zeros(4)], batch_size=4),
     ]
     for source in sources:
-        with pytest.raises(WindowError, match="rows must be numbers from 0 to 3"):
+        with pytest.raises(DataError, match="rows must be numbers from 0 to 3"):
             next(source.by_rows(np.array(rows)))
 
 
@@ -264,7 +264,7 @@ def test_restoring_over_other_data_is_refused_listing_differences():
     other = TrainBatches(TEXT.split(0.2)[0], batch_size=8, seq_len=32, seed=1)
     next(other)
     next(other)
-    with pytest.raises(DataPositionError) as caught:
+    with pytest.raises(DataError) as caught:
         other.restore(saved.state())
     message = str(caught.value)
     for line in (
@@ -280,7 +280,7 @@ def test_restoring_over_other_data_is_refused_listing_differences():
 
 def test_restoring_another_batch_size_names_the_saved_one():
     saved = TrainBatches(TRAIN, batch_size=4, seq_len=16).state()
-    with pytest.raises(DataPositionError, match="batch_size=<saved>"):
+    with pytest.raises(DataError, match="batch_size=<saved>"):
         TrainBatches(TRAIN, batch_size=8, seq_len=16).restore(saved)
 
 
@@ -301,7 +301,7 @@ def test_restoring_what_is_no_position_is_refused(broken: dict[str, object] | No
     batches = TrainBatches(TRAIN, batch_size=4, seq_len=16)
     next(batches)
     complete = {**batches.state(), **broken} if broken and broken != {"step": 1} else broken
-    with pytest.raises(DataPositionError, match="Not a data position"):
+    with pytest.raises(DataError, match="Not a data position"):
         batches.restore(complete)  # pyright: ignore[reportArgumentType]  (the point)
     assert batches.step == 1
 
@@ -317,19 +317,19 @@ def test_restoring_what_is_no_position_is_refused(broken: dict[str, object] | No
     ],
 )
 def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str):
-    with pytest.raises(WindowError, match=message):
+    with pytest.raises(DataError, match=message):
         TrainBatches(TRAIN, **{"batch_size": 4, "seq_len": 16, **sizes})
 
 
 def test_the_longest_possible_window_is_allowed():
     text = ByteText.from_bytes(b"abcde")
     assert windows_of(next(TrainBatches(text.whole, batch_size=1, seq_len=4))) == [b"abcde"]
-    with pytest.raises(WindowError, match="the longest segment"):
+    with pytest.raises(DataError, match="the longest segment"):
         TrainBatches(text.whole, batch_size=1, seq_len=5)
 
 
 def test_a_negative_step_is_refused():
-    with pytest.raises(WindowError, match="-1"):
+    with pytest.raises(DataError, match="-1"):
         TrainBatches(TRAIN, batch_size=4, seq_len=16).batch_at(-1)
 
 
@@ -344,7 +344,7 @@ def test_evaluation_predicts_every_byte_with_a_predecessor_once(
         (int(a), int(b)) for segment in part.segments() for a, b in pairwise(segment)
     )
     if not expected:
-        with pytest.raises(WindowError, match="nothing to predict"):
+        with pytest.raises(DataError, match="nothing to predict"):
             EvalBatches(part, batch_size=batch_size, seq_len=seq_len)
         return
     batches = EvalBatches(part, batch_size=batch_size, seq_len=seq_len)
@@ -416,5 +416,5 @@ def test_selected_evaluation_rows_equal_those_of_whole_batches(rows: list[int]):
 
 
 def test_a_limit_below_one_batch_is_refused():
-    with pytest.raises(WindowError, match="max_batches"):
+    with pytest.raises(DataError, match="max_batches"):
         EvalBatches(HELD_OUT, batch_size=1, seq_len=1, max_batches=0)

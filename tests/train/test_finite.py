@@ -14,7 +14,7 @@ import pytest
 from tests.train.small_runs import Quiet
 
 import shardax as sx
-from shardax.errors import TrainerError
+from shardax.errors import TrainError
 
 
 class Line(sx.Module):
@@ -93,7 +93,7 @@ def checkpoints_of(folder: Path) -> list[int]:
 @pytest.mark.parametrize("log_every", [1, 7, 100])
 def test_gradient_not_finite_stops_at_its_step(tmp_path: Path, log_every: int) -> None:
     loss = loss_spoiled_at(3, gradient_only=True)
-    with pytest.raises(TrainerError) as stopped:
+    with pytest.raises(TrainError) as stopped:
         run_line(tmp_path, 9, loss, log_every=log_every, checkpoint_every=2)
     text = str(stopped.value)
     assert "The loss at step 3 is 2.048, but" in text
@@ -108,14 +108,14 @@ def test_gradient_not_finite_stops_at_its_step(tmp_path: Path, log_every: int) -
 @pytest.mark.parametrize("steps", [1, 3])
 def test_last_step_is_not_saved_if_spoiled(tmp_path: Path, steps: int) -> None:
     loss = loss_spoiled_at(steps, gradient_only=True)
-    with pytest.raises(TrainerError, match=f"loss at step {steps} is"):
+    with pytest.raises(TrainError, match=f"loss at step {steps} is"):
         run_line(tmp_path, steps, loss, log_every=1 if steps == 1 else 100)
     assert checkpoints_of(tmp_path) == []
 
 
 def test_update_not_finite_names_values_and_stops(tmp_path: Path) -> None:
     tx = optax.sgd(lambda count: jnp.where(count == 2, jnp.inf, 0.1))
-    with pytest.raises(TrainerError, match=r"step 3 is 2\.048, but") as stopped:
+    with pytest.raises(TrainError, match=r"step 3 is 2\.048, but") as stopped:
         run_line(tmp_path, 9, loss_spoiled_at(), tx, max_skipped_steps=5)
     assert "Values of model.slope, model.offset" in str(stopped.value)
     assert "gradients of" not in str(stopped.value)
@@ -147,7 +147,7 @@ def loss_of_values_only(loss: Any, model: Line, batch: Any) -> Any:
 
 def test_apply_if_finite_stops_after_its_own_limit(tmp_path: Path) -> None:
     loss = loss_spoiled_at(2, 3, 4)
-    with pytest.raises(TrainerError, match=r"loss at step 4 is nan.*model\.slope"):
+    with pytest.raises(TrainError, match=r"loss at step 4 is nan.*model\.slope"):
         run_line(
             tmp_path,
             9,
@@ -180,13 +180,13 @@ def test_skipped_steps_are_counted_and_change_nothing(tmp_path: Path) -> None:
 
 def test_skipping_ends_at_its_limit_also_resumed(tmp_path: Path) -> None:
     loss = loss_spoiled_at(2, 4, 5, 6)
-    with pytest.raises(TrainerError, match="3 steps in a row were skipped") as stopped:
+    with pytest.raises(TrainError, match="3 steps in a row were skipped") as stopped:
         run_line(tmp_path / "whole", 9, loss, max_skipped_steps=2)
     assert "loss at step 6 is nan" in str(stopped.value)
     run_line(tmp_path / "parts", 5, loss, max_skipped_steps=2)
-    with pytest.raises(TrainerError, match=r"loss at step 6 is nan.*3 steps in a row"):
+    with pytest.raises(TrainError, match=r"loss at step 6 is nan.*3 steps in a row"):
         run_line(tmp_path / "parts", 9, loss, resume=True, max_skipped_steps=2)
-    with pytest.raises(TrainerError, match=r"max_skipped_steps=-1.*0: the first step"):
+    with pytest.raises(TrainError, match=r"max_skipped_steps=-1.*0: the first step"):
         sx.train.TrainerSettings(steps=1, max_skipped_steps=-1)
 
 

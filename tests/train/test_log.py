@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardax.errors import LogError
+from shardax.errors import TrainError
 from shardax.train import JsonlLog, read_jsonl
 
 names = st.text(min_size=1, max_size=5)
@@ -142,7 +142,7 @@ def test_arrays_and_scalars_become_plain_numbers(path: Path):
 )
 def test_value_without_json_form_is_refused_by_name(path: Path, value: object, where: str):
     with JsonlLog(path) as log:
-        with pytest.raises(LogError, match=where):
+        with pytest.raises(TrainError, match=where):
             log.write(step=1, value=value)
         log.write(step=0)
     assert read_jsonl(path) == [{"step": 0}]
@@ -210,7 +210,7 @@ def test_steps_may_repeat_but_not_go_back(path: Path):
         log.write(step=5, loss=1.0)
         log.write(step=5, held_out=1.1)
     with JsonlLog(path) as log:
-        with pytest.raises(LogError, match=r"step 4 cannot follow one of step 5.*resume_step=3"):
+        with pytest.raises(TrainError, match=r"step 4 cannot follow one of step 5.*resume_step=3"):
             log.write(step=4)
         log.write(step=6)
     assert [record["step"] for record in read_jsonl(path)] == [5, 5, 6]
@@ -218,7 +218,7 @@ def test_steps_may_repeat_but_not_go_back(path: Path):
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
 def test_a_step_that_is_no_count_is_refused(path: Path, step: object):
-    with JsonlLog(path) as log, pytest.raises(LogError, match="int of 0 or more"):
+    with JsonlLog(path) as log, pytest.raises(TrainError, match="int of 0 or more"):
         log.write(step=step)
     assert path.read_bytes() == b""
 
@@ -234,9 +234,9 @@ def test_a_step_that_is_no_count_is_refused(path: Path, step: object):
 def test_file_that_is_no_log_is_refused_unchanged(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(LogError, match=message):
+    with pytest.raises(TrainError, match=message):
         JsonlLog(path, resume_step=0)
-    with pytest.raises(LogError, match=message):
+    with pytest.raises(TrainError, match=message):
         read_jsonl(path)
     assert path.read_bytes() == content
 
@@ -249,7 +249,7 @@ def test_failed_write_leaves_no_partial_line(logs_of_a_process: tuple[Path, Path
 def test_a_closed_log_refuses_to_write(path: Path):
     log = JsonlLog(path)
     log.close()
-    with pytest.raises(LogError, match="closed"):
+    with pytest.raises(TrainError, match="closed"):
         log.write(step=1)
 
 
@@ -262,5 +262,5 @@ def test_reading_a_missing_log_raises_file_not_found(path: Path):
 def test_deeply_nested_records_are_refused(tmp_path: Path, depth: int):
     log = tmp_path / "log.jsonl"
     log.write_text('{"step":1}\n' + '{"a":' * depth + "1" + "}" * depth + "\n")
-    with pytest.raises(LogError, match=r"Line 2 of .* is no JSON object|nested more deeply"):
+    with pytest.raises(TrainError, match=r"Line 2 of .* is no JSON object|nested more deeply"):
         read_jsonl(log)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import shardax as sx
-from shardax.errors import MetricError
+from shardax.errors import TrainError
 from shardax.train.metrics import Accuracy, Average, MultiMetric, Perplexity, Welford
 from shardax.train.step_numbers import EvalNumbers, count_targets
 
@@ -119,17 +119,17 @@ def test_multi_metrics_merge_by_name() -> None:
 
 
 def test_misuse_is_named() -> None:
-    with pytest.raises(MetricError, match=r"needs loss=.*given logits"):
+    with pytest.raises(TrainError, match=r"needs loss=.*given logits"):
         Average("loss").update(logits=1.0)
-    with pytest.raises(MetricError, match="labels float32"):
+    with pytest.raises(TrainError, match="labels float32"):
         Accuracy().update(logits=jnp.ones((2, 3)), labels=jnp.ones((2, 3)))
-    with pytest.raises(MetricError, match=r"\(3,\) do not fit values of shape \(2, 3\)"):
+    with pytest.raises(TrainError, match=r"\(3,\) do not fit values of shape \(2, 3\)"):
         Average().update(values=jnp.ones((2, 3)), weights=jnp.ones(3))
-    with pytest.raises(MetricError, match="Cannot merge a Welford into a Average"):
+    with pytest.raises(TrainError, match="Cannot merge a Welford into a Average"):
         Average().merge(Welford())
-    with pytest.raises(MetricError, match="'update'"):
+    with pytest.raises(TrainError, match="'update'"):
         MultiMetric(update=Average())
-    with pytest.raises(MetricError, match="named"):
+    with pytest.raises(TrainError, match="named"):
         MultiMetric(a=Average()).merge(MultiMetric(b=Average()))
 
 
@@ -150,7 +150,7 @@ def test_misuse_is_named() -> None:
 def test_a_keyword_that_no_metric_takes_is_refused(
     metric: Any, given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(MetricError, match=message):
+    with pytest.raises(TrainError, match=message):
         metric.update(**given)
 
 

@@ -185,7 +185,7 @@ def test_packed_rows_train_a_model_and_judge_it(tmp_path: Path):
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents: Any, options: Any, message: str):
-    with pytest.raises(sx.errors.WindowError, match=message):
+    with pytest.raises(sx.errors.DataError, match=message):
         PackedBatches(documents, **{"batch_size": 1, "seq_len": 4} | options)
 
 
@@ -197,7 +197,7 @@ def test_position_of_other_documents_or_sizes_is_refused():
         "seed": PackedBatches(DOCUMENTS, batch_size=2, seq_len=8),
     }
     for name, other in others.items():
-        with pytest.raises(sx.errors.DataPositionError, match=rf"\n  {name}: saved"):
+        with pytest.raises(sx.errors.DataError, match=rf"\n  {name}: saved"):
             batches.restore(other.state())
-    with pytest.raises(sx.errors.DataPositionError, match="Not a position of packed batches"):
+    with pytest.raises(sx.errors.DataError, match="Not a position of packed batches"):
         batches.restore({"step": 1})

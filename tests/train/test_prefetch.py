@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax.errors import DataPositionError, PrefetchError
+from shardax.errors import DataError
 from shardax.train import ByteText, Prefetch, TrainBatches, put_batch
 
 PART = ByteText.from_bytes(np.random.default_rng(0).integers(0, 256, 2000, np.uint8)).whole
@@ -158,21 +158,21 @@ def test_a_refused_position_leaves_everything_where_it_was():
     with Prefetch(source()) as batches:
         next(batches)
         next(plain)
-        with pytest.raises(DataPositionError, match="seed"):
+        with pytest.raises(DataError, match="seed"):
             batches.restore(foreign)
         assert batches.state()["step"] == 1
         assert (np.asarray(next(batches)["inputs"]) == next(plain)["inputs"]).all()
 
 
 def test_what_cannot_be_done_is_refused_clearly():
-    with pytest.raises(PrefetchError, match="depth >= 1"):
+    with pytest.raises(DataError, match="depth >= 1"):
         Prefetch(source(), depth=0)
     with Prefetch([np.array(0)]) as batches:
-        with pytest.raises(PrefetchError, match="list has none"):
+        with pytest.raises(DataError, match="list has none"):
             batches.state()
-        with pytest.raises(PrefetchError, match="list has none"):
+        with pytest.raises(DataError, match="list has none"):
             batches.restore({})
     closed = Prefetch(source())
     closed.close()
-    with pytest.raises(PrefetchError, match="closed"):
+    with pytest.raises(DataError, match="closed"):
         closed.restore(source().state())

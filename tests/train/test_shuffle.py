@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.errors import WindowError
+from shardax.errors import DataError
 from shardax.train.data.text import hash64, mix64, permute
 
 
@@ -55,13 +55,13 @@ def test_permute_equals_the_recorded_order():
 
 @pytest.mark.parametrize("size", [0, -1, 2**62 + 1])
 def test_permute_refuses_a_size_out_of_range(size: int):
-    with pytest.raises(WindowError, match=f"size={size}"):
+    with pytest.raises(DataError, match=f"size={size}"):
         permute([], size, key=0)
 
 
 @pytest.mark.parametrize("place", [-1, 5])
 def test_permute_refuses_a_place_outside(place: int):
-    with pytest.raises(WindowError, match=r"outside \[0, 5\)"):
+    with pytest.raises(DataError, match=r"outside \[0, 5\)"):
         permute([0, place], 5, key=0)
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
-from shardax.errors import DataPositionError
+from shardax.errors import DataError
 from shardax.train import Positioned
 from shardax.train.data.sources import adapted, decoded, encoded, go_to, host_batch, saved_position
 
@@ -164,15 +164,15 @@ class Batches:
 
 def test_source_without_position_is_refused_or_restarts(tmp_path: Path):
     datasets = pytest.importorskip("datasets", reason="install shardax[data]")
-    with pytest.raises(sx.errors.TrainerError, match="resumable=False") as refused:
+    with pytest.raises(sx.errors.TrainError, match="resumable=False") as refused:
         make_trainer(tmp_path, 1, batches=Batches()).check()
     assert all(
         each in str(refused.value)
         for each in ("state() and restore()", "grain", "StatefulDataLoader", "Batches")
     )
-    with pytest.raises(sx.errors.TrainerError, match=r"dataset\.to_iterable_dataset\(\)\.batch"):
+    with pytest.raises(sx.errors.TrainError, match=r"dataset\.to_iterable_dataset\(\)\.batch"):
         make_trainer(tmp_path, 1, batches=datasets.Dataset.from_list(ROWS)).check()
-    with pytest.raises(sx.errors.TrainerError, match="int, which cannot be iterated over"):
+    with pytest.raises(sx.errors.TrainError, match="int, which cannot be iterated over"):
         make_trainer(tmp_path, 1, batches=3, resumable=False).check()
 
     seen: list[int] = []
@@ -233,13 +233,13 @@ def test_mismatched_position_is_refused_and_changes_nothing():
         (source, other.state()),
         (other, 3),
     ):
-        with pytest.raises(sx.errors.DataPositionError, match="cannot be continued with this"):
+        with pytest.raises(sx.errors.DataError, match="cannot be continued with this"):
             each.restore(state)
     assert [content(next(each)) for each in (source, other, shuffled)] != first
     for each, builder in ((source, "datasets"), (other, "torchdata")):
         plain = adapted(SOURCES[builder](), resumable=True)
         assert [content(next(plain)) for _ in range(3)][2] == content(next(each))
-    with pytest.raises(sx.errors.TrainerError, match="holds a object, which cannot be written"):
+    with pytest.raises(sx.errors.TrainError, match="holds a object, which cannot be written"):
         encoded({"x": object()}, "a source")
 
 
@@ -248,12 +248,12 @@ def test_local_batches_resume_only_with_equal_process_count(tmp_path: Path):
     saved = saved_position(local, local.state())
     assert saved == {"__kind__": "processes", "states": [local.state()]}
     saved["states"] *= 2
-    with pytest.raises(sx.errors.DataPositionError, match=r"saved by 2 process.*Resume with 2"):
+    with pytest.raises(sx.errors.DataError, match=r"saved by 2 process.*Resume with 2"):
         go_to(local, saved)
     whole = sx.train.WholeBatches(SOURCES["grain.MapDataset"](), batch_size=4)
-    with pytest.raises(sx.errors.DataPositionError, match="saved of LocalBatches, but the run now"):
+    with pytest.raises(sx.errors.DataError, match="saved of LocalBatches, but the run now"):
         go_to(whole, saved)
-    with pytest.raises(sx.errors.DataPositionError, match="saved of other batches, but the run"):
+    with pytest.raises(sx.errors.DataError, match="saved of other batches, but the run"):
         go_to(local, whole.state())
 
 
@@ -288,12 +288,12 @@ def test_missing_position_is_not_handed_to_source(tmp_path: Path):
 
     run(2, iter(Batches()), resumable=False, resume=False)
     rows = Rows()
-    with pytest.raises(DataPositionError, match=r"on batches without a position.*Rows.*=False"):
+    with pytest.raises(DataError, match=r"on batches without a position.*Rows.*=False"):
         run(3, rows, resumable=True)
     assert rows.restored == []
     text = sx.train.ByteText.from_bytes(b"so it goes. " * 40).split(0.1)[0]
     windows = sx.train.TrainBatches(text, batch_size=4, seq_len=3)
-    with pytest.raises(DataPositionError, match="on batches without a position"):
+    with pytest.raises(DataError, match="on batches without a position"):
         run(3, windows, resumable=True)
     anew = "The batches have no position to go on from: they start anew."
     assert anew in run(3, rows, resumable=False).notes
@@ -305,7 +305,7 @@ def test_missing_position_is_not_handed_to_source(tmp_path: Path):
 
 def test_old_or_similar_positions_are_told_apart():
     old = {"step": 3, "resumable": False}
-    with pytest.raises(DataPositionError, match="without a position"):
+    with pytest.raises(DataError, match="without a position"):
         go_to(Rows(), old)
     assert not go_to(Rows(), old, resumable=False)
 
@@ -322,5 +322,5 @@ def test_old_or_similar_positions_are_told_apart():
 
 
 def test_own_error_of_restore_names_the_source():
-    with pytest.raises(DataPositionError, match=r"with this Rows: KeyError\('at'\)"):
+    with pytest.raises(DataError, match=r"with this Rows: KeyError\('at'\)"):
         go_to(Rows(), {"epoch": 1})

@@ -15,7 +15,7 @@ import pytest
 from tests.train.small_runs import BATCH, SEQ, Bigram, Quiet, eval_batches, make_trainer
 
 import shardax as sx
-from shardax.errors import TrainerError
+from shardax.errors import TrainError
 from shardax.train.speed import Throughput, utilization_of
 
 
@@ -111,7 +111,7 @@ def test_without_a_known_peak_there_is_no_utilization(tmp_path: Path) -> None:
     trainer.run(display=Quiet())
     assert not any("mfu" in record for record in sx.train.read_jsonl(trainer.log_path))
     for peak in (0, -1.0, "1e12"):
-        with pytest.raises(TrainerError, match=r"peak_flops=.*must be a number above 0"):
+        with pytest.raises(TrainError, match=r"peak_flops=.*must be a number above 0"):
             sx.train.TrainerSettings(steps=1, peak_flops=peak)  # type: ignore[arg-type]
 
 
@@ -204,7 +204,7 @@ def test_traced_run_trains_as_an_untraced_one(tmp_path: Path) -> None:
         type(module) for _, module in sx.iter_modules(plain.model)
     ]
     for wrong in ((0, 3), (2, 1), (1, 4), (1,), 3, (1.0, 2)):
-        with pytest.raises(TrainerError, match=r"profile=.* must be the first and the last step"):
+        with pytest.raises(TrainError, match=r"profile=.* must be the first and the last step"):
             make_trainer(tmp_path / "wrong", 3, layout={"profile": wrong})
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.errors import TextNotFoundError, TextSourceError
+from shardax.errors import DataError, PathNotFoundError
 from shardax.train import ByteText, TextPart, open_text
 
 
@@ -65,13 +65,13 @@ def test_both_parts_are_samples_of_the_same_distribution():
 
 @pytest.mark.parametrize("held_out", [0.0, -0.1, 0.51, 1.0, float("nan")])
 def test_split_refuses_a_share_out_of_range(held_out: float):
-    with pytest.raises(TextSourceError, match=r"above 0 and at most 0\.5"):
+    with pytest.raises(DataError, match=r"above 0 and at most 0\.5"):
         ByteText.from_bytes(b"text" * 100).split(held_out)
 
 
 @pytest.mark.parametrize("block_bytes", [0, -1, 12])
 def test_split_refuses_too_few_blocks(block_bytes: int):
-    with pytest.raises(TextSourceError, match="block_bytes from 1 to 10"):
+    with pytest.raises(DataError, match="block_bytes from 1 to 10"):
         ByteText.from_bytes(bytes(100)).split(0.1, block_bytes=block_bytes)
 
 
@@ -141,13 +141,13 @@ def test_bytes_are_read_only_without_changing_the_array():
 
 def test_missing_empty_and_mistyped_texts_are_refused(tmp_path: Path):
     (tmp_path / "empty").touch()
-    with pytest.raises(TextNotFoundError, match="nowhere"):
+    with pytest.raises(PathNotFoundError, match="nowhere"):
         open_text(tmp_path / "nowhere")
-    with pytest.raises(TextSourceError, match="empty"):
+    with pytest.raises(DataError, match="empty"):
         open_text(tmp_path / "empty")
-    with pytest.raises(TextSourceError, match="must not be empty"):
+    with pytest.raises(DataError, match="must not be empty"):
         ByteText.from_bytes(b"")
-    with pytest.raises(TextSourceError, match=r"dtype int64 and shape \(3,\)"):
+    with pytest.raises(DataError, match=r"dtype int64 and shape \(3,\)"):
         ByteText.from_bytes(np.zeros(3, np.int64))  # pyright: ignore[reportArgumentType]  (the point)
 
 
@@ -156,7 +156,7 @@ def test_missing_empty_and_mistyped_texts_are_refused(tmp_path: Path):
     [([], []), ([0], [0]), ([0, 2], [3, 4]), ([5, 0], [6, 1]), ([-1], [1]), ([0], [11])],
 )
 def test_empty_overlapping_or_outside_segments_are_refused(starts: list[int], ends: list[int]):
-    with pytest.raises(TextSourceError, match="non-empty, ascending, disjoint"):
+    with pytest.raises(DataError, match="non-empty, ascending, disjoint"):
         TextPart(ByteText.from_bytes(bytes(10)), np.array(starts, int), np.array(ends, int))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardax.errors import TextNotFoundError, TextSourceError
+from shardax.errors import DataError, PathNotFoundError
 from shardax.train import ByteText
 
 
@@ -66,7 +66,7 @@ def test_fingerprint_depends_on_content_not_location(folder: Path, tmp_path: Pat
 
 
 def test_missing_suffix_error_names_the_suffixes_present(folder: Path):
-    with pytest.raises(TextSourceError) as caught:
+    with pytest.raises(DataError) as caught:
         ByteText.from_folder(folder, suffixes=(".md", ".rst"))
     assert str(folder) in str(caught.value)
     assert "ending in .md or .rst" in str(caught.value)
@@ -74,14 +74,14 @@ def test_missing_suffix_error_names_the_suffixes_present(folder: Path):
 
 
 def test_a_folder_without_files_says_so(tmp_path: Path):
-    with pytest.raises(TextSourceError, match="the folder is empty"):
+    with pytest.raises(DataError, match="the folder is empty"):
         ByteText.from_folder(tmp_path)
 
 
 def test_missing_folder_raises_file_not_found(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="nowhere") as caught:
         ByteText.from_folder(tmp_path / "nowhere")
-    assert isinstance(caught.value, TextNotFoundError)
+    assert isinstance(caught.value, PathNotFoundError)
 
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.M
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", refusing)
-    with pytest.raises(TextSourceError, match=r"z\.txt.*Permission denied"):
+    with pytest.raises(DataError, match=r"z\.txt.*Permission denied"):
         ByteText.from_folder(folder)
 
 
@@ -111,7 +111,7 @@ def test_full_disk_error_names_the_temporary_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(TextSourceError, match=r"Cannot join .*missing.*TMPDIR"):
+    with pytest.raises(DataError, match=r"Cannot join .*missing.*TMPDIR"):
         ByteText.from_folder(folder)
 
 

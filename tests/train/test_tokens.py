@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.train.small_runs import Quiet, make_trainer, state_of
 
-from shardax.errors import DataPositionError, TextNotFoundError, TextSourceError, WindowError
+from shardax.errors import DataError, PathNotFoundError
 from shardax.train import ByteText, EvalBatches, TokenFile, TrainBatches
 
 IDS = np.random.default_rng(0).integers(0, 256, 4000)
@@ -44,7 +44,7 @@ def test_token_file_has_the_windows_of_text(name: str, dtype: str, tmp_path: Pat
 def test_raw_token_files_are_opened_with_given_dtype(tmp_path: Path):
     path = tmp_path / "train.bin"
     (IDS + 60_000 - 255).astype("<u2").tofile(path)
-    with pytest.raises(TextSourceError, match=r"does not say of which dtype.*dtype='uint16'"):
+    with pytest.raises(DataError, match=r"does not say of which dtype.*dtype='uint16'"):
         TokenFile(path)
     tokens = TokenFile(path, dtype=np.uint16, vocab_size=60_001)
     assert int(tokens.data.max()) == 60_000
@@ -132,22 +132,22 @@ def cut(path: Path) -> None:
 def test_malformed_token_files_are_refused_by_name(
     attempt: Callable[[Path], Any], message: str, tmp_path: Path
 ):
-    with pytest.raises(TextSourceError, match=message):
+    with pytest.raises(DataError, match=message):
         attempt(tmp_path)
     assert not list(tmp_path.glob("*.unfinished*"))
 
 
 def test_other_files_are_refused_by_name(tmp_path: Path):
-    with pytest.raises(TextNotFoundError, match=r"no file .*none\.bin"):
+    with pytest.raises(PathNotFoundError, match=r"no file .*none\.bin"):
         TokenFile(tmp_path / "none.bin", dtype="uint16")
     (tmp_path / "empty.bin").write_bytes(b"")
-    with pytest.raises(TextSourceError, match="is empty"):
+    with pytest.raises(DataError, match="is empty"):
         TokenFile(tmp_path / "empty.bin", dtype="uint16")
     (tmp_path / "odd.bin").write_bytes(b"12345")
-    with pytest.raises(TextSourceError, match=r"odd\.bin' has 5 bytes, no multiple of the 4"):
+    with pytest.raises(DataError, match=r"odd\.bin' has 5 bytes, no multiple of the 4"):
         TokenFile(tmp_path / "odd.bin", dtype="uint32")
     short = TokenFile.write(tmp_path / "short.bin", [1, 2, 3])
-    with pytest.raises(WindowError, match=r"= 9 tokens fits: the longest segment .* has 3"):
+    with pytest.raises(DataError, match=r"= 9 tokens fits: the longest segment .* has 3"):
         TrainBatches(short.whole, batch_size=1, seq_len=8)
 
 
@@ -159,7 +159,7 @@ def test_batch_with_ids_beyond_the_vocabulary_is_refused(
     ids[7] = 250 if vocab_size else 2**31
     path = TokenFile.write(tmp_path / "ids.bin", ids, dtype="uint32").name
     batches = EvalBatches(TokenFile(path, vocab_size=vocab_size).whole, batch_size=2, seq_len=8)
-    with pytest.raises(TextSourceError, match=rf"Token 7 of .*ids\.bin has .* from 0 to {limit}\."):
+    with pytest.raises(DataError, match=rf"Token 7 of .*ids\.bin has .* from 0 to {limit}\."):
         next(iter(batches))
 
 
@@ -168,7 +168,7 @@ def test_a_position_belongs_to_the_tokens(tmp_path: Path):
     batches = TrainBatches(TokenFile.write(tmp_path / "a.bin", IDS).whole, **sizes)
     state = json.loads(json.dumps(batches.state()))
     other = TokenFile.write(tmp_path / "b.bin", IDS[::-1])
-    with pytest.raises(DataPositionError, match="fingerprint: saved"):
+    with pytest.raises(DataError, match="fingerprint: saved"):
         TrainBatches(other.whole, **sizes).restore(state)
     same = TokenFile.write(tmp_path / "c.npy", IDS)
     TrainBatches(same.whole, **sizes).restore(state)

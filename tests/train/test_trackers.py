@@ -13,7 +13,7 @@ import pytest
 from tests.train.small_runs import Quiet, eval_batches, make_trainer
 
 import shardax as sx
-from shardax.errors import LogError, TrainerError
+from shardax.errors import TrainError
 from shardax.train import JsonlLog, TensorBoardLog, read_jsonl
 
 accumulator = pytest.importorskip(
@@ -109,7 +109,7 @@ def test_event_files_hold_numbers_of_any_kind_only(tmp_path: Path) -> None:
         "eval/b": [(3, 0.5)],
     }
     for record, message in (({"a": 1}, "has no step"), ({"step": 1.5}, "must be an int of 0 or")):
-        with pytest.raises(LogError, match=message):
+        with pytest.raises(TrainError, match=message):
             log.write(**record)
 
 
@@ -128,7 +128,7 @@ def test_a_log_is_cut_off_and_opened_again(tmp_path: Path) -> None:
 def test_what_is_no_tracker_is_refused(tmp_path: Path, given: Any) -> None:
     if isinstance(given, type):
         given = given(tmp_path / "one")
-    with pytest.raises(TrainerError, match=r"trackers has a .*, in a tuple or list: trackers=\("):
+    with pytest.raises(TrainError, match=r"trackers has a .*, in a tuple or list: trackers=\("):
         make_trainer(tmp_path, 1, layout={"trackers": given})
 
 

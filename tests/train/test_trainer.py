@@ -29,7 +29,7 @@ from tests.train.small_runs import (
 )
 
 import shardax as sx
-from shardax.errors import PartitionCheckError, TrainerError
+from shardax.errors import PartitionCheckError, TrainError
 from shardax.models import next_token_loss
 
 STEPS = 12
@@ -318,13 +318,13 @@ def test_resuming_where_nothing_is_starts_from_the_beginning(tmp_path: Path) -> 
 def test_used_directory_is_refused_unchanged(whole: Run, tmp_path: Path) -> None:
     before = files_of(whole.trainer.directory)
     again = like_whole(whole.trainer.directory)
-    with pytest.raises(TrainerError, match=r"already holds a run, saved at step 12.*resume=True"):
+    with pytest.raises(TrainError, match=r"already holds a run, saved at step 12.*resume=True"):
         again.run(display=Quiet())
     assert files_of(whole.trainer.directory) == before
     assert again.model.head.kernel.is_lazy
 
     (tmp_path / "log.jsonl").write_text('{"step":1,"loss":2.0}\n')
-    with pytest.raises(TrainerError, match="already holds a run"):
+    with pytest.raises(TrainError, match="already holds a run"):
         make_trainer(tmp_path, 3).run(display=Quiet())
     assert files_of(tmp_path) == {"log.jsonl": b'{"step":1,"loss":2.0}\n'}
 
@@ -348,7 +348,7 @@ def test_indivisible_batches_are_refused_before_anything_is_made(
         grad_accumulation=parts,
         mesh=None if shape is None else auto(shape),
     )
-    with pytest.raises(TrainerError, match=rf"(?s)training batch.*\['inputs'\].*{message}"):
+    with pytest.raises(TrainError, match=rf"(?s)training batch.*\['inputs'\].*{message}"):
         trainer.run(display=Quiet())
     assert trainer.model.head.kernel.is_lazy and not trainer.directory.exists()
     assert trainer.batches.step == 0
@@ -357,7 +357,7 @@ def test_indivisible_batches_are_refused_before_anything_is_made(
 def test_indivisible_held_out_batches_are_refused_at_start(tmp_path: Path) -> None:
     held_out = sx.train.EvalBatches(HELD_OUT, batch_size=7, seq_len=SEQ)
     trainer = make_trainer(tmp_path / "run", 3, held_out=held_out, mesh=auto())
-    with pytest.raises(TrainerError, match="held-out batch cannot be laid out"):
+    with pytest.raises(TrainError, match="held-out batch cannot be laid out"):
         trainer.run(display=Quiet())
     assert not trainer.directory.exists()
 
@@ -397,7 +397,7 @@ def test_batches_without_state_or_second_pass_are_refused(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     trainer = make_trainer(tmp_path / "run", 3, **change)
-    with pytest.raises(TrainerError, match=message):
+    with pytest.raises(TrainError, match=message):
         trainer.run(display=Quiet())
     assert not trainer.directory.exists()
 
@@ -405,7 +405,7 @@ def test_batches_without_state_or_second_pass_are_refused(
 def test_batches_ending_early_raise_naming_the_step(tmp_path: Path) -> None:
     batches = Few(TRAIN, batch_size=BATCH, seq_len=SEQ)
     trainer = make_trainer(tmp_path, 5, batches=batches, checkpoint_every=2)
-    with pytest.raises(TrainerError, match=r"ended after step 3 of 5.*checkpoints of steps \[2\]"):
+    with pytest.raises(TrainError, match=r"ended after step 3 of 5.*checkpoints of steps \[2\]"):
         trainer.run(display=Quiet())
 
 
@@ -422,7 +422,7 @@ def test_loss_not_finite_stops_the_run_unsaved(tmp_path: Path, options: dict[str
         return spoiled(model, batch)
 
     trainer = make_trainer(tmp_path, 9, model=model, loss=counting, **options)
-    with pytest.raises(TrainerError, match=r"loss at step 3 is nan.*There is no checkpoint yet"):
+    with pytest.raises(TrainError, match=r"loss at step 3 is nan.*There is no checkpoint yet"):
         trainer.run(display=Quiet())
     assert sx.train.Checkpoints(trainer.checkpoint_directory).steps() == []
 
@@ -440,15 +440,15 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("settings", "message"), SETTINGS)
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(TrainerError, match=message):
+    with pytest.raises(TrainError, match=message):
         sx.train.TrainerSettings(**settings)
 
 
 def test_evaluating_without_held_out_data_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="held_out=EvalBatches"):
+    with pytest.raises(TrainError, match="held_out=EvalBatches"):
         make_trainer(tmp_path, 1).evaluate()
 
 
 def test_an_abstract_mesh_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match=r"jax.make_mesh"):
+    with pytest.raises(TrainError, match=r"jax.make_mesh"):
         make_trainer(tmp_path, 1, mesh=auto().abstract_mesh)

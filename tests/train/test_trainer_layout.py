@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.train.small_runs import RULES, Bigram, Quiet, eval_batches, make_trainer, raw, state_of
 
 import shardax as sx
-from shardax.errors import NoMeshError, OverrideError, PartitionCheckError, TrainerError
+from shardax.errors import NoMeshError, PartitionCheckError, PartitionError, TrainError
 
 STEPS = 6
 ZERO: dict[str, Any] = {"overrides": {sx.OptState: {"embed": "data"}}}
@@ -132,13 +132,13 @@ def test_invalid_layouts_are_refused_before_anything_is_made(
     tmp_path: Path, auto_mesh: Mesh
 ) -> None:
     for layout in (ZERO, {"memory_kind": "pinned_host"}):
-        with pytest.raises(TrainerError, match=f"{next(iter(layout))}, but no mesh"):
+        with pytest.raises(TrainError, match=f"{next(iter(layout))}, but no mesh"):
             make_trainer(tmp_path, 1, layout=layout)
     split = make_trainer(tmp_path, 1, mesh=auto_mesh, layout={"overrides": {...: P("dat")}})
     with pytest.raises(PartitionCheckError, match="'dat'"):
         split.run(display=Quiet())
     malformed = make_trainer(tmp_path, 1, mesh=auto_mesh, layout={"overrides": {...: "data"}})
-    with pytest.raises(OverrideError):
+    with pytest.raises(PartitionError):
         malformed.run(display=Quiet())
     assert list(tmp_path.iterdir()) == []
     assert malformed.model.head.kernel.is_lazy

@@ -19,7 +19,7 @@ from tests.train.small_runs import Quiet, make_trainer
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import LayerConfigError, OverrideError, TrainerError
+from shardax.errors import LayerConfigError, PartitionError, TrainError
 from shardax.hlo import read_program
 from shardax.train import data_parallel_value_and_grad
 
@@ -221,9 +221,9 @@ def test_reduced_gradients_train_as_those_of_the_compiler(
 
 
 def test_invalid_reduction_settings_are_refused(tmp_path: Path, auto_mesh: Any) -> None:
-    with pytest.raises(TrainerError, match="reduce_over="):
+    with pytest.raises(TrainError, match="reduce_over="):
         sx.train.TrainerSettings(steps=1, reduce_dtype="bfloat16")
-    with pytest.raises(TrainerError, match="no axis 'slice'"):
+    with pytest.raises(TrainError, match="no axis 'slice'"):
         make_trainer(tmp_path, 1, mesh=auto_mesh, reduce_over=("slice", "data"))
 
 
@@ -259,7 +259,7 @@ def test_update_uses_optimizer_state_in_host_memory(kind: AxisType, in_jit: bool
 def test_unknown_memory_is_refused_before_anything_moves() -> None:
     model = sx.nn.MLP(EMBED, HIDDEN, rngs=sx.Rngs(0))
     pair = model, sx.train.Optimizer(model, optax.adam(1e-2))
-    with pytest.raises(OverrideError, match="no such memory"):
+    with pytest.raises(PartitionError, match="no such memory"):
         sx.shard(pair, mesh_of(), RULES, memory_kind={sx.OptState: "remote_host"})
     assert all(variable.is_lazy for _, variable in sx.iter_variables(pair[1]))
 

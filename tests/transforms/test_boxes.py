@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.errors import BoxError, PartitioningUnspecifiedError, PrefixError
+from shardax.errors import PartitionError, PartitioningUnspecifiedError, PrefixError
 from shardax.partition import PARTITION_NAME, AxisMetadata, LogicallyPartitioned, Partitioned
 
 LAYERS = {PARTITION_NAME: "layers"}
@@ -203,7 +203,7 @@ def test_gradients_and_compiled_calls_around_keep_the_names() -> None:
 @pytest.mark.parametrize("transform", [sx.vmap, sx.scan], ids=["vmap", "scan"])
 def test_dimension_with_other_name_raises_with_path(transform: Any) -> None:
     lanes = transform(lambda tree: None, in_axes=0, out_axes=0, metadata=LAYERS)
-    with pytest.raises(BoxError, match=r"^\.tree\.w\[0\]: .*'layers'.*'other'"):
+    with pytest.raises(PartitionError, match=r"^\.tree\.w\[0\]: .*'layers'.*'other'"):
         lanes({"w": [named("other", "a")]})
 
 

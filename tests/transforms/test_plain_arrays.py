@@ -14,7 +14,7 @@ import pytest
 from tests.advice import run_advice
 
 import shardax as sx
-from shardax.errors import DifferentiationError, OptimizerStateError
+from shardax.errors import DifferentiationError, TrainError
 
 
 class Plain(sx.Module):
@@ -89,7 +89,7 @@ def test_training_names_arrays_that_are_no_params(make: Callable[[Any], Any]) ->
     chosen |= {"tx": optax.sgd(1.0), "filter": sx.BatchStat}
     chosen["model"] = Holder([sx.BatchStat(jnp.ones(2))])
     model = Plain(np.ones(2, np.float32))
-    with pytest.raises(OptimizerStateError, match=r"Plain arrays \(\.kernel\) are no") as caught:
+    with pytest.raises(TrainError, match=r"Plain arrays \(\.kernel\) are no") as caught:
         make(model)
     averages = "EMA(" in str(caught.value)
     code = "EMA(model, decay, wrt=filter)" if averages else "Optimizer(model, tx, wrt=filter)"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tests.advice import run_advice
 
 import shardax as sx
-from shardax.errors import PartitionCheckError, ShardingViewError
+from shardax.errors import PartitionCheckError, ViewError
 from shardax.view.shardings import sharding_text
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
@@ -192,13 +192,13 @@ def test_middle_devices_are_elided_on_large_meshes() -> None:
 
 def test_what_is_not_laid_out_cannot_be_shown(auto_mesh: Mesh) -> None:
     for value in (Layer().up, jax.ShapeDtypeStruct((3,), np.float32)):
-        with pytest.raises(ShardingViewError, match="no sharding to show") as caught:
+        with pytest.raises(ViewError, match="no sharding to show") as caught:
             sx.view.sharding(value)
     names = {"sx": sx, "model": Layer().up, "mesh": auto_mesh, "rules": RULES}
     planned = run_advice(caught.value, "sx.view.sharding(model, mesh, rules)", names)
     run_advice(caught.value, "sx.shard(model, mesh, rules)", names)
     assert str(sx.view.sharding(names["model"])) == str(planned)
-    with pytest.raises(ShardingViewError, match="inspect_array_sharding"):
+    with pytest.raises(ViewError, match="inspect_array_sharding"):
         jax.jit(lambda x: (sx.view.sharding(x), x)[1])(jnp.ones(3))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from shardax._parallel.errors import PipelineError
+from shardax.partition.errors import ParallelError
 
 KINDS = ("forward", "backward", "input", "weight")
 _LETTERS: Mapping[str, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
@@ -59,7 +59,7 @@ class Schedule:
         microbatches: Number of microbatches.
 
     Raises:
-        PipelineError: If an operation is missing, there twice, on another stage than its chunk's,
+        ParallelError: If an operation is missing, there twice, on another stage than its chunk's,
             or waits for one that never comes.
 
     Example:
@@ -115,7 +115,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            PipelineError: If there is no such schedule, or none of these numbers.
+            ParallelError: If there is no such schedule, or none of these numbers.
 
         Example:
             >>> Schedule.named("zero-bubble", 4, 8, 4).stages
@@ -128,20 +128,20 @@ class Schedule:
             "zero-bubble": cls.zero_bubble,
         }
         if name not in makers:
-            raise PipelineError(
+            raise ParallelError(
                 f"schedule={name!r} is not known; use {', '.join(map(repr, makers))}, or a "
                 "Schedule of your own."
             )
         _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
         if chunks % stages:
-            raise PipelineError(
+            raise ParallelError(
                 f"{chunks} parts of a model cannot be divided over {stages} stages. Make a "
                 f"multiple of {stages} parts, or a mesh with as many stages as parts."
             )
         if name in ("gpipe", "interleaved"):
             return makers[name](stages, microbatches, chunks)
         if chunks != stages:
-            raise PipelineError(
+            raise ParallelError(
                 f"The schedule {name!r} has one part of the model a stage, but there are {chunks} "
                 f'for {stages} stages. Use schedule="interleaved", or join parts to {stages}.'
             )
@@ -162,7 +162,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            PipelineError: If a number is not positive.
+            ParallelError: If a number is not positive.
 
         Example:
             >>> schedule = Schedule.gpipe(4, 8)
@@ -193,7 +193,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            PipelineError: If a number is not positive.
+            ParallelError: If a number is not positive.
 
         Example:
             >>> schedule = Schedule.one_f_one_b(4, 8)
@@ -224,7 +224,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            PipelineError: If the numbers are no such multiples.
+            ParallelError: If the numbers are no such multiples.
 
         Example:
             >>> round(Schedule.interleaved(4, 8, 8).bubble_share(), 3)
@@ -232,7 +232,7 @@ class Schedule:
         """
         _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
         if chunks % stages or microbatches % stages:
-            raise PipelineError(
+            raise ParallelError(
                 f"An interleaved schedule sends microbatches in groups of as many as stages, but "
                 f"{microbatches} microbatches and {chunks} parts of the model are not both "
                 f"multiples of {stages} stages. Use microbatches={-(-microbatches // stages)} * "
@@ -273,7 +273,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            PipelineError: If a number is not positive.
+            ParallelError: If a number is not positive.
 
         Example:
             >>> schedule = Schedule.zero_bubble(4, 8)
@@ -335,7 +335,7 @@ class Schedule:
                 places[stage] += 1
                 timed.append(Timed(operation, stage, start, end))
         if len(timed) < sum(map(len, self.table)):
-            raise PipelineError(self._deadlock(places, ends))
+            raise ParallelError(self._deadlock(places, ends))
         return sorted(timed, key=lambda span: (span.start, span.end, span.stage))
 
     def bubble_share(self, times: Mapping[str, float] | None = None) -> float:
@@ -466,7 +466,7 @@ class Schedule:
 
     def _check(self) -> None:
         if not self.table or not all(self.table):
-            raise PipelineError(f"The schedule {self.name!r} has no stages, or one without work.")
+            raise ParallelError(f"The schedule {self.name!r} has no stages, or one without work.")
         for stage, row in enumerate(self.table):
             for op in row:
                 wrong = None
@@ -477,7 +477,7 @@ class Schedule:
                 elif op.chunk % self.stages != stage:
                     wrong = f"belongs to stage {op.chunk % self.stages} of {self.stages}"
                 if wrong:
-                    raise PipelineError(f"In the schedule {self.name!r}, {tuple(op)} {wrong}.")
+                    raise ParallelError(f"In the schedule {self.name!r}, {tuple(op)} {wrong}.")
         backward = ("input", "weight") if self.splits_backward else ("backward",)
         expected = {
             Operation(kind, m, chunk)
@@ -491,7 +491,7 @@ class Schedule:
         for fault, operations in (("lacks", missing), ("has besides", added), ("has twice", twice)):
             if operations:
                 texts = ", ".join(map(str, sorted(map(tuple, operations))[:6]))
-                raise PipelineError(
+                raise ParallelError(
                     f"The schedule {self.name!r} {fault} {texts}. Each microbatch goes once "
                     "forward and once backward (or: input, weight) through each chunk."
                 )
@@ -538,4 +538,4 @@ def _in_turn(
 def _check_numbers(**numbers: int) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PipelineError(f"{name}={value!r} is no number of {name}; use 1 or more.")
+            raise ParallelError(f"{name}={value!r} is no number of {name}; use 1 or more.")

@@ -137,7 +137,8 @@ def combine(*parts: Any) -> Any:
         The tree.
 
     Raises:
-        CombineError: If something is missing from all parts, or two parts differ in what both have.
+        SelectionError: If something is missing from all parts, or two parts differ in what both
+            have.
 
     Example:
         >>> import shardax as sx
@@ -147,7 +148,7 @@ def combine(*parts: Any) -> Any:
         True
     """
     if not parts:
-        raise places.CombineError(
+        raise places.SelectionError(
             "combine() was given nothing: pass all parts, combine(selected, rest)."
         )
     merge = _Merge(parts)
@@ -156,7 +157,7 @@ def combine(*parts: Any) -> Any:
     if missing:
         listed = ", ".join(map(format_path, missing[:5]))
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise places.CombineError(
+        raise places.SelectionError(
             f"No part has anything at {listed}{more}: every part has a hole there. Pass all parts "
             f"that partition returned."
         )
@@ -268,9 +269,9 @@ def _same(first: Any, second: Any) -> bool:
         return False
 
 
-def _conflict(path: Path, present: tuple[Any, ...]) -> places.CombineError:
+def _conflict(path: Path, present: tuple[Any, ...]) -> places.SelectionError:
     listed = " and ".join(f"{value!r}"[:80] for value in present)
-    return places.CombineError(
+    return places.SelectionError(
         f"The parts differ at {format_path(path)}: {listed}. Where one part has something, all "
         f"others must have a hole; combine what partition returned, with values changed at most."
     )
@@ -373,7 +374,7 @@ def _unmet(tree: Any, place: places.Place, every_path: bool) -> places.Selection
             f"What is at {where} lies within something else that is selected, so an edit could "
             f"not change both. Nothing was changed. Edit them one after the other."
         )
-    return places.StaleSelectionError(
+    return places.SelectionError(
         f"The tree has no place {where} any more: it was changed after it was selected. Nothing "
         f"was changed. Select again."
     )

@@ -32,32 +32,8 @@ from shardax._core.object import Object
 from shardax._core.variable import Variable
 
 
-class SelectionError(ShardaxError, ValueError):
-    """A selection or an edit of one is not possible."""
-
-
-class EmptySelectionError(SelectionError):
-    """An empty selection was edited."""
-
-
-class SelectionCountError(SelectionError):
-    """A selection has more places than were asked for, or fewer."""
-
-
-class SelectionPathError(SelectionError, LookupError):
-    """There is no such place in the selection."""
-
-
-class SelectionIndexError(SelectionError, IndexError):
-    """A selection has no place of this number."""
-
-
-class StaleSelectionError(SelectionError, LookupError):
-    """A selected place is no longer in the tree."""
-
-
-class CombineError(SelectionError):
-    """Parts of a tree are incomplete or differ."""
+class SelectionError(ShardaxError, ValueError, IndexError):
+    """A selection, or an edit of one, without what it asks for."""
 
 
 ABSENT: Any = object()  # what ``descend`` finds where there is nothing

@@ -28,13 +28,8 @@ from shardax._select import predicates
 from shardax._select.edit import HOLE, OLD, Items, Journal, edit_tree, undo
 from shardax._select.places import (
     ABSENT,
-    EmptySelectionError,
     Place,
-    SelectionCountError,
     SelectionError,
-    SelectionIndexError,
-    SelectionPathError,
-    StaleSelectionError,
     children,
     is_leaf,
     locate,
@@ -234,8 +229,8 @@ class Selection(Shown):
             *paths: From the root of the tree; as tuples, or as text: ``".layers[0].kernel"``.
 
         Raises:
-            SelectionPathError: If there is no such place at or below what is selected.
-            SelectionError: If one lies within another.
+            SelectionError: If there is no such place at or below what is selected, or if one lies
+                within another.
 
         Example:
             >>> import shardax as sx
@@ -305,7 +300,7 @@ class Selection(Shown):
             n: Which, from 0; negative from the end.
 
         Raises:
-            SelectionIndexError: If there are not so many.
+            SelectionError: If there are not so many.
 
         Example:
             >>> import shardax as sx
@@ -314,7 +309,7 @@ class Selection(Shown):
             (('down',),)
         """
         if not -len(self._places) <= operator.index(n) < len(self._places):
-            raise SelectionIndexError(f"There is no place {n} in this: {self._found()}")
+            raise SelectionError(f"There is no place {n} in this: {self._found()}")
         return self._narrowed([self._places[n]])
 
     def refine(self, fn: Callable[[Any], Selection]) -> Selection:
@@ -374,7 +369,7 @@ class Selection(Shown):
         """Returns the one selected value.
 
         Raises:
-            SelectionCountError: If nothing is selected, or more than one place.
+            SelectionError: If nothing is selected, or more than one place.
 
         Example:
             >>> import shardax as sx
@@ -408,7 +403,7 @@ class Selection(Shown):
             n: How many there should be.
 
         Raises:
-            SelectionCountError: If there are not; shows which were found.
+            SelectionError: If there are not; shows which were found.
 
         Example:
             >>> import shardax as sx
@@ -416,7 +411,7 @@ class Selection(Shown):
             >>> _ = sx.select(mlp).at_instances_of(sx.nn.Linear).assert_count(3)
         """
         if len(self._places) != n:
-            raise SelectionCountError(
+            raise SelectionError(
                 f"There should be {n} place{'' if n == 1 else 's'}, but this is a {self._found()}"
             )
         return self
@@ -446,7 +441,7 @@ class Selection(Shown):
     def _read(self, place: Place) -> Any:
         value = read(place)
         if value is ABSENT:
-            raise StaleSelectionError(
+            raise SelectionError(
                 f"The tree has no place {format_path(place.path)} any more: it was changed after "
                 f"it was selected. Select again."
             )
@@ -468,8 +463,8 @@ class Selection(Shown):
             The new tree; in place, the tree.
 
         Raises:
-            EmptySelectionError: If nothing is selected.
-            SelectionError: If the value cannot stand there, such as an array for a Variable.
+            SelectionError: If nothing is selected, or if the value cannot stand there, such as an
+                array for a Variable.
 
         Example:
             >>> import shardax as sx
@@ -538,7 +533,7 @@ class Selection(Shown):
             The new tree; in place, the tree.
 
         Raises:
-            SelectionCountError: If there are more values or fewer than places.
+            SelectionError: If there are more values or fewer than places.
 
         Example:
             >>> import shardax as sx
@@ -547,7 +542,7 @@ class Selection(Shown):
         """
         new_values = list(values)
         if len(new_values) != len(self):
-            raise SelectionCountError(
+            raise SelectionError(
                 f"set_all was given {len(new_values)} value{'' if len(new_values) == 1 else 's'} "
                 f"for {len(self)} place{'' if len(self) == 1 else 's'}; nothing was changed. "
                 f"This is a {self._found()}"
@@ -569,7 +564,7 @@ class Selection(Shown):
             The new tree; in place, the tree.
 
         Raises:
-            SelectionPathError: If there is no such place.
+            SelectionError: If there is no such place.
 
         Example:
             >>> import shardax as sx
@@ -712,7 +707,7 @@ class Selection(Shown):
                 return match
         raise self._no_place(target if isinstance(target, str) else format_path(target))
 
-    def _no_place(self, text: str) -> SelectionPathError:
+    def _no_place(self, text: str) -> SelectionError:
         names: list[str] = []
 
         def note(place: Place) -> bool:
@@ -722,7 +717,7 @@ class Selection(Shown):
         search(self._places, note, every_path=self._every_path)
         near = difflib.get_close_matches(text, names, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        return SelectionPathError(
+        return SelectionError(
             f"There is no place {text} at or below what is selected.{hint} Nothing was changed. "
             f"This is a {self._found()}"
         )
@@ -766,7 +761,7 @@ class Selection(Shown):
         if not self._places:
             if allow_empty:
                 return self._tree
-            raise EmptySelectionError(
+            raise SelectionError(
                 f"Nothing is selected in this {type(self._tree).__name__}, so the edit would do "
                 f"nothing. Print the selection to see the tree; or, if that can be, pass "
                 f"allow_empty=True."

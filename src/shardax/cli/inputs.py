@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh
 from shardax._core.errors import ShardaxError
 from shardax._core.object import Object
 from shardax.models import DecoderConfig
-from shardax.partition.errors import RulesError, did_you_mean
+from shardax.partition.errors import PartitionError, did_you_mean
 from shardax.partition.inventory import TreeInventory
 from shardax.partition.rules import Rules
 
@@ -196,7 +196,7 @@ def load_rules(text: str) -> NamedRules:
         pairs = load_target(text) if is_target(text) else _read(text, json.loads)
         try:
             return NamedRules(Path(text).stem, Rules(pairs))
-        except RulesError as error:
+        except PartitionError as error:
             raise CommandError(f"--rules {text}: {error}") from error
     layouts = {layout.name: layout for layout in load_layouts(file + toml)}
     name = name[1:]
@@ -222,7 +222,7 @@ def load_layouts(file: str) -> tuple[NamedRules, ...]:
 
     try:
         return parse_rules(_read(file, str), file, Path(file).stem)
-    except RulesError as error:
+    except PartitionError as error:
         raise CommandError(f"--rules {error}") from error
     except RecursionError as error:
         raise CommandError(f"--rules {file}: it is nested too deeply.") from error

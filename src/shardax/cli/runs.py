@@ -37,7 +37,7 @@ from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.rules import Rules
 from shardax.train.checkpoint_files import read_description, verify
-from shardax.train.errors import CheckpointDamagedError, LogError
+from shardax.train.errors import CheckpointDamagedError, TrainError
 from shardax.train.run_folder import differences, settings_of
 from shardax.view.display import html_fragment
 from shardax.view.page import html_page
@@ -397,7 +397,7 @@ class Verify:
             problems += [f"step {step} {problem}"] if problem else []
         try:
             train.read_jsonl(folder / "log.jsonl")
-        except (LogError, FileNotFoundError) as error:
+        except (TrainError, FileNotFoundError) as error:
             problems.append(str(error))
         for problem in problems:
             print(f"problem: {problem}")

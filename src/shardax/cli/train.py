@@ -19,12 +19,13 @@ import tyro
 from shardax import distributed, models, nn, partition, surgery, train, view
 from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
+from shardax._files import PathNotFoundError
 from shardax._select.selection import select
 from shardax.cli import inputs
 from shardax.cli.runs import RunSettings, TextCodec, read_settings, write_settings
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.mesh import mesh_text
-from shardax.train.errors import TextNotFoundError, TextSourceError
+from shardax.train.errors import DataError
 from shardax.train.progress import TrainingProgress
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
@@ -225,7 +226,7 @@ class _TrainingRun:
         self.mesh = inputs.parse_mesh(settings.mesh, settings.mesh_axes)
         try:
             training, held_out = train.open_text(settings.text).split()
-        except (TextNotFoundError, TextSourceError) as error:
+        except (PathNotFoundError, DataError) as error:
             raise inputs.CommandError(f"--text {settings.text}: {error}") from error
         shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
         self.model = settings.make_model(self.mesh)

@@ -61,10 +61,6 @@ class ConfigureError(ShardaxError, ValueError):
     """Settings of the process are not valid; nothing was changed."""
 
 
-class ConfiguredTooLateError(ConfigureError):
-    """Settings came after the start of JAX's backend; nothing was changed."""
-
-
 @dataclass(frozen=True, repr=False)
 class Configuration:
     """Settings of the process after a call of ``configure``.
@@ -151,9 +147,8 @@ def configure(
         All settings as they are now; ``print`` it.
 
     Raises:
-        ConfigureError: If a setting is not valid. Nothing was changed.
-        ConfiguredTooLateError: If the backend already runs, otherwise than asked for. Nothing was
-            changed.
+        ConfigureError: If a setting is not valid, or if the backend already runs, otherwise than
+            asked for. Nothing was changed.
 
     Example:
         >>> import shardax as sx
@@ -187,7 +182,7 @@ def _check_not_late(settings: Mapping[str, Any]) -> None:
             late.pop("devices", None)
     if late:
         texts = ", ".join(f"{name}={value!r}" for name, value in late.items())
-        raise ConfiguredTooLateError(
+        raise ConfigureError(
             f"shardax.configure changed nothing: {texts} came too late. JAX's backend already runs "
             f"in this process, on {count} device{'' if count == 1 else 's'} of the platform "
             f"{running!r}, and cannot change. Call shardax.configure at the top of the script, "

@@ -34,7 +34,7 @@ from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Variable
-from shardax.distributed.errors import DisagreementError, DistributedError
+from shardax.distributed.errors import DistributedError
 
 # A process that has not been heard of for so long is dead, and all others end.
 HEARTBEAT_SECONDS = 15
@@ -268,8 +268,8 @@ def agree(name: str, value: T) -> T:
         The value.
 
     Raises:
-        DisagreementError: In every process, if the values differ: which process has what.
-        DistributedError: If another process does not answer.
+        DistributedError: In every process, if the values differ: which process has what, or if
+            another process does not answer.
 
     Example:
         >>> agree("learning rate", 0.1)
@@ -287,8 +287,8 @@ def barrier(name: str) -> None:
         name: Which barrier it is.
 
     Raises:
-        DisagreementError: If another process is at another barrier or agreement.
-        DistributedError: If another process does not answer.
+        DistributedError: If another process is at another barrier or agreement, or if another
+            process does not answer.
 
     Example:
         >>> barrier("data is copied")
@@ -298,12 +298,12 @@ def barrier(name: str) -> None:
 
 
 def compare(facts: Mapping[str, str], at: str) -> None:
-    """Raises DisagreementError in every process if facts differ, by name."""
+    """Raises DistributedError in every process if facts differ, by name."""
     message = json.dumps([at, dict(facts)], sort_keys=True)
     messages = [json.loads(text) for text in exchange(message, at)]
     places = [place for place, _ in messages]
     if len(set(places)) > 1:
-        raise DisagreementError(
+        raise DistributedError(
             f"The processes are at different places of the program: {_by_process(places)}. All "
             "must call the same agreements and barriers in the same order."
         )
@@ -317,7 +317,7 @@ def compare(facts: Mapping[str, str], at: str) -> None:
         ]
         if len(differing) > _SHOWN:
             lines.append(f"  and {len(differing) - _SHOWN} more")
-        raise DisagreementError(
+        raise DistributedError(
             f"The {len(all_facts)} processes differ in\n"
             + "\n".join(lines)
             + "\nStart all of them with the same program, arguments, files and packages."
@@ -325,7 +325,7 @@ def compare(facts: Mapping[str, str], at: str) -> None:
 
 
 def compare_arguments(arguments: Mapping[str, Any], at: str) -> None:
-    """Raises DisagreementError if NumPy arrays or numbers differ beside arrays over processes."""
+    """Raises DistributedError if NumPy arrays or numbers differ beside arrays over processes."""
     if jax.process_count() == 1:
         return
     facts: dict[str, str] = {}
@@ -393,7 +393,7 @@ def _rows_of_all(content: bytes, name: str) -> np.ndarray[Any, Any]:
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"process {index}: {counts[index]}" for index in sorted(counts))
-        raise DisagreementError(f"The processes have different numbers of devices: {counts_text}.")
+        raise DistributedError(f"The processes have different numbers of devices: {counts_text}.")
     result: list[Any] = []
 
     def gather_rows() -> None:
@@ -510,7 +510,7 @@ def _digest(array: Any) -> bytes:
 
 
 def compare_replicas(tree: Any, at: str) -> None:
-    """Raises DisagreementError if copies of one shard differ."""
+    """Raises DistributedError if copies of one shard differ."""
     # Each process knows which shards any other has copies of, so all send tables of one form: a
     # digest of each such shard, of zeros where a process has none.
     tables: list[bytes] = []
@@ -546,7 +546,7 @@ def compare_replicas(tree: Any, at: str) -> None:
             facts.append(f"  {name}: {_by_process([digest.hex() for digest in column_digests])}")
     if facts:
         omitted = [f"  and {len(facts) - _SHOWN} more"] if len(facts) > _SHOWN else []
-        raise DisagreementError(
+        raise DistributedError(
             "Copies of one array differ between processes, by checksum:\n"
             + "\n".join(facts[:_SHOWN] + omitted)
             + f"\nThis was found {at}. The values given to each process, or what it read, differ."

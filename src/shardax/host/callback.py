@@ -46,7 +46,7 @@ from shardax._transforms.errors import ArgumentError, ClosureError
 from shardax._transforms.grad.grad import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
-from shardax.host.errors import HostFunctionError, HostResultError, HostSpecError
+from shardax.host.errors import HostFunctionError
 
 # --- promised results ---
 
@@ -74,7 +74,7 @@ def _has_form(value: Any) -> bool:
 
 def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
     if not _has_form(leaf) or isinstance(leaf, type):
-        raise HostSpecError(
+        raise HostFunctionError(
             f"out of the host function {name} promises {leaf!r}{_at(path)}, which has no shape and "
             f"dtype. Promise jax.ShapeDtypeStruct((), 'float32') for a number, "
             f"jax.ShapeDtypeStruct(x.shape, x.dtype) for an array like x."
@@ -83,7 +83,7 @@ def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         _kind(dtype)
     except (TypeError, ValueError) as error:
-        raise HostSpecError(
+        raise HostFunctionError(
             f"out of the host function {name} promises the dtype {leaf.dtype}{_at(path)}, which a "
             f"function on the host cannot return. Promise numbers: random keys as uint32 words "
             f"(jax.random.key_data), texts as integers."
@@ -150,7 +150,7 @@ class Promised:
         if leaf is None and self.fills:
             return np.zeros(shape, form.dtype)
         if isinstance(leaf, jax.Array):
-            raise HostResultError(
+            raise HostFunctionError(
                 f"The host function {self.name} returned a JAX array{_at(path)}, so it computes "
                 f"with JAX. It runs while a program does, and JAX may then wait for itself without "
                 f"end. Compute with NumPy, or call the function in the program as it is."
@@ -169,8 +169,8 @@ class Promised:
             raise self._mismatch(path, expected, span)
         return fitted
 
-    def _mismatch(self, path: Path, promised: str, returned: str) -> HostResultError:
-        return HostResultError(
+    def _mismatch(self, path: Path, promised: str, returned: str) -> HostFunctionError:
+        return HostFunctionError(
             f"The host function {self.name} promises {promised}{_at(path)}, but returned "
             f"{returned}. Change what it returns, or what out=... promises."
         )

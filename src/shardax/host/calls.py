@@ -39,7 +39,7 @@ from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import PickledArray, reduced
 from shardax._core.cross_process import name_of as import_name
 from shardax._transforms.jit.jit import Jit
-from shardax.host.errors import StaleModuleError, WorkerMessageError, WorkerPickleError
+from shardax.host.errors import WorkerError
 
 Reference = Callable[[Any], Any]
 
@@ -57,7 +57,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
     pickler.refer, pickler.watch = refer, watch
     try:
         pickler.dump(value)
-    except WorkerPickleError:
+    except WorkerError:
         raise
     except Exception as error:
         text = repr(value)
@@ -68,7 +68,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
                 " Without the package cloudpickle only functions that can be imported by name "
                 "travel: pip install 'shardax[code]'."
             )
-        raise WorkerPickleError(
+        raise WorkerError(
             f"{title} cannot be sent to another process: {type(error).__name__}: {error}.{advice}"
         ) from error
     # Bytes and arrays, not memoryviews: before Python 3.12.5 the garbage collector crashes on a
@@ -82,14 +82,14 @@ def encode_arguments(
     """Encode the arguments of a call; an error names the argument."""
     try:
         return encode((tuple(args), dict(kwargs)), refer)
-    except WorkerPickleError:
+    except WorkerError:
         named = [(f"argument {place}", value) for place, value in enumerate(args)]
         named += [(f"argument {name!r}", value) for name, value in kwargs.items()]
         for name, value in named:
             try:
                 encode(value, refer)
-            except WorkerPickleError as error:
-                raise WorkerPickleError(f"The {name} of a call: {error}") from error.__cause__
+            except WorkerError as error:
+                raise WorkerError(f"The {name} of a call: {error}") from error.__cause__
         raise
 
 
@@ -104,7 +104,7 @@ def check_size(parts: Sequence[Any], limit: int) -> None:
     """Check the size of a call or a result."""
     total = sum(memoryview(part).nbytes for part in parts)
     if total > limit:
-        raise WorkerMessageError(
+        raise WorkerError(
             f"What a call takes to a worker, or brings back, is {total} bytes, and the limit is "
             f"{limit}. Start the worker with a higher one, sx.host.Worker(max_message={total}), or "
             f"keep large values in it: worker.put(value), worker.request(f, keep=True)."
@@ -179,7 +179,7 @@ def _reduce_jax(array: jax.Array) -> Any:
 def _to_jax(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
     array = jnp.asarray(_to_numpy(buffer, dtype, shape))
     if array.dtype != dtype:
-        raise WorkerPickleError(
+        raise WorkerError(
             f"An array {np.dtype(dtype).name}{list(shape)} came to a process in which JAX has no "
             f"64-bit arrays. Start the worker with x64: sx.host.Worker(configure={{'x64': True}}), "
             f"or here sx.configure(x64=True)."
@@ -286,7 +286,7 @@ class FunctionTable:
         for name, digest in (*file_digests.items(), *call_digests.items()):
             file, imported = self._own.get(name, (None, digest))
             if imported != digest:
-                raise StaleModuleError(
+                raise WorkerError(
                     f"The module {name} that the worker has imported ({file}) is not that of the "
                     f"call: its source was changed since, or it is another file. Start the "
                     f"worker's process anew, without its functions and values: worker.restart()."

@@ -147,7 +147,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
                 error = decode(reply["parts"])
         # The caller's process is not to end because something in the worker wanted to.
         if not isinstance(error, Exception):
-            error = errors.WorkerCallError(
+            error = errors.WorkerError(
                 f"{name} raised in its worker what cannot be sent as an object; "
                 f"it ended with: {text.rstrip().splitlines()[-1]}"
             )
@@ -192,7 +192,7 @@ class Connection:
         try:
             arguments = security_of(credentials).get_connection_args("client")
         except ValueError as error:
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"These are not the credentials of a worker ({error}). {advice}"
             ) from None
         try:
@@ -218,7 +218,7 @@ class Connection:
             ) from error
         if hello["python"] != python_version():
             self._comm.abort()
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"The worker at {self.address!r} runs Python {hello['python']}, and this process "
                 f"Python {python_version()}: functions and values cannot be sent between them."
             )
@@ -390,7 +390,7 @@ class WorkerProcess:
         except BaseException as error:
             self.end(0)
             if isinstance(error, BrokenPipeError):
-                raise errors.WorkerStartError("The process of the worker ended at once.") from error
+                raise errors.WorkerError("The process of the worker ended at once.") from error
             raise
         self.address: str = answer["address"]
         self.credentials: bytes = answer["key"].encode()
@@ -432,19 +432,19 @@ class WorkerProcess:
 def _first_answer(ready: Any, seconds: float, log: str | None) -> dict[str, Any]:
     readable, _, _ = select.select([ready], [], [], seconds)
     if not readable:
-        raise errors.WorkerStartError(
+        raise errors.WorkerError(
             f"The worker did not start within {seconds:g} seconds. Give it more: "
             f"sx.host.Worker(start_timeout={2 * seconds:g})."
         )
     line = ready.readline()
     if not line:
-        raise errors.WorkerStartError(
+        raise errors.WorkerError(
             "The process of the worker ended while it started; what it said is in "
             f"{log or 'the output of this process'}."
         )
     answer = json.loads(line)
     if "error" in answer:
-        raise errors.WorkerStartError(f"The worker could not start:\n\n{answer['error']}")
+        raise errors.WorkerError(f"The worker could not start:\n\n{answer['error']}")
     return answer
 
 
@@ -502,7 +502,7 @@ class NamedProcess(GivenAddress):
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"A worker cannot be named {name!r}. Use up to 64 letters, digits, '.', '_', '-'."
             )
         self._where = f"the worker named {name!r}"
@@ -529,7 +529,7 @@ class NamedProcess(GivenAddress):
         connection = connect(entry["address"], entry["key"].encode())
         if entry["options"] != self._recorded:
             connection.close()
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"T{self._where[1:]} runs with other options than those asked for: "
                 f"{entry['options']}. Ask for the same, or end its process first: "
                 f"kill {entry['pid']}"
@@ -564,7 +564,7 @@ def _private_folder() -> Path:
     status = folder.lstat()
     private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not private or status.st_uid != os.getuid():
-        raise errors.WorkerConfigError(
+        raise errors.WorkerError(
             f"{folder}, with the keys of named workers, must be a folder that belongs to you and "
             f"that only you can read. Remove it, or make it so: chmod 700 {folder}"
         )

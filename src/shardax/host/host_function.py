@@ -34,7 +34,7 @@ from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, st
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, wraps
 from shardax.host import callback
 from shardax.host.calls import name_of
-from shardax.host.errors import HostSpecError
+from shardax.host.errors import HostFunctionError
 
 _PROGRAMS = 64  # how many forms of its arguments a host function remembers
 _FLOAT0 = jax.dtypes.float0
@@ -89,12 +89,12 @@ def host_function(
         ``nondiff`` it is an error to differentiate anything else.
 
     Raises:
-        HostSpecError: If options are not valid, or when called, if ``out`` promises no arrays.
+        HostFunctionError: If options are not valid; when called, if ``out`` promises no arrays;
+            when it runs, if the function returns something else than ``out`` says. If it raises
+            in a program, wrapped in JAX's own error; ``host_exception`` finds the exception
+            itself. Outside of programs it is raised as is.
         StaticArgumentError: When called, if a static argument is not hashable.
         ArgumentError: When called, if an array is not of numbers.
-        HostResultError: When it runs, if the function returns something else than ``out`` says.
-        HostFunctionError: When it runs in a program and raises, wrapped in JAX's own error;
-            ``host_exception`` finds the exception itself. Outside of programs it is raised as is.
         ClosureError: When it runs, if it uses a Variable that is not among its arguments.
         DifferentiationError: When differentiated without a derivative; names the arguments.
 
@@ -113,10 +113,12 @@ def host_function(
     options = {**derivatives, "out": out, "vmap": vmap}
     options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
     if vmap not in callback.VMAP_METHODS:
-        raise HostSpecError(f"vmap={vmap!r} of host_function; use 'sequential' or 'vectorized'.")
+        raise HostFunctionError(
+            f"vmap={vmap!r} of host_function; use 'sequential' or 'vectorized'."
+        )
     chosen = [name for name, value in derivatives.items() if value]
     if len(chosen) > 1:
-        raise HostSpecError(
+        raise HostFunctionError(
             f"host_function got {' and '.join(chosen)}, but there is one derivative. Give a jvp "
             f"written in JAX for both modes, or a vjp for gradients."
         )
@@ -197,7 +199,7 @@ class HostFunction(PickledByName):
         if isinstance(local.frame, callback.HostFrame):  # on the host already
             return self.function(*args, **kwargs)
         if self.out is None:
-            raise HostSpecError(
+            raise HostFunctionError(
                 f"The host function {self.name} does not say what it returns, which a program has "
                 f"to know before it runs. Give out=jax.ShapeDtypeStruct(shape, dtype), or a "
                 f"function of the arguments: out=lambda x: x for a result like x."

@@ -60,8 +60,8 @@ class Worker(concurrent.futures.Executor):
         authkey: Its credentials, a certificate and a private key in PEM.
 
     Raises:
-        WorkerConfigError: If options do not fit.
-        WorkerStartError: If the process does not start, or a package is not installed.
+        WorkerError: If options do not fit, or if the process does not start, or a package is not
+            installed.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -110,7 +110,7 @@ class Worker(concurrent.futures.Executor):
         elif log is None:
             origin = connections.NamedProcess(name, options)
         else:
-            raise errors.WorkerConfigError("A worker with a name has a log of its own: omit log=.")
+            raise errors.WorkerError("A worker with a name has a log of its own: omit log=.")
         self._open(origin, heartbeat, restarts, timeout)
 
     @classmethod
@@ -134,7 +134,7 @@ class Worker(concurrent.futures.Executor):
         """
         _check_positive(timeout=timeout, heartbeat=heartbeat)
         if not isinstance(authkey, bytes):
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"The credentials of a worker are bytes, not {type(authkey).__name__}: pass on "
                 f"worker.authkey."
             )
@@ -152,7 +152,7 @@ class Worker(concurrent.futures.Executor):
         packages = ("distributed", "cryptography")
         missing = [name for name in packages if importlib.util.find_spec(name) is None]
         if missing:
-            raise errors.WorkerStartError(
+            raise errors.WorkerError(
                 f"A worker needs {' and '.join(missing)}: pip install 'shardax[worker]'."
             )
         self._origin = origin
@@ -198,7 +198,7 @@ class Worker(concurrent.futures.Executor):
             The future of its result.
 
         Raises:
-            WorkerPickleError: If something cannot be sent.
+            WorkerError: If something cannot be sent.
             WorkerCrashedError: If the worker has crashed too often.
         """
         return self.request(fn, args, kwargs)
@@ -228,8 +228,7 @@ class Worker(concurrent.futures.Executor):
             The future of its result.
 
         Raises:
-            WorkerPickleError: If something cannot be sent.
-            WorkerMessageError: If it is too large.
+            WorkerError: If something cannot be sent, or if it is too large.
             WorkerCrashedError: If the worker has crashed too often.
         """
         from distributed.protocol.serialize import to_serialize
@@ -271,7 +270,7 @@ class Worker(concurrent.futures.Executor):
         if type(obj) is not Remote:
             return None
         if obj.worker is not self:
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"{obj} is kept in another worker than the one that is called. Fetch it, "
                 f"value.get(), or call its own worker, value.worker."
             )
@@ -411,7 +410,7 @@ class Worker(concurrent.futures.Executor):
 def _check_positive(**options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
-            raise errors.WorkerConfigError(f"{name}={value!r} is not a positive number.")
+            raise errors.WorkerError(f"{name}={value!r} is not a positive number.")
 
 
 class Remote:
@@ -519,7 +518,7 @@ class RemoteFunction:
             The future of its result.
 
         Raises:
-            WorkerPickleError: If something cannot be sent.
+            WorkerError: If something cannot be sent.
         """
         executor = default_worker() if self.executor is None else self.executor
         if isinstance(executor, Worker):
@@ -559,7 +558,7 @@ def remote(
         A function of the same arguments; its ``submit`` returns futures.
 
     Raises:
-        WorkerConfigError: If an option is for workers only, and the executor is not one.
+        WorkerError: If an option is for workers only, and the executor is not one.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -577,13 +576,13 @@ def remote(
     worker_options = [name for name, value in options.items() if value not in (None, False)]
     if not (executor is None or isinstance(executor, Worker)):
         if worker_options:
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"{', '.join(worker_options)} of the remote {name_of(f)} is for sx.host.Worker "
                 f"only, and the executor is a {type(executor).__name__}. Give that its own option, "
                 f"such as client.get_executor(retries=2) of dask.distributed."
             )
         if not callable(getattr(executor, "submit", None)):
-            raise errors.WorkerConfigError(
+            raise errors.WorkerError(
                 f"{executor!r} is no executor: it has no submit(f, *args). Pass sx.host.Worker(), "
                 f"or with dask.distributed client.get_executor()."
             )

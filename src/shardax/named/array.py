@@ -19,7 +19,7 @@ from shardax._core.array_ops import fetchable
 from shardax._core.object import ShownArray
 from shardax._core.variable import Variable
 from shardax.named import base
-from shardax.named.base import NamedAxesError, NamesRemainError, positional_places, shown
+from shardax.named.base import NamedAxesError, positional_places, shown
 from shardax.named.elementwise import Operators, Reductions, unary
 from shardax.named.indexing import Indexing
 from shardax.named.lift import lifted_method, lifted_operator
@@ -40,7 +40,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             or None for a dimension that stays positional.
 
     Raises:
-        AxisNamesError: If a name is not hashable or occurs twice.
+        PartitionError: If a name is not hashable or occurs twice.
         NamedAxesError: If there is not one entry per dimension.
 
     Example:
@@ -64,7 +64,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
 
         Raises:
             NamedAxesError: If there are more or fewer names than positional dimensions.
-            AxisNamesError: If a name is there already.
+            PartitionError: If a name is there already.
 
         Example:
             >>> NamedArray(np.zeros((2, 3)), (None, "b")).tag("a").dims
@@ -118,8 +118,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             A JAX array.
 
         Raises:
-            NamesRemainError: If a name of the array is not given.
-            NamedAxesError: If it has no such name.
+            NamedAxesError: If a name of the array is not given, or if it has no such name.
 
         Example:
             >>> NamedArray(np.zeros((2, 3)), ("a", "b")).unwrap("b", "a").shape
@@ -129,7 +128,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         dims = self.dims
         missing = [name for name in dims if name is not None and name not in names]
         if missing:
-            raise NamesRemainError(
+            raise NamedAxesError(
                 f"unwrap{names!r} leaves out {', '.join(map(repr, missing))} of the axes "
                 f"{shown(dims, self.shape)}. Give every name, in the order of the dimensions to "
                 f"be: x.unwrap({', '.join(map(repr, (*names, *missing)))})."
@@ -191,7 +190,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
 
         Raises:
             NamedAxesError: If there is no such name.
-            AxisNamesError: If a name would occur twice.
+            PartitionError: If a name would occur twice.
 
         Example:
             >>> NamedArray(np.zeros((2, 3)), ("a", "b")).rename({"a": "b", "b": "a"}).axes
@@ -275,7 +274,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """Returns the element of an array without dimensions as a number.
 
         Raises:
-            NamesRemainError: If there are dimensions.
+            NamedAxesError: If there are dimensions.
 
         Example:
             >>> NamedArray(np.arange(3), ("a",)).sum().item()
@@ -287,7 +286,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """Returns an array without names as nested lists.
 
         Raises:
-            NamesRemainError: If there are names.
+            NamedAxesError: If there are names.
         """
         return fetchable(self._nameless("become nested lists"), "tolist").tolist()
 
@@ -324,7 +323,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
     def _nameless(self, action: str) -> Any:
         names = ", ".join(repr(name) for name in self.dims if name is not None)
         if names:
-            raise NamesRemainError(
+            raise NamedAxesError(
                 f"A NamedArray with axes {self._shown()} cannot {action}, which would lose its "
                 f"names. Say in which order they become dimensions: x.unwrap({names})."
             )
@@ -332,7 +331,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
 
     def _scalar(self, action: str) -> Any:
         if self.dims:
-            raise NamesRemainError(
+            raise NamedAxesError(
                 f"A NamedArray with axes {self._shown()} cannot {action}: it has dimensions. "
                 f"Reduce it first, by x.sum(...), x.all(...) or x[{{name: position}}]."
             )

@@ -39,22 +39,18 @@ from shardax._core.cross_process import packed
 from shardax._core.errors import ShardaxError
 from shardax._core.graph import handlers
 from shardax._transforms.errors import ClosureError
-from shardax.partition.errors import AxisNamesError
+from shardax.partition.errors import PartitionError
 
 
-class NamedAxesError(ShardaxError, ValueError):
+class NamedAxesError(ShardaxError, ValueError, TypeError):
     """The axes of named arrays do not fit.
 
-    A name is unknown or has two sizes, or there are too many dimensions.
+    A name is unknown or has two sizes, or there are dimensions where none may be.
     """
 
 
 class NamedIndexError(ShardaxError, IndexError):
     """A position, known before running, is out of range."""
-
-
-class NamesRemainError(ShardaxError, TypeError):
-    """A named array with names was used as a plain one."""
 
 
 Name = Hashable
@@ -65,7 +61,7 @@ Form = tuple[tuple[Name, ...], tuple[int, ...]]
 
 
 def check_dims(dims: Iterable[Any]) -> Dims:
-    """Returns dims as a tuple, or raises AxisNamesError."""
+    """Returns dims as a tuple, or raises PartitionError."""
     names = tuple(dims)
     try:
         return _checked(names)
@@ -74,7 +70,7 @@ def check_dims(dims: Iterable[Any]) -> Dims:
             try:
                 hash(name)
             except TypeError:
-                raise AxisNamesError(
+                raise PartitionError(
                     f"An axis name is hashable, but {name!r} is of type {type(name).__name__}. Use "
                     f"a string, a number, a tuple or a frozen dataclass; None for no name."
                 ) from None
@@ -86,13 +82,13 @@ def _checked(dims: Dims) -> Dims:
     names = [name for name in dims if name is not None]
     if len(set(names)) < len(names):
         repeated = list(dict.fromkeys(name for name in names if names.count(name) > 1))
-        raise AxisNamesError(
+        raise PartitionError(
             f"The dims {dims} hold {', '.join(map(repr, repeated))} more than once. An axis is "
             f"found by its name, so give each its own, such as {str(repeated[0]) + '_2'!r}."
         )
     keys = sorted(map(_sort_key, names))
     if any(left == right for left, right in itertools.pairwise(keys)):
-        raise AxisNamesError(
+        raise PartitionError(
             f"Of the names {names} two are different and have one type and text, by which names "
             f"are sorted. Give their class a __repr__ that tells them apart."
         )
@@ -328,7 +324,7 @@ def as_leaf(data: Any) -> Any:
     if isinstance(data, (jax.Array, jax.ShapeDtypeStruct)):
         return data
     if isinstance(data, NamedStorage):
-        raise NamesRemainError(
+        raise NamedAxesError(
             f"This is a NamedArray already, with dims {data.dims}. Name its positional dimensions "
             f"with x.tag(...), or change names with x.rename({{...}})."
         )

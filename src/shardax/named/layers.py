@@ -31,7 +31,7 @@ from shardax.named.make import arange, where
 from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.partition.errors import AxisNamesError
+from shardax.partition.errors import PartitionError
 from shardax.partition.explicit import align, joined_sharding
 
 
@@ -57,7 +57,7 @@ def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> Ax
     """Returns the axes of a layer, or raises ``LayerConfigError``."""
     try:
         names, sizes = check_sizes_by_name(axes, least=1)
-    except (AxisNamesError, NamedAxesError) as error:
+    except (PartitionError, NamedAxesError) as error:
         raise LayerConfigError(
             f"{layer} needs sizes by name: {option}={axes!r}. {error}"
         ) from error

@@ -83,7 +83,7 @@ def constrain(
 
     Raises:
         NamedAxesError: If the mapping has a name that the tree has not.
-        ConstraintError: If an array cannot be laid out so.
+        PartitionError: If an array cannot be laid out so.
         NoMeshError: If there is no mesh.
 
     Example:

@@ -36,7 +36,7 @@ def wrap(array: Any, *names: Any) -> NamedArray:
 
     Raises:
         NamedAxesError: If there is not one name per dimension.
-        AxisNamesError: If a name is not hashable or occurs twice.
+        PartitionError: If a name is not hashable or occurs twice.
 
     Example:
         >>> import numpy as np, shardax as sx
@@ -352,7 +352,7 @@ def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
 
     Raises:
         NamedAxesError: If an axis has two sizes.
-        AxisNamesError: If an array has the new axis already.
+        PartitionError: If an array has the new axis already.
 
     Example:
         >>> import shardax as sx

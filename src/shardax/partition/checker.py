@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shardax._core.graph.paths import Path, format_path
 from shardax.partition import rules as logical
 from shardax.partition.errors import (
-    AxisNamesError,
     Diagnostic,
+    PartitionError,
     Severity,
     did_you_mean,
     nearest_name,
@@ -44,7 +44,7 @@ def spec_for(
         return PartitionSpec(), []
     try:
         names = logical.check_names(axes)
-    except AxisNamesError as error:
+    except PartitionError as error:
         return PartitionSpec(), [_diagnostic(path, "error", "axis-names", str(error))]
     if len(names) != len(shape):
         text = (

@@ -29,7 +29,7 @@ from shardax._core.graph.paths import format_path
 from shardax._transforms.errors import MeshError, NoMeshError
 from shardax.partition import context
 from shardax.partition.checker import diagnose
-from shardax.partition.errors import ConstraintError, NoRulesError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh, scope_has_devices
 from shardax.partition.rules import (
     UNCONSTRAINED,
@@ -76,11 +76,10 @@ def constrain(
 
     Raises:
         NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
-        NoRulesError: If there are no rules, under ``on_no_mesh="error"``.
+        PartitionError: If there are no rules, under ``on_no_mesh="error"``, or if the array cannot
+            be laid out so, or ``x`` is no array, or if ``axes`` is malformed.
         MeshError: If the mesh has no devices and nothing says which to use, or is another than that
             of the ``jax.shard_map`` around.
-        ConstraintError: If the array cannot be laid out so, or ``x`` is no array.
-        AxisNamesError: If ``axes`` is malformed.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -96,7 +95,7 @@ def constrain(
     names = check_names(axes)
     array = _as_array(x, names)
     if len(names) != array.ndim:
-        raise ConstraintError(
+        raise PartitionError(
             f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
             "dimensions. Give one entry per dimension, None for a dimension without a name."
         )
@@ -127,7 +126,7 @@ def constrain(
         if policy == "ignore" and (mesh is None or not (mapped or _is_elsewhere(array, where))):
             return array
         if policy != "ignore":
-            raise NoRulesError(
+            raise PartitionError(
                 f"{_intro(array, names)} no rules were given, none are in scope, and "
                 f"{unmapped[0]!r} is no axis of the mesh ({mesh_text(where.shape)}). Put rules in "
                 f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
@@ -144,7 +143,7 @@ def constrain(
     root = format_path(()) + ": "
     errors = [str(d).removeprefix(root) for d in diagnostics if d.severity == "error"]
     if errors:
-        raise ConstraintError("\n  ".join([_intro(array, names), *errors]))
+        raise PartitionError("\n  ".join([_intro(array, names), *errors]))
     if manual and len(manual) == len(where.axis_names):
         return array
     try:
@@ -152,7 +151,7 @@ def constrain(
     except ShardaxError:
         raise
     except Exception as error:  # of classes that JAX keeps to itself
-        raise ConstraintError(
+        raise PartitionError(
             f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {where} here: "
             f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
             "type or spmd_axis_name) is taken: give the names inside the mapped function other "
@@ -167,7 +166,7 @@ def _as_array(x: Any, names: Names) -> jax.Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise ConstraintError(
+        raise PartitionError(
             f"Cannot constrain a value of type {type(value).__name__} by {names}: it is no array. "
             "The arrays of a tree are constrained one by one, each by names of its own; shapes "
             "without numbers get their shardings from sx.abstract(tree, mesh, rules)."

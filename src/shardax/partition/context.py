@@ -24,7 +24,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from shardax.partition.errors import ConstraintError, ParallelError, RulesError
+from shardax.partition.errors import ParallelError, PartitionError
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, RulesLike, identity_rules
 
@@ -95,9 +95,7 @@ def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
     if on_no_mesh is None:
         return _settings_by_text[_current.value].on_no_mesh
     if on_no_mesh not in ("error", "ignore"):
-        raise ConstraintError(
-            f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'."
-        )
+        raise PartitionError(f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'.")
     return on_no_mesh
 
 
@@ -134,7 +132,7 @@ class SettingsScope:
             or inspect.isgeneratorfunction(function)
             or inspect.isasyncgenfunction(function)
         ):
-            raise RulesError(
+            raise PartitionError(
                 f"{self._name} cannot decorate {function!r}: a generator or coroutine runs after "
                 f"the call that made it. Write `with {self._name}(...)` inside, around code that "
                 "neither yields nor awaits."
@@ -164,8 +162,8 @@ def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> Setti
         The context manager, which is also a decorator.
 
     Raises:
-        RulesError: If the rules are malformed, or a generator or coroutine function is decorated.
-        ConstraintError: If ``on_no_mesh`` is no policy.
+        PartitionError: If the rules are malformed, or a generator or coroutine function is
+            decorated, or if ``on_no_mesh`` is no policy.
 
     Example:
         >>> with axis_rules({"embed": "model"}):
@@ -293,10 +291,9 @@ def logical_to_mesh_axes(
         The ``PartitionSpec``, with one entry per dimension; None if ``names`` is None.
 
     Raises:
-        AxisNamesError: If ``names`` is malformed or holds a name twice.
-        AxisConflictError: If a name lost a mesh axis to another under ``on_conflict="error"``.
-        UnmappedAxisError: If no rule mentions a name under ``on_unmapped="error"``.
-        RulesError: If ``rules`` are malformed.
+        PartitionError: If ``names`` is malformed or holds a name twice, or if a name lost a mesh
+            axis to another under ``on_conflict="error"``, or if no rule mentions a name under
+            ``on_unmapped="error"``, or if ``rules`` are malformed.
 
     Example:
         >>> rules = [("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z")]

@@ -75,35 +75,15 @@ def nearest_name(name: str, names: Sequence[str]) -> str | None:
     return next(iter((*near, *exchanged)), None)
 
 
-class RulesError(ShardaxError, ValueError):
-    """Rules are malformed: not pairs, not a target, or not a policy."""
+class PartitionError(ShardaxError, ValueError):
+    """Rules, axis names, overrides or a constraint that cannot be followed."""
 
 
-class AxisNamesError(ShardaxError, ValueError):
-    """The logical names of one array are malformed or repeated."""
+class ParallelError(PartitionError):
+    """A form of parallelism does not fit its settings, mesh, model or batch."""
 
 
-class AxisConflictError(ShardaxError, ValueError):
-    """Two names of one array want one mesh axis, against the policy."""
-
-
-class UnmappedAxisError(ShardaxError, ValueError):
-    """No rule mentions a logical name, against the policy."""
-
-
-class ParallelError(ShardaxError, ValueError):
-    """A setting of ``sx.parallel`` without meaning."""
-
-
-class NoRulesError(ShardaxError, ValueError):
-    """Rules are needed, none were given, and none are in scope."""
-
-
-class ConstraintError(ShardaxError, ValueError):
-    """An array inside a program cannot be constrained as asked."""
-
-
-class PartitionCheckError(ShardaxError, ValueError):
+class PartitionCheckError(PartitionError):
     """A layout is impossible; lists every offending array.
 
     Attributes:
@@ -128,16 +108,8 @@ def raise_on_errors(diagnostics: Iterable[Diagnostic]) -> None:
         raise PartitionCheckError(errors)
 
 
-class OverrideError(ShardaxError, ValueError):
-    """An override or a memory kind is malformed."""
-
-
 class PlacementError(ShardaxError, RuntimeError):
     """A device refused an array during placement; every array is still valid."""
-
-
-class BoxError(ShardaxError, ValueError):
-    """A box of axis metadata cannot be changed as asked."""
 
 
 class PartitioningUnspecifiedError(ShardaxError, ValueError):

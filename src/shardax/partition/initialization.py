@@ -72,7 +72,7 @@ def initialise(
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
         MeshError: If the mesh has no devices, or the call is inside a program.
-        NoRulesError: If there are logical names and no rules.
+        PartitionError: If there are logical names and no rules.
         PartitionCheckError: If an array cannot be laid out so; lists all by path, and nothing was
             compiled.
 

@@ -74,9 +74,9 @@ def shard(
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
-        NoRulesError: If a box has logical names, and there are no rules.
+        PartitionError: If a box has logical names, and there are no rules, or if overrides or
+            memory kinds are malformed.
         MeshError: If the mesh has no devices, or axes of type Manual.
-        OverrideError: If overrides or memory kinds are malformed.
         PartitionCheckError: If an array cannot be placed so (an axis that the mesh does not have, a
             dimension that cannot be divided, a policy of the rules, an abstract or deleted array);
             lists all of them by path, and nothing was changed.

@@ -86,11 +86,11 @@ def strings(names: Names) -> Iterator[str]:
 def check_names(names: Iterable[Any]) -> Names:
     """Names of one array as a checked tuple; lists inside become tuples."""
     if isinstance(names, str):
-        raise errors.AxisNamesError(
+        raise errors.PartitionError(
             f"Axis names {names!r} are one string; give one name per dimension: ({names!r},)."
         )
     if not isinstance(names, Iterable):
-        raise errors.AxisNamesError(
+        raise errors.PartitionError(
             f"Axis names are {names!r} of type {type(names).__name__}; give one entry per "
             "dimension, for instance ('embed', 'mlp')."
         )
@@ -101,7 +101,7 @@ def check_names(names: Iterable[Any]) -> Names:
         else:
             valid = isinstance(entry, str) or entry is None or entry is UNCONSTRAINED
         if not valid:
-            raise errors.AxisNamesError(
+            raise errors.PartitionError(
                 f"Axis names {entries}: entry {position} is {entry!r} of type "
                 f"{type(entry).__name__}. An entry is a string, None (unnamed), "
                 "PartitionSpec.UNCONSTRAINED, or a tuple of strings for a merged dimension."
@@ -109,7 +109,7 @@ def check_names(names: Iterable[Any]) -> Names:
     flat = list(strings(entries))
     repeated = sorted({name for name in flat if flat.count(name) > 1})
     if repeated:
-        raise errors.AxisNamesError(
+        raise errors.PartitionError(
             f"Axis names {entries} hold {', '.join(map(repr, repeated))} more than once, but one "
             "array can use a mesh axis only once. Name the dimensions apart, for instance "
             f"{repeated[0] + '_in'!r} and {repeated[0] + '_out'!r}, or None for one to replicate."
@@ -173,7 +173,7 @@ class Rules:
             as in ``pairs`` if these are Rules, else ``"replicate"``.
 
     Raises:
-        RulesError: If a pair or a policy is malformed.
+        PartitionError: If a pair or a policy is malformed.
 
     Example:
         >>> rules = Rules([("batch", "data"), ("embed", None), ("mlp", ["model", "expert"])])
@@ -202,7 +202,9 @@ class Rules:
             if value is None:
                 value = policies[0] if base is None else getattr(base, name)
             if value not in policies:
-                raise errors.RulesError(f"{name}={value!r} is not a policy; use one of {policies}.")
+                raise errors.PartitionError(
+                    f"{name}={value!r} is not a policy; use one of {policies}."
+                )
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pairs", checked)
 
@@ -226,7 +228,7 @@ class Rules:
             Spec entries, chosen rules, rules passed over, and unmapped names.
 
         Raises:
-            AxisNamesError: If ``names`` is malformed or holds a name twice.
+            PartitionError: If ``names`` is malformed or holds a name twice.
 
         Example:
             >>> Rules({"embed": "model", "mlp": "model"}).assign(("embed", "mlp")).passed_over
@@ -241,9 +243,8 @@ class Rules:
             names: One entry per dimension (see ``logical_to_mesh_axes``).
 
         Raises:
-            AxisNamesError: If ``names`` is malformed or holds a name twice.
-            AxisConflictError: Under ``on_conflict="error"``.
-            UnmappedAxisError: Under ``on_unmapped="error"``.
+            PartitionError: If ``names`` is malformed or holds a name twice, or under
+                ``on_conflict="error"``, or under ``on_unmapped="error"``.
 
         Example:
             >>> Rules([("embed", "x"), ("mlp", "x"), ("mlp", "y")]).spec(("mlp", "embed"))
@@ -252,11 +253,11 @@ class Rules:
         entries = check_names(names)
         assignment = assign(entries, self.pairs)
         if self.on_unmapped == "error" and assignment.unmapped:
-            raise errors.UnmappedAxisError(
+            raise errors.PartitionError(
                 f"Axis names {entries}: {explain_unmapped(assignment, self)}"
             )
         if self.on_conflict == "error" and assignment.passed_over:
-            raise errors.AxisConflictError(f"Axis names {entries}: {explain_conflicts(assignment)}")
+            raise errors.PartitionError(f"Axis names {entries}: {explain_conflicts(assignment)}")
         return PartitionSpec(*assignment.entries)
 
     def check(self, mesh: AnyMesh | None = None) -> list[errors.Diagnostic]:
@@ -388,20 +389,20 @@ def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
     if isinstance(pairs, Mapping):
         pairs = cast("Mapping[Any, Any]", pairs).items()
     if isinstance(pairs, str) or not isinstance(pairs, Iterable):
-        raise errors.RulesError(
+        raise errors.PartitionError(
             f"Rules are made of pairs or a mapping, not of {pairs!r} ({type(pairs).__name__}). "
             f"Write for instance {example}; Rules([]) has no rules."
         )
     checked: list[Rule] = []
     for position, pair in enumerate(pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise errors.RulesError(
+            raise errors.PartitionError(
                 f"Rule {position} is {pair!r}, not a pair of a logical name and a target. "
                 f"Write for instance {example}."
             )
         name, target = pair
         if not isinstance(name, str):
-            raise errors.RulesError(
+            raise errors.PartitionError(
                 f"Rule {position} is {tuple(pair)!r}: the logical name {name!r} is of type "
                 f"{type(name).__name__}; names are strings."
             )
@@ -416,18 +417,18 @@ def _check_target(position: int, name: str, target: Any) -> SpecEntry:
         return _plain(target)
     where = f"Rule {position} for {name!r}"
     if not isinstance(target, (tuple, list)):
-        raise errors.RulesError(
+        raise errors.PartitionError(
             f"{where} has the target {target!r} of type {type(target).__name__}. A target is a "
             "mesh axis, a tuple of mesh axes, None (replicate) or PartitionSpec.UNCONSTRAINED."
         )
     axes = tuple(target)
     if not all(isinstance(axis, str) for axis in axes):
-        raise errors.RulesError(
+        raise errors.PartitionError(
             f"{where} has the target {axes!r}: a tuple holds names of mesh axes only. "
             f"To offer a second choice, write a second rule for {name!r} after this one."
         )
     if len(set(axes)) < len(axes):
-        raise errors.RulesError(
+        raise errors.PartitionError(
             f"{where} has the target {axes!r}, which holds a mesh axis twice; one array "
             f"can use a mesh axis only once. Write {tuple(dict.fromkeys(axes))!r}."
         )

@@ -24,7 +24,7 @@ from shardax._core.object import Object
 from shardax.partition.boxes.boxes import LogicallyPartitioned, is_box
 from shardax.partition.checker import spec_for
 from shardax.partition.context import current_rules, names_without_rules, rules_over
-from shardax.partition.errors import NoRulesError, raise_on_errors
+from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 from shardax.partition.rules import RulesLike
@@ -105,7 +105,7 @@ def shardings(
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
-        NoRulesError: If a box has logical names, and there are no rules.
+        PartitionError: If a box has logical names, and there are no rules.
         PartitionCheckError: If an array cannot be laid out so; lists all.
 
     Example:
@@ -147,7 +147,7 @@ def abstract(
 
     Raises:
         NoMeshError: If overrides or a memory kind are given and there is no mesh.
-        NoRulesError: If a box has logical names, and there are a mesh and no rules.
+        PartitionError: If a box has logical names, and there are a mesh and no rules.
         PartitionCheckError: If an array cannot be laid out so; lists all.
 
     Example:
@@ -200,7 +200,7 @@ def batch_sharding(
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
-        NoRulesError: If there are no rules, and a name that is no axis of the mesh.
+        PartitionError: If there are no rules, and a name that is no axis of the mesh.
         PartitionCheckError: If the names cannot be mapped to the mesh.
 
     Example:
@@ -212,7 +212,7 @@ def batch_sharding(
     where, names = require_mesh(mesh, "batch_sharding"), tuple(axes)
     unmapped = names_without_rules(names, where, rules)
     if unmapped:
-        raise NoRulesError(
+        raise PartitionError(
             f"batch_sharding({names}): no rules were given, none are in scope, and {unmapped[0]!r} "
             f"is no axis of the mesh ({mesh_text(where.shape)}). Pass rules=rules, or give None in "
             "the place of a name."
@@ -319,7 +319,7 @@ def get_sharding(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
-        NoRulesError: If boxes have logical names and there are no rules; names the first.
+        PartitionError: If boxes have logical names and there are no rules; names the first.
         PartitionCheckError: If an array cannot be laid out so; lists all, by path.
 
     Example:

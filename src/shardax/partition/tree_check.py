@@ -79,7 +79,7 @@ def check(
         what to do; ``diagnostic.code`` names its kind.
 
     Raises:
-        OverrideError: If overrides or memory kinds are malformed.
+        PartitionError: If overrides or memory kinds are malformed.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

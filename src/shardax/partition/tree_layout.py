@@ -39,15 +39,7 @@ from shardax._transforms.lift.prefix import FilterMapping, StateSharding
 from shardax.partition import rules as logical
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import resolve_rules, rules_over
-from shardax.partition.errors import (
-    AxisNamesError,
-    Diagnostic,
-    NoRulesError,
-    OverrideError,
-    RulesError,
-    nearest_name,
-    raise_on_errors,
-)
+from shardax.partition.errors import Diagnostic, PartitionError, nearest_name, raise_on_errors
 from shardax.partition.inventory import (
     ArrayInfo,
     FilterSubject,
@@ -170,7 +162,7 @@ def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
     iterable = isinstance(option_value, Iterable) and not isinstance(option_value, str)
     pairs: list[Any] = list(option_value) if iterable else [None]
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-        raise OverrideError(
+        raise PartitionError(
             f"{option}={option_value!r} of type {type(option_value).__name__} is no mapping from "
             f"filters and no list of pairs. Write for instance {_EXAMPLE}."
         )
@@ -189,9 +181,9 @@ def _checked_value(value: Any, text: str) -> Any:
     if isinstance(value, (Mapping, list)):
         try:
             return logical.Rules(value)
-        except RulesError as error:
-            raise OverrideError(f"{text} has no rules in it: {error}") from error
-    raise OverrideError(
+        except PartitionError as error:
+            raise PartitionError(f"{text} has no rules in it: {error}") from error
+    raise PartitionError(
         f"{text}: {value!r} of type {type(value).__name__} is no place. Give a PartitionSpec over "
         "the mesh, a NamedSharding, rules (a mapping, a list of pairs, or Rules) that come before "
         f"the layout's own, or None. For instance {_EXAMPLE}."
@@ -200,7 +192,7 @@ def _checked_value(value: Any, text: str) -> Any:
 
 def _checked_kind(value: Any, text: str, mesh: AnyMesh | None) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise OverrideError(
+        raise PartitionError(
             f"{text}: {value!r} of type {type(value).__name__} is no memory kind; give a string "
             "such as 'pinned_host' or 'device'."
         )
@@ -208,7 +200,7 @@ def _checked_kind(value: Any, text: str, mesh: AnyMesh | None) -> str | None:
         try:
             NamedSharding(mesh, PartitionSpec(), memory_kind=value)
         except ValueError as error:
-            raise OverrideError(f"{text}: the mesh's devices have no such memory. {error}") from (
+            raise PartitionError(f"{text}: the mesh's devices have no such memory. {error}") from (
                 error
             )
     return value
@@ -336,7 +328,7 @@ class TreeLayout:
                 continue
             try:
                 names = logical.check_names(leaf.axes)
-            except AxisNamesError:
+            except PartitionError:
                 continue
             while several and len(names) > min(ranks) and names[-1] is None:
                 names = names[:-1]
@@ -402,10 +394,10 @@ class TreeLayout:
 
     def checked(self, more: Sequence[Diagnostic] = ()) -> TreeLayout:
         """This layout if there is no error in it or in ``more``."""
-        # Raises NoRulesError for logical names without rules, else PartitionCheckError with all.
+        # Raises PartitionError for logical names without rules, else PartitionCheckError with all.
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
-                raise NoRulesError(str(diagnostic))
+                raise PartitionError(str(diagnostic))
         if diagnostics := [*self.diagnostics, *more]:
             raise_on_errors(diagnostics)
         return self

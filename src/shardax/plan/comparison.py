@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardax.partition.context import parallel as parallel_scope
-from shardax.partition.errors import ParallelError, RulesError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import UNCONSTRAINED, Rules, RulesLike
 from shardax.plan.compile.pool import make_evaluator
@@ -159,7 +159,7 @@ def _under(layout: Layout, parallel: Mapping[str, Any] | None) -> Layout:
     try:
         optimizer_rules = tuple(Rules(settings.pop("optimizer_rules", ())).pairs)
         parallel_scope(**settings)
-    except (ParallelError, RulesError, TypeError) as error:
+    except (PartitionError, TypeError) as error:
         raise PlanInputError(f"parallel={parallel!r}: {error}") from error
     if not isinstance(memory, str):
         raise PlanInputError(
@@ -274,8 +274,8 @@ def assert_layout(
         The report, for further assertions.
 
     Raises:
-        LayoutAssertionError: If something is otherwise, or the layout cannot be; lists all, and
-            for wire bytes what moves most.
+        LayoutAssertionError: If something is otherwise, or the layout cannot be; lists all, and for
+            wire bytes what moves most.
         PlanInputError: If a bound is malformed.
 
     Example:

@@ -35,7 +35,7 @@ from typing import Any
 from shardax._core.variable import OptState
 from shardax._files import write_whole
 from shardax.partition.context import parallel
-from shardax.partition.errors import ParallelError, RulesError, did_you_mean
+from shardax.partition.errors import PartitionError, did_you_mean
 from shardax.partition.rules import UNCONSTRAINED, Rules
 from shardax.plan.records import Layout
 
@@ -126,7 +126,7 @@ def write_rules(
         The path.
 
     Raises:
-        RulesError: If there is no layout, or a name occurs twice, or holds half of a surrogate
+        PartitionError: If there is no layout, or a name occurs twice, or holds half of a surrogate
             pair, which is no text.
         OSError: If the file cannot be written.
 
@@ -150,7 +150,7 @@ def read_rules(path: str | os.PathLike[str]) -> tuple[NamedRules, ...]:
         Its layouts, in order.
 
     Raises:
-        RulesError: If it is no TOML, or not as a rules file is; names the file and the key.
+        PartitionError: If it is no TOML, or not as a rules file is; names the file and the key.
         OSError: If it cannot be read.
 
     Example:
@@ -164,7 +164,7 @@ def read_rules(path: str | os.PathLike[str]) -> tuple[NamedRules, ...]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RulesError(f"{file}: not a text file: {error}.") from error
+        raise PartitionError(f"{file}: not a text file: {error}.") from error
     return parse_rules(text, str(file), file.stem)
 
 
@@ -173,7 +173,7 @@ def rules_text(layouts: Iterable[NamedRules], notes: Sequence[str] = ()) -> str:
     entries = list(layouts)
     names = [entry.name for entry in entries]
     if not names or len(set(names)) < len(names):
-        raise RulesError(
+        raise PartitionError(
             f"A rules file holds one layout or several of distinct names, not {names!r}."
         )
     blocks = ["\n".join(_comments(notes))] if notes else []
@@ -193,17 +193,17 @@ def parse_rules(text: str, where: str = "TOML", name: str = "rules") -> tuple[Na
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise RulesError(f"{where}: not TOML: {error}.") from error
+        raise PartitionError(f"{where}: not TOML: {error}.") from error
     if "layouts" not in data:
         return (entry_from_data(data, where, name),)
     if unknown_keys := [key for key in data if key != "layouts"]:
-        raise RulesError(
+        raise PartitionError(
             f"{where}: {', '.join(map(repr, unknown_keys))} beside 'layouts'. The keys of a layout "
             'belong into its own table: [layouts."name"], and below it rules = [...].'
         )
     tables = data["layouts"]
     if not isinstance(tables, dict) or not tables:
-        raise RulesError(
+        raise PartitionError(
             f"{where}: 'layouts' is {tables!r}, not a table of at least one layout. Write "
             f'[layouts."name"], and below it {_EXAMPLE}.'
         )
@@ -237,31 +237,31 @@ def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRu
     """Returns the layout of a table of a file."""
     at = f"{key}." if key else ""
     if not isinstance(table, Mapping):
-        raise RulesError(f"{where}: {key} is {table!r}, not a table with {_EXAMPLE}.")
+        raise PartitionError(f"{where}: {key} is {table!r}, not a table with {_EXAMPLE}.")
     for option in table:
         if option not in _KEYS:
-            raise RulesError(
+            raise PartitionError(
                 f"{where}: unknown key {at}{option}; a layout has {', '.join(_KEYS)}."
                 f"{did_you_mean(option, _KEYS)}"
             )
     if "rules" not in table:
-        raise RulesError(f"{where}: {at}rules is missing. Write {_EXAMPLE}.")
+        raise PartitionError(f"{where}: {at}rules is missing. Write {_EXAMPLE}.")
     try:
         rules = Rules(_pairs(table["rules"]), table.get("on_conflict"), table.get("on_unmapped"))
-    except RulesError as error:
-        raise RulesError(f"{where}: {at}rules: {error} In a file: {_EXAMPLE}.") from error
+    except PartitionError as error:
+        raise PartitionError(f"{where}: {at}rules: {error} In a file: {_EXAMPLE}.") from error
     settings = _beside_rules(table, where, at)
     if "mesh" not in table:
         return NamedRules(name, rules, **settings)
     mesh = table["mesh"]
     if not isinstance(mesh, dict):
-        raise RulesError(
+        raise PartitionError(
             f"{where}: {at}mesh is {mesh!r}, not sizes by mesh axis. Write "
             "mesh = { data = 4, model = 2 }."
         )
     for axis, size in mesh.items():
         if type(size) is not int or size < 1:
-            raise RulesError(
+            raise PartitionError(
                 f"{where}: {at}mesh.{axis} is {size!r}; the size of a mesh axis is an integer from "
                 f"1, as in mesh = {{ {axis} = 4 }}."
             )
@@ -273,21 +273,23 @@ def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, An
     settings = table.get("parallel", {})
     try:
         parallel(**settings)
-    except (ParallelError, TypeError) as error:
-        raise RulesError(
+    except (PartitionError, TypeError) as error:
+        raise PartitionError(
             f"{where}: {at}parallel is {settings!r}: {error} In a file: parallel = {{ microbatches "
             "= 8 }."
         ) from error
     memory = table.get("optimizer_memory", "")
     if not isinstance(memory, str):
-        raise RulesError(
+        raise PartitionError(
             f"{where}: {at}optimizer_memory is {memory!r}, not a kind of memory such as "
             '"pinned_host".'
         )
     try:
         pairs = Rules(_pairs(table.get("optimizer_rules", [])))
-    except RulesError as error:
-        raise RulesError(f"{where}: {at}optimizer_rules: {error} In a file: {_EXAMPLE}.") from error
+    except PartitionError as error:
+        raise PartitionError(
+            f"{where}: {at}optimizer_rules: {error} In a file: {_EXAMPLE}."
+        ) from error
     return {
         "parallel": tuple(settings.items()),
         "optimizer_rules": tuple(pairs),
@@ -323,7 +325,7 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if _SURROGATE.search(text):
-        raise RulesError(f"The name {value!r} holds half of a surrogate pair: no file can.")
+        raise PartitionError(f"The name {value!r} holds half of a surrogate pair: no file can.")
     return text
 
 

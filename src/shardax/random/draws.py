@@ -32,7 +32,7 @@ def key() -> jax.Array:
         A typed key of shape ().
 
     Raises:
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import jax, shardax as sx
@@ -60,7 +60,7 @@ def bits(
         An array of ``shape`` and dtype.
 
     Raises:
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -94,9 +94,9 @@ def uniform(
         An array of ``shape`` and dtype.
 
     Raises:
-        DrawError: If a lower bound is above its upper bound, or their difference is not finite.
+        DrawError: If a lower bound is above its upper bound, or their difference is not finite, or
+            while a transform is tracing.
         DtypeError: If the dtype has 64 bits while JAX uses 32.
-        TracedDrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -126,7 +126,7 @@ def normal(
 
     Raises:
         DtypeError: If the dtype has 64 bits while JAX uses 32.
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -161,9 +161,8 @@ def truncated_normal(
         An array of ``shape`` and dtype.
 
     Raises:
-        DrawError: If a lower bound is not below its upper bound.
+        DrawError: If a lower bound is not below its upper bound, or while a transform is tracing.
         DtypeError: If the dtype has 64 bits while JAX uses 32.
-        TracedDrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -201,9 +200,9 @@ def randint(
         An array of ``shape`` and dtype.
 
     Raises:
-        DrawError: If there is no integer in a range, or a bound does not fit the dtype.
+        DrawError: If there is no integer in a range, or a bound does not fit the dtype, or while a
+            transform is tracing.
         DtypeError: If the dtype has 64 bits while JAX uses 32.
-        TracedDrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -230,8 +229,7 @@ def bernoulli(
         ``bool[*shape]``.
 
     Raises:
-        DrawError: If a probability is not in [0, 1].
-        TracedDrawError: While a transform is tracing.
+        DrawError: If a probability is not in [0, 1], or while a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -259,7 +257,7 @@ def categorical(
         Integers from 0 to ``logits.shape[axis] - 1``.
 
     Raises:
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import numpy as np, shardax as sx
@@ -295,9 +293,8 @@ def choice(
         ``a`` with ``axis`` replaced by the dimensions of ``shape``.
 
     Raises:
-        DrawError: If ``p`` is no distribution over the entries.
+        DrawError: If ``p`` is no distribution over the entries, or while a transform is tracing.
         ValueError: If there are too few entries to choose from without replacement.
-        TracedDrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -327,7 +324,7 @@ def permutation(
         An array like ``x``.
 
     Raises:
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx

@@ -43,12 +43,8 @@ from shardax._core.init.rng import key_value, seed_source
 from shardax.partition.mesh import resolve_mesh
 
 
-class TracedDrawError(ShardaxError, RuntimeError):
-    """The global random stream was used while a JAX transform is tracing."""
-
-
-class DrawError(ShardaxError, ValueError):
-    """A draw has a wrong shape, range, probability or place."""
+class DrawError(ShardaxError, ValueError, RuntimeError):
+    """A draw with a wrong shape, range or place, or inside a JAX transform."""
 
 
 WORD = 2**32  # a word of a key is below
@@ -155,7 +151,7 @@ _isolated: ContextVar[KeyStream | None] = ContextVar("shardax_random_stream", de
 def current(caller: str) -> KeyStream:
     """The stream of this context, for a public function; raises while tracing."""
     if not is_eager():
-        raise TracedDrawError(
+        raise DrawError(
             f"shardax.random.{caller} was called while a JAX transform is tracing. The global "
             f"stream is outside of the program: its numbers would stay in the program as "
             f"constants. Pass random state as an argument, rngs = shardax.Rngs(0), and inside "
@@ -190,7 +186,7 @@ def seed(seed: Any) -> None:
 
     Raises:
         SeedError: If it is neither.
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -210,7 +206,7 @@ def get_state() -> StreamState:
         Plain integers, see ``StreamState``.
 
     Raises:
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -231,7 +227,7 @@ def set_state(state: StreamState) -> None:
 
     Raises:
         SeedError: If it is not a state.
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx
@@ -263,7 +259,7 @@ def isolated(seed: Any) -> Iterator[None]:
 
     Raises:
         SeedError: If it is none of these.
-        TracedDrawError: While a transform is tracing.
+        DrawError: While a transform is tracing.
 
     Example:
         >>> import shardax as sx

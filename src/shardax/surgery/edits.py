@@ -114,8 +114,7 @@ def save_activations(selection: Selection) -> Any:
         a tuple with the result of every call since.
 
     Raises:
-        SelectionError: If something selected is not called.
-        EmptySelectionError: If nothing is selected.
+        SelectionError: If something selected is not called, or if nothing is selected.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -377,8 +376,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
 
     Raises:
         SelectionError: If a layer has an adapter already, or is of a subclass with a call of its
-            own.
-        EmptySelectionError: If there is no such layer.
+            own, or if there is no such layer.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -427,7 +425,7 @@ def merge_lora(model: Any) -> Any:
         The model of the original structure, with new kernels where there were adapters.
 
     Raises:
-        EmptySelectionError: If there are none.
+        SelectionError: If there are none.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -503,8 +501,7 @@ def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         SelectionError: If something selected is not called, or more than once, or if its first
-            argument is not of floats.
-        EmptySelectionError: If nothing is selected.
+            argument is not of floats, or if nothing is selected.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

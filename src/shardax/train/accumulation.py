@@ -26,7 +26,7 @@ from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.prefix import Carry
 from shardax.nn.arithmetic import at_least_float32
-from shardax.train.errors import AccumulationError
+from shardax.train.errors import TrainError
 from shardax.train.metrics import counted_by, relative_weights, target_weights, weighted
 
 
@@ -64,8 +64,8 @@ def accumulated_value_and_grad(
         stacked: each array has a new first dimension of size ``steps``.
 
     Raises:
-        AccumulationError: Here if ``steps``, ``reduce`` or ``count`` is not valid; when called, if
-            rows cannot be divided by ``steps``, or ``count`` returns no real number.
+        TrainError: Here if ``steps``, ``reduce`` or ``count`` is not valid; when called, if rows
+            cannot be divided by ``steps``, or ``count`` returns no real number.
         CarryError: When called, if the function changes the structure, a shape or a dtype of the
             model; as in ``sx.scan``, what it sows is stacked.
 
@@ -91,13 +91,13 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Makes a function of (value, gradient) run in microbatches."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise AccumulationError(
+        raise TrainError(
             f"steps={steps!r} is not a number of microbatches; use an integer of at least 1."
         )
     if reduce not in ("mean", "sum"):
-        raise AccumulationError(f'reduce={reduce!r} is not known; use "mean" or "sum".')
+        raise TrainError(f'reduce={reduce!r} is not known; use "mean" or "sum".')
     if count is not None and not (callable(count) and reduce == "mean"):
-        raise AccumulationError(
+        raise TrainError(
             f"count={count!r} with reduce={reduce!r}: means are weighted by a function of a "
             'microbatch, count=lambda microbatch: microbatch["mask"].sum(); sums are not.'
         )
@@ -152,13 +152,13 @@ def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | N
 def split_batch(batch: Any, steps: int) -> Any:
     """Cuts arrays of a batch into (steps, rows / steps, ...)."""
     if has_objects(batch):
-        raise AccumulationError(
+        raise TrainError(
             "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
             "microbatches. Pass it as a later argument, which every microbatch is given whole."
         )
     wrong = indivisible("batch", batch, steps)
     if wrong:
-        raise AccumulationError(
+        raise TrainError(
             f"Cannot cut the batch into {steps} microbatches of equal size: {', '.join(wrong)}. "
             f"The first dimension of every array must be a multiple of {steps}."
         )

@@ -29,7 +29,7 @@ from shardax.partition.specs import abstract
 from shardax.train.checkpoint_format import contents_of
 from shardax.train.data import prefetch
 from shardax.train.data.batches import WholeBatches
-from shardax.train.errors import TrainerError
+from shardax.train.errors import TrainError
 
 _PACKAGES = ("shardax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 _CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
@@ -38,20 +38,20 @@ _SHARED_SECONDS = 10  # that a shared file system may take to show a file
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises TrainerError unless the mesh spans all processes."""
+    """Raises TrainError unless the mesh spans all processes."""
     if jax.process_count() == 1:
         return
     have = set() if mesh is None else {device.process_index for device in mesh.devices.flat}
     if without := sorted(set(range(jax.process_count())) - have):
         mesh_text = "no mesh" if mesh is None else f"a mesh without devices of processes {without}"
-        raise TrainerError(
+        raise TrainError(
             f"There are {jax.process_count()} processes, but the Trainer has {mesh_text}. Give a "
             f"mesh over all devices, such as jax.make_mesh(({jax.device_count()},), ('data',))."
         )
 
 
 def check_shared(folder: Path) -> None:
-    """Raises TrainerError in all processes if one does not see the folder."""
+    """Raises TrainError in all processes if one does not see the folder."""
     token = processes.from_main(secrets.token_hex(8), "the run's folder")
     file = folder / _MARKER
     if distributed.is_main():
@@ -65,7 +65,7 @@ def check_shared(folder: Path) -> None:
     if distributed.is_main():
         file.unlink(missing_ok=True)
     if blind:
-        raise TrainerError(
+        raise TrainError(
             f"The folder {folder} of processes {blind} is another one than that of process 0. All "
             "must write into one folder: give a path on a file system that they share."
         )
@@ -145,7 +145,7 @@ def _batch_text(source: Any) -> str:
 
 
 def compare_programs(trainer: Any, sharding: Any) -> None:
-    """Raises DisagreementError if the processes would run different steps."""
+    """Raises DistributedError if the processes would run different steps."""
     source = trainer.batches
     position = source.state()
     batch = prefetch.first_batch(source)
@@ -160,7 +160,7 @@ def compare_programs(trainer: Any, sharding: Any) -> None:
 
 
 def compare_copies(trainer: Any, when: str) -> None:
-    """Raises DisagreementError if copies of trained arrays differ."""
+    """Raises DistributedError if copies of trained arrays differ."""
     names = ("model", "optimizer", "ema")
     processes.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
 
@@ -171,6 +171,6 @@ def _digest(value: Any) -> str:
 
 
 def agree_to_start(trainer: Any, start: Mapping[str, Any] | Any) -> None:
-    """Raises DisagreementError in every process if the runs would differ."""
+    """Raises DistributedError in every process if the runs would differ."""
     check_shared(trainer.directory)
     processes.compare(facts_of(trainer, start), "before placing")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 
 from shardax.distributed import processes
-from shardax.train.errors import TrainerError
+from shardax.train.errors import TrainError
 
 
 class Event:
@@ -61,7 +61,7 @@ class _Watch:
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         if mode not in ("min", "max"):
-            raise TrainerError(f'mode={mode!r} is not known; use "min" or "max".')
+            raise TrainError(f'mode={mode!r} is not known; use "min" or "max".')
         self.metric = metric
         self.mode = mode
         self.best: float | None = None
@@ -72,7 +72,7 @@ class _Watch:
             return None
         metrics = event.metrics
         if self.metric not in metrics:
-            raise TrainerError(
+            raise TrainError(
                 f"{type(self).__name__} watches {self.metric!r}, which this run does not measure. "
                 f"At step {event.step} there are: {', '.join(metrics)}."
             )
@@ -97,7 +97,7 @@ class EarlyStopping(_Watch):
         stopped: Whether the patience is at its end. A run resumed then ends at once.
 
     Raises:
-        TrainerError: If an argument is not valid.
+        TrainError: If an argument is not valid.
 
     Example:
         >>> early = EarlyStopping("eval_loss", patience=2)
@@ -110,7 +110,7 @@ class EarlyStopping(_Watch):
     def __init__(self, metric: str, *, patience: int, mode: Literal["min", "max"] = "min") -> None:
         super().__init__(metric, mode)
         if type(patience) is not int or patience < 1:
-            raise TrainerError(f"patience={patience!r} must be an integer of at least 1.")
+            raise TrainError(f"patience={patience!r} must be an integer of at least 1.")
         self.patience = patience
         self._waited = 0
 
@@ -151,7 +151,7 @@ class BestCheckpoint(_Watch):
         step: The step of the best checkpoint, or None.
 
     Raises:
-        TrainerError: If the metric is not a held-out one, or ``mode`` is not valid.
+        TrainError: If the metric is not a held-out one, or ``mode`` is not valid.
 
     Example:
         >>> best = BestCheckpoint("eval_accuracy", mode="max")
@@ -164,7 +164,7 @@ class BestCheckpoint(_Watch):
     def __init__(self, metric: str, *, mode: Literal["min", "max"] = "min") -> None:
         super().__init__(metric, mode)
         if not metric.startswith("eval_"):
-            raise TrainerError(
+            raise TrainError(
                 f"BestCheckpoint chooses by a held-out number, but was given {metric!r}. Name one "
                 "that begins with eval_, such as 'eval_loss'."
             )
@@ -191,7 +191,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Any) -> None:
         if callable(callbacks) or not all(callable(callback) for callback in callbacks):
-            raise TrainerError(
+            raise TrainError(
                 "callbacks must be functions of an event, in a tuple or list: "
                 "callbacks=(EarlyStopping('eval_loss', patience=3),)."
             )

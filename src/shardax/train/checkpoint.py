@@ -25,6 +25,7 @@ from shardax._core._jax import Tracer
 from shardax._core.errors import AbstractValueError, ShardaxError, warn
 from shardax._core.graph.views import named_sharding
 from shardax._core.variable import refuse_deleted
+from shardax._files import PathExistsError, PathNotFoundError
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
@@ -51,8 +52,8 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
         extra: JSON values to keep beside it; ``restore`` returns them.
 
     Raises:
-        CheckpointExistsError: If there is something at ``path``.
-        CheckpointValueError: If the tree holds something that cannot be saved.
+        PathExistsError: If there is something at ``path``.
+        CheckpointError: If the tree holds something that cannot be saved.
         CheckpointWriteError: If it cannot be written.
         AbstractValueError: If the tree holds values that are only shapes.
         DonationError: If the tree holds arrays that were donated or deleted.
@@ -113,13 +114,13 @@ def restore(
         The ``extra`` that was saved.
 
     Raises:
-        CheckpointNotFoundError: If there is no complete checkpoint at ``path``.
+        PathNotFoundError: If there is no complete checkpoint at ``path``.
         CheckpointDamagedError: If its files are not those that were written; nothing is changed.
-        CheckpointMismatchError: If it does not fit the tree; everything that does not is listed,
-            and nothing is changed.
+        CheckpointError: If it does not fit the tree; everything that does not is listed, and
+            nothing is changed.
         PartitionCheckError: If an array cannot be laid out by the rules; nothing is changed.
         NoMeshError: If overrides or a memory kind are given and there is no mesh.
-        OverrideError: If overrides or memory kinds are malformed.
+        PartitionError: If overrides or memory kinds are malformed.
     """
     place = storage.as_path(path)
     description = storage.verify(place)
@@ -211,7 +212,7 @@ def _to_store(
         arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
     traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
     if traced:
-        raise errors.CheckpointValueError(
+        raise errors.CheckpointError(
             f"Cannot save inside a compiled function: {', '.join(traced[:4])} have no numbers "
             "while it is traced. Save outside."
         )
@@ -296,7 +297,7 @@ class Checkpoints:
     def __init__(self, directory: Any, *, keep: int | None = 3, every: int | None = None) -> None:
         for name, number in (("keep", keep), ("every", every)):
             if number is not None and (type(number) is not int or number < 1):
-                raise errors.CheckpointValueError(
+                raise errors.CheckpointError(
                     f"{name}={number!r} must be an integer of at least 1, or None."
                 )
         self.directory = storage.as_path(directory)
@@ -344,20 +345,20 @@ class Checkpoints:
             extra: As for the function ``save``.
 
         Raises:
-            CheckpointExistsError: If there is a checkpoint of this step or a later one.
-            CheckpointValueError: If the step is no number or the tree holds something that cannot
-                be saved.
+            PathExistsError: If there is a checkpoint of this step or a later one.
+            CheckpointError: If the step is no number or the tree holds something that cannot be
+                saved.
             CheckpointWriteError: If writing failed, this checkpoint or the one before.
             DonationError: If the tree holds arrays that were donated or deleted.
         """
         if type(step) is not int or step < 0:
-            raise errors.CheckpointValueError(
+            raise errors.CheckpointError(
                 f"step={step!r} must be an integer of at least 0: int(step)."
             )
         self.wait()
         latest = self.latest()
         if latest is not None and step <= latest:
-            raise errors.CheckpointExistsError(
+            raise PathExistsError(
                 f"Cannot save step {step} in {self.directory}, as step {latest} would stay the "
                 f"latest. To give up the later ones: checkpoints.rewind({step - 1})."
             )
@@ -438,8 +439,7 @@ class Checkpoints:
             The ``extra`` that was saved.
 
         Raises:
-            CheckpointNotFoundError: If there is no complete checkpoint of that step, or none at
-                all.
+            PathNotFoundError: If there is no complete checkpoint of that step, or none at all.
             CheckpointDamagedError: If its files are not those that were written; nothing is
                 changed.
         """
@@ -447,7 +447,7 @@ class Checkpoints:
         chosen = max(self.all_steps(), default=None) if step is None else step
         if chosen is None:
             message = f"There is no complete checkpoint in {self.directory}."
-            raise errors.CheckpointNotFoundError(message)
+            raise PathNotFoundError(message)
         return restore(tree, self.path(chosen), mesh, rules, **options)
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._files import PathNotFoundError, require_free
 from shardax.train import errors
 from shardax.train.checkpoint_format import FORMAT_VERSION, StoredArray
 
@@ -49,7 +50,7 @@ _DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
 def as_path(path: Any) -> Any:
     """Returns an absolute path, also of ``gs://`` and the like."""
     if not isinstance(path, (str, os.PathLike)):
-        raise errors.CheckpointValueError(
+        raise errors.CheckpointError(
             f"path is a {type(path).__name__}, not a path: save(tree, path), restore(tree, path), "
             "Checkpoints(directory)."
         )
@@ -84,11 +85,7 @@ class Writer:
         import orbax.checkpoint as ocp
 
         self.wait()
-        if path.exists():
-            raise errors.CheckpointExistsError(
-                f"There already is something at {path}. A checkpoint never overwrites another; "
-                "choose another path or remove that one first."
-            )
+        require_free(path, "A checkpoint")
         is_local = isinstance(path, pathlib.Path)
         draft = path.with_name(path.name + TEMPORARY) if is_local else path
         _drafts.add(str(draft))
@@ -242,7 +239,7 @@ def read_description(path: Any) -> dict[str, Any]:
         if path.is_dir() and (path / "arrays").is_dir():
             raise _damaged(path, [f"{DESCRIPTION} is missing"])
         absence = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
-        raise errors.CheckpointNotFoundError(f"{absence} at {path}.{_near_checkpoints(path)}")
+        raise PathNotFoundError(f"{absence} at {path}.{_near_checkpoints(path)}")
     file = path / DESCRIPTION
     if not file.exists():
         file = path.joinpath(*_FIRST_DESCRIPTION)
@@ -252,7 +249,7 @@ def read_description(path: Any) -> dict[str, Any]:
         raise _damaged(path, [f"{name} has not the bytes that were written"])
     version = description.get("version")
     if description.get("format") != "shardax" or version not in (1, FORMAT_VERSION):
-        raise errors.CheckpointValueError(
+        raise errors.CheckpointError(
             f"The checkpoint {path} is {description.get('format')!r} version {version!r}, but this "
             f"shardax reads 'shardax' versions 1 to {FORMAT_VERSION}. Read it with the version "
             "that wrote it."

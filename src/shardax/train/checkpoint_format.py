@@ -97,7 +97,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(tree: Any, *, restoring: bool = False) -> Contents:
-    """Takes a tree apart, or raises CheckpointValueError."""
+    """Takes a tree apart, or raises CheckpointError."""
     walk = _Walk(restoring)
     objects = walk.without_positions(tree, (), None)
     return Contents(objects, arrays_of(objects), walk.positions, walk.slots)
@@ -150,7 +150,7 @@ class _Walk:
                 )
                 for keys, child in items
             }
-        raise errors.CheckpointValueError(
+        raise errors.CheckpointError(
             f"Cannot save or restore {tree!r} at {format_path(path)}, of type "
             f"{type(tree).__name__}. A tree is made of Modules, Variables, arrays, dicts of JSON "
             "values, objects with state() and restore(), and pytrees of these. Put numbers and "
@@ -165,7 +165,7 @@ class _Walk:
                 if self.restoring and path
                 else 'save and restore a dict: `holder = {"tree": tree}`'
             )
-            raise errors.CheckpointValueError(
+            raise errors.CheckpointError(
                 f"{place} cannot be written into: restore replaces arrays in dicts and lists, and "
                 "the values of Variables. Of the arrays of other trees made of Modules, Variables "
                 f"or arrays, {remedy}."
@@ -240,7 +240,7 @@ def _check_json(value: Any, name: str) -> None:
         for key, element in value.items():
             _check_json(element, f"{name}[{key!r}]")
     else:
-        raise errors.CheckpointValueError(
+        raise errors.CheckpointError(
             f"{name} is {value!r} of type {type(value).__name__}, not a value of JSON: None, bool, "
             "int, float, str, lists, dicts with str keys. Use int(x), list(x) or the like."
         )
@@ -265,7 +265,7 @@ def check_fit(
     partial: bool,  # the checkpoint may hold more than the tree
     cast: bool,  # floating dtypes may differ
 ) -> None:
-    """Raises CheckpointMismatchError, with all differences."""
+    """Raises CheckpointError, with all differences."""
     targets = {array.path: array for array in contents.arrays}
     missing = [path for path in targets if path not in stored]
     unexpected = [] if partial else [path for path in stored if path not in targets]
@@ -297,7 +297,7 @@ def check_fit(
     for title, entries in sections.items():
         if entries:
             message += "\n  ".join((f"\n{len(entries)} {title}:", *entries))
-    raise errors.CheckpointMismatchError(
+    raise errors.CheckpointError(
         f"{message}\nRestore into a model of the same configuration. To leave out what only the "
         "checkpoint has: partial=True. To convert floating dtypes: cast=True."
     )

@@ -21,7 +21,7 @@ from shardax._core.state.split_merge import describe_plain_arrays, iter_variable
 from shardax._core.state.state import State
 from shardax._core.variable import Param
 from shardax._transforms.errors import ArgumentError
-from shardax.train.errors import OptimizerStateError
+from shardax.train.errors import TrainError
 from shardax.train.optimizer import Optimizer, laid_out_as
 
 
@@ -45,7 +45,7 @@ class EMA(Module):
 
     Raises:
         ArgumentError: If ``decay`` is neither.
-        OptimizerStateError: If no Variable matches ``wrt``.
+        TrainError: If no Variable matches ``wrt``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -71,7 +71,7 @@ class EMA(Module):
             )
         if not any(True for _ in iter_variables(model, wrt)):
             filter_text = getattr(wrt, "__name__", repr(wrt))
-            raise OptimizerStateError(
+            raise TrainError(
                 f"No Variable of the {type(model).__name__} matches wrt={filter_text}, so there is "
                 f"nothing to average.{describe_plain_arrays(model)} Choose others: "
                 "`EMA(model, decay, wrt=filter)`."
@@ -88,7 +88,7 @@ class EMA(Module):
             model: The model, with the structure that it had when the EMA was made.
 
         Raises:
-            OptimizerStateError: If Variables were added, removed or reshaped; nothing is changed.
+            TrainError: If Variables were added, removed or reshaped; nothing is changed.
         """
         means, values = (dict(iter_variables(tree)) for tree in (self.model, model))
         wrong = [format_path(path) for path in means.keys() ^ values.keys()]
@@ -98,7 +98,7 @@ class EMA(Module):
             if _form(means[path].value) != _form(values[path].value)
         ]
         if wrong:
-            raise OptimizerStateError(
+            raise TrainError(
                 "The model is not the one whose average this is any more, as Variables were added, "
                 f"removed or reshaped; nothing was changed: {', '.join(sorted(wrong)[:8])}. Make "
                 "a new one: EMA(model, decay)."

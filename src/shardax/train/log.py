@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import jax
 import numpy as np
 
-from shardax.train.errors import LogError, TrainerError
+from shardax.train.errors import TrainError
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -41,8 +41,8 @@ class JsonlLog:
             steps.
 
     Raises:
-        LogError: The existing file is no log, or is damaged before its last line. It is left as it
-            was.
+        TrainError: The existing file is no log, or is damaged before its last line. It is left as
+            it was.
 
     Example:
         >>> import tempfile
@@ -81,15 +81,17 @@ class JsonlLog:
                 dicts of these. ``step``, if given, is an int not below that of any earlier record.
 
         Raises:
-            LogError: A value has no JSON form, the step goes back, or the log is closed. Nothing is
-                written.
+            TrainError: A value has no JSON form, the step goes back, or the log is closed. Nothing
+                is written.
         """
         if self._file.closed:
-            raise LogError(f"The log {str(self.path)!r} is closed. Open it again: JsonlLog(path).")
+            raise TrainError(
+                f"The log {str(self.path)!r} is closed. Open it again: JsonlLog(path)."
+            )
         plain = {name: _to_json(value, name) for name, value in record.items()}
         step = _step_of(plain, self.path)
         if step is not None and step < self._last_step:
-            raise LogError(
+            raise TrainError(
                 f"A record of step {step} cannot follow one of step {self._last_step} in "
                 f"{str(self.path)!r}. To run it again: JsonlLog(path, resume_step={step - 1})."
             )
@@ -140,7 +142,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        LogError: A complete line is no JSON object.
+        TrainError: A complete line is no JSON object.
 
     Example:
         >>> import tempfile
@@ -154,7 +156,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         return [_from_json(record) for record, _ in records]
     except RecursionError:
-        raise LogError(
+        raise TrainError(
             f"A record of {str(path)!r} is nested more deeply than a log writes. Something else "
             "wrote to it: delete that line, or move the file away."
         ) from None
@@ -236,11 +238,11 @@ class TensorBoardLog:
             **record: ``step``, an int of 0 or more, and numbers or arrays of shape () by name.
 
         Raises:
-            LogError: If there is no such step.
+            TrainError: If there is no such step.
         """
         step = _step_of(record, self.directory)
         if step is None:
-            raise LogError(
+            raise TrainError(
                 f"A record for {str(self.directory)!r} has no step: write(step=..., ...)."
             )
         _, summaries = self._packages()
@@ -302,11 +304,11 @@ class Trackers(contextlib.ExitStack):
 
 
 def check_trackers(sinks: Any) -> tuple[Tracker, ...]:
-    """Returns trackers, or raises TrainerError."""
+    """Returns trackers, or raises TrainError."""
     listed = () if isinstance(sinks, Tracker) or not isinstance(sinks, Iterable) else tuple(sinks)
     wrong = [type(sink).__name__ for sink in listed if not isinstance(sink, Tracker)]
     if wrong or (not listed and sinks != ()):
-        raise TrainerError(
+        raise TrainError(
             f"trackers has a {wrong[0] if wrong else type(sinks).__name__}, but must be objects "
             "with write(**record) and close(), in a tuple or list: "
             "trackers=(TensorBoardLog(folder),)."
@@ -335,7 +337,7 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
             record = None
         if not isinstance(record, dict):
             excerpt = content[start : min(newline, start + 80)]
-            raise LogError(
+            raise TrainError(
                 f"Line {len(records) + 1} of {str(path)!r} is no JSON object: {excerpt!r}. If this "
                 "is a log, something else wrote to it: delete that line, or move the file away."
             )
@@ -343,7 +345,7 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
         records.append((record, start))
     # A torn line is the beginning of a record; anything else was not written by a log.
     if content[start : start + 1] not in (b"", b"{"):
-        raise LogError(
+        raise TrainError(
             f"{str(path)!r} ends in {content[start : start + 80]!r}, which is not the beginning of "
             "a record. This file is no log, or something else wrote to it: choose another path."
         )
@@ -355,7 +357,7 @@ def _step_of(record: Mapping[str, Any], path: Path) -> int | None:
     if step is None:
         return None
     if type(step) is not int or step < 0:
-        raise LogError(
+        raise TrainError(
             f"The step of a record must be an int of 0 or more, got {step!r} for {str(path)!r}. "
             "Use write(step=int(...))."
         )
@@ -371,7 +373,7 @@ def _to_json(value: Any, where: str) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise LogError(
+            raise TrainError(
                 f"Keys in a log record must be strings, but {where} has {wrong[0]!r}. Use str(key)."
             )
         return {key: _to_json(entry, f"{where}[{key!r}]") for key, entry in value.items()}
@@ -387,8 +389,8 @@ def _to_json(value: Any, where: str) -> Any:
     raise _no_json_form(value, where)
 
 
-def _no_json_form(value: object, where: str) -> LogError:
-    return LogError(
+def _no_json_form(value: object, where: str) -> TrainError:
+    return TrainError(
         f"The value of {where} has no JSON form: {type(value).__name__} {value!r}. Log numbers, "
         "strings, arrays, or lists and dicts of these; for anything else log str(value)."
     )

@@ -25,7 +25,7 @@ from shardax._core.variable import MetricState
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.parameters import IGNORE_INDEX
 from shardax.partition.errors import did_you_mean
-from shardax.train.errors import AccumulationError, MetricError
+from shardax.train.errors import TrainError
 
 
 class Metric(Module):
@@ -50,7 +50,7 @@ class Metric(Module):
 
     def _take(self, name: str, kwargs: dict[str, Any]) -> jax.Array:
         if name not in kwargs:
-            raise MetricError(
+            raise TrainError(
                 f"{type(self).__name__}.update needs {name}=..., but was given "
                 f"{', '.join(kwargs) or 'nothing'}. Pass it, or make the metric with another name."
             )
@@ -176,7 +176,7 @@ class Accuracy(Average):
         logits, labels = self._take("logits", kwargs), self._take("labels", kwargs)
         _refuse_unknown(self, kwargs, {"logits", "labels", "weights"})
         if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
-            raise MetricError(
+            raise TrainError(
                 f"Accuracy of logits of shape {logits.shape} needs integer labels of shape "
                 f"{logits.shape[:-1]}, but was given labels {labels.dtype}{list(labels.shape)}. "
                 "One-hot labels: pass labels.argmax(-1)."
@@ -204,7 +204,7 @@ class MultiMetric(Metric):
     def __init__(self, **metrics: Metric) -> None:
         reserved = [name for name in metrics if hasattr(MultiMetric, name)]
         if reserved:
-            raise MetricError(
+            raise TrainError(
                 f"A metric cannot be named {reserved[0]!r}, which is a method of MultiMetric; "
                 "choose another name."
             )
@@ -230,7 +230,7 @@ class MultiMetric(Metric):
         """Merges every metric with the one of the same name."""
         _check_kind(self, other)
         if self.names != other.names:
-            raise MetricError(
+            raise TrainError(
                 f"Cannot merge metrics named {other.names} into metrics named {self.names}."
             )
         for name in self.names:
@@ -252,7 +252,7 @@ def update_from_batch(
     elif keywords == {"loss", "weights"}:
         metric.update(loss=loss, weights=count)
     else:
-        raise MetricError(
+        raise TrainError(
             f"eval_metrics[{name!r}], a {type(metric).__name__}, takes "
             f"{', '.join(f'{word}=...' for word in sorted(keywords))}, which this batch does not "
             f"tell. Say what to give it: eval_metrics={{{name!r}: (metric, lambda model, batch: "
@@ -285,7 +285,7 @@ def counted_by(count: Callable[[Any], Any], batch: Any) -> jax.Array:
     """Number of a batch's targets by a user's function."""
     targets = jnp.asarray(count(batch))
     if targets.ndim or not jnp.isrealobj(targets):
-        raise AccumulationError(
+        raise TrainError(
             f"count returned {targets.dtype}{list(targets.shape)}, but what a microbatch counts "
             'is one real number, such as microbatch["mask"].sum().'
         )
@@ -332,11 +332,11 @@ def _known_keywords(metric: Any) -> set[str] | None:
 
 
 def _refuse_unknown(metric: Metric, kwargs: Mapping[str, Any], words: set[str] | None) -> None:
-    """Raises MetricError for an unknown keyword."""
+    """Raises TrainError for an unknown keyword."""
     # A misspelt ``weights`` would otherwise silently count everything.
     for name in kwargs:
         if words is not None and name not in words:
-            raise MetricError(
+            raise TrainError(
                 f"{type(metric).__name__}.update takes no {name}=..., but "
                 f"{', '.join(f'{word}=...' for word in sorted(words))}.{did_you_mean(name, words)}"
             )
@@ -347,7 +347,7 @@ def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:
         return jnp.ones(shape, jnp.float32)
     weights = jnp.asarray(weights).astype(jnp.float32)
     if not _broadcasts(weights.shape, shape):
-        raise MetricError(
+        raise TrainError(
             f"Weights of shape {weights.shape} do not fit values of shape {shape}: they must have "
             "its first dimensions (or 1)."
         )
@@ -358,4 +358,4 @@ def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def _check_kind(metric: Metric, other: Metric) -> None:
     if type(metric) is not type(other):
-        raise MetricError(f"Cannot merge a {type(other).__name__} into a {type(metric).__name__}.")
+        raise TrainError(f"Cannot merge a {type(other).__name__} into a {type(metric).__name__}.")

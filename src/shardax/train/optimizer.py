@@ -37,7 +37,7 @@ from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
 from shardax.train.data.prefetch import in_device_memory
-from shardax.train.errors import GradientMismatchError, OptimizerStateError
+from shardax.train.errors import TrainError
 
 _STEP = optimizer_state.StateLeaf(
     ("step",),
@@ -76,7 +76,7 @@ class Optimizer(Module):
     Raises:
         ArgumentError: If ``tx`` is no transformation, ``model`` is one, or ``master_dtype`` is no
             floating dtype.
-        OptimizerStateError: If no Variable matches ``wrt``.
+        TrainError: If no Variable matches ``wrt``.
 
     Example:
         >>> import jax.numpy as jnp, optax, shardax as sx
@@ -119,7 +119,7 @@ class Optimizer(Module):
         variables = [variable for _, variable in self._chosen()]
         if not variables:
             filter_text = getattr(wrt, "__name__", repr(wrt))
-            raise OptimizerStateError(
+            raise TrainError(
                 f"No Variable of the {type(model).__name__} matches wrt={filter_text}, so there is "
                 f"nothing to train.{describe_plain_arrays(model)} Choose others: "
                 f"`Optimizer(model, tx, wrt=filter)`."
@@ -156,10 +156,9 @@ class Optimizer(Module):
 
         Raises:
             ArgumentError: If a model is given.
-            GradientMismatchError: If gradients are missing, unexpected or of another shape; nothing
-                is changed.
-            OptimizerStateError: If the model changed since the optimizer was made, or the
-                transformation changes the form of its state.
+            TrainError: If gradients are missing, unexpected or of another shape; nothing is
+                changed; if the model changed since the optimizer was made, or the transformation
+                changes the form of its state.
         """
         if others or isinstance(grads, Module):
             kinds = ", ".join(type(argument).__name__ for argument in (grads, *others))
@@ -257,7 +256,7 @@ class Optimizer(Module):
             format_path(path) for path in present.keys() - {leaf.path for leaf in layout.leaves}
         ]
         if wrong:
-            raise OptimizerStateError(
+            raise TrainError(
                 "The optimizer's state does not fit the model any more, as parameters were added, "
                 f"removed or reshaped; nothing was changed. {len(wrong)} entries differ: "
                 f"{_listed(wrong)}. Make a new one: Optimizer(model, tx)."
@@ -423,7 +422,7 @@ def laid_out_as(old: Any, new: Any) -> Any:
 
 
 def _align(grads: Any, params: State) -> State:
-    """Returns gradients in the order of the parameters, or raises GradientMismatchError."""
+    """Returns gradients in the order of the parameters, or raises TrainError."""
     expected = params.flat()
     gradients = by_paths_of(grads, expected)
     names = [format_path(path) for path in expected]
@@ -441,7 +440,7 @@ def _align(grads: Any, params: State) -> State:
                 f"{_shown(gradients[path])}"
             )
     if lines:
-        raise GradientMismatchError(
+        raise TrainError(
             "The gradients do not fit the trained parameters; nothing was changed:\n"
             + "\n".join(sorted(lines))
             + "\nTake them with the optimizer's own filter and of the same model: "
@@ -461,10 +460,10 @@ def _shown(value: Any) -> str:
 
 
 def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
-    """Returns the arrays of a new state, or raises OptimizerStateError."""
+    """Returns the arrays of a new state, or raises TrainError."""
     separated = optimizer_state.separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():
-        raise OptimizerStateError(
+        raise TrainError(
             "The transformation's update returned a state of another structure than its init (use "
             f"zeros for what is not known yet): {separated.treedef} instead of {layout.treedef}."
         )
@@ -474,7 +473,7 @@ def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
         if tuple(np.shape(value)) != leaf.shape
     ]
     if wrong:
-        raise OptimizerStateError(
+        raise TrainError(
             f"The transformation's update changed the shapes of its state: {_listed(wrong)}."
         )
     return separated.arrays

@@ -32,7 +32,7 @@ from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_modules
-from shardax.train.errors import TrainerError
+from shardax.train.errors import TrainError
 from shardax.train.optimizer_state import Transformation
 
 LOCK = ".lock"
@@ -69,7 +69,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             return open(self.path / LOCK, "a+", encoding="utf-8")
         except OSError as error:
-            raise TrainerError(
+            raise TrainError(
                 f"Cannot write into the run's folder {self.path}: {error.strerror}. Make it a "
                 "folder that you may write into, or choose another directory (on the command line "
                 "--out)."
@@ -85,7 +85,7 @@ class RunFolder:
         except BlockingIOError:
             lock.seek(0)
             holder = lock.read(200).strip() or "another process"
-            raise TrainerError(
+            raise TrainError(
                 f"{self.path} is being trained in by {holder}. Wait until it ends, stop it, or "
                 "choose another directory (on the command line --out)."
             ) from None
@@ -107,7 +107,7 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             is_same = False
         if not is_same:
-            raise TrainerError(
+            raise TrainError(
                 f"The run's folder {self.path} was removed, moved or replaced while it was being "
                 "trained in, so nothing more can be saved there. If it was moved, go on with it "
                 "where it is now: resume=True (on the command line --resume --out FOLDER)."

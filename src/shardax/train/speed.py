@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from shardax._transforms.module_scopes import compiled_with_names
-from shardax.train.errors import TrainerError
+from shardax.train.errors import TrainError
 
 THROUGHPUTS = ("tokens_per_second", "images_per_second", "rows_per_second")
 
@@ -128,7 +128,7 @@ class Profile:
         fits = isinstance(steps, tuple | list) and len(steps) == 2
         fits = fits and all(type(step) is int for step in steps) and 1 <= steps[0] <= steps[1] <= of
         if not fits:
-            raise TrainerError(
+            raise TrainError(
                 f"profile={steps!r} must be the first and the last step to trace, of 1 to {of}: "
                 f"profile=({min(10, of)}, {min(13, of)})."
             )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.state.split_merge import iter_variables
-from shardax.train.errors import TrainerError
+from shardax.train.errors import TrainError
 from shardax.train.metrics import (
     Metric,
     counted_by,
@@ -42,7 +42,7 @@ def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             return value, {}
         if len(value) != 2 or not isinstance(value[1], Mapping):
             kinds = ", ".join(type(part).__name__ for part in value)
-            raise TrainerError(
+            raise TrainError(
                 f"The loss returned a tuple of {kinds or 'nothing'}. It may return the loss alone, "
                 "or the loss and its metrics by name: return loss, {'accuracy': accuracy}."
             )
@@ -50,7 +50,7 @@ def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         for name, number in metrics.items():
             check_name(name, "The loss returned a metric")
             if number.shape or not jnp.isrealobj(number):
-                raise TrainerError(
+                raise TrainError(
                     f"The loss returned the metric {name!r} as {number.dtype}{list(number.shape)}, "
                     "but what is logged is one real number. Return its mean: jnp.mean(...)."
                 )
@@ -83,9 +83,9 @@ def means_of_parts(metrics: Mapping[str, jax.Array], counts: jax.Array) -> dict[
 
 
 def check_name(name: Any, who: str) -> None:
-    """Raises TrainerError unless a metric may have this name in the log."""
+    """Raises TrainError unless a metric may have this name in the log."""
     if not isinstance(name, str) or not name or name in _OWN or name.startswith("eval_"):
-        raise TrainerError(
+        raise TrainError(
             f"{who} named {name!r}, but a name is a text, does not begin with eval_, and is none "
             f"of those that the log has by itself: {', '.join(_OWN)}."
         )
@@ -177,7 +177,7 @@ class EvalNumbers:
             elif callable(spec):
                 self.functions[name] = spec
             else:
-                raise TrainerError(
+                raise TrainError(
                     f"eval_metrics[{name!r}] is a {type(spec).__name__}. Give a metric, such as "
                     "metrics.Accuracy(), a metric with a function (model, batch) that returns the "
                     "arguments of its update, or a function (model, batch) that returns a mean."
@@ -188,14 +188,14 @@ class EvalNumbers:
         mean, means = loss(model, batch)
         count = count_targets(batch, self.count)
         if twice := means.keys() & {*self.functions, *self.metrics}:
-            raise TrainerError(
+            raise TrainError(
                 f"eval_metrics and the loss both have {', '.join(sorted(map(repr, twice)))}. What "
                 "the loss returns is averaged over held-out data too: give one of them."
             )
         for name, function in self.functions.items():
             value = jnp.asarray(function(model, batch))
             if value.shape:
-                raise TrainerError(
+                raise TrainError(
                     f"eval_metrics[{name!r}] returned an array of shape {value.shape}, but must "
                     "return the mean over the batch's targets, one number."
                 )

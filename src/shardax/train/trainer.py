@@ -45,7 +45,7 @@ from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
 from shardax.train.data import prefetch, sources
 from shardax.train.ema import EMA
-from shardax.train.errors import CheckpointDamagedError, TrainerError
+from shardax.train.errors import CheckpointDamagedError, TrainError
 from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
 from shardax.train.gradients.finite import FiniteCheck, current_values, step_flags
 from shardax.train.log import Trackers, check_trackers, read_jsonl
@@ -90,7 +90,7 @@ class TrainerSettings:
             default those of known TPUs and GPUs, for the dtypes of the products.
 
     Raises:
-        TrainerError: If one is not an integer, or is too small.
+        TrainError: If one is not an integer, or is too small.
 
     Example:
         >>> TrainerSettings(steps=100, checkpoint_every=25).log_every
@@ -119,22 +119,22 @@ class TrainerSettings:
         }
         peak = self.peak_flops
         if peak is not None and not (isinstance(peak, int | float) and peak > 0):
-            raise TrainerError(
+            raise TrainError(
                 f"TrainerSettings has peak_flops={peak!r}, but it must be a number above 0, such "
                 "as 989e12, or None."
             )
         if self.count is not None and not callable(self.count):
-            raise TrainerError(
+            raise TrainError(
                 f"TrainerSettings has count={self.count!r}, but it is a function of a part of a "
                 'batch: count=lambda part: part["loss_mask"].sum().'
             )
         if isinstance(self.reduce_over, str):
-            raise TrainerError(
+            raise TrainError(
                 f"TrainerSettings has reduce_over={self.reduce_over!r}, one string, but it is a "
                 f"tuple of mesh axes: reduce_over=({self.reduce_over!r},)."
             )
         if self.reduce_dtype is not None and not self.reduce_over:
-            raise TrainerError(
+            raise TrainError(
                 f"TrainerSettings has reduce_dtype={self.reduce_dtype!r}, but no axes along which "
                 'gradients are summed. Name them: reduce_over=("data",).'
             )
@@ -142,7 +142,7 @@ class TrainerSettings:
         for name, value in vars(self).items():
             least = 0 if name in at_zero else 1
             if name not in other_types and (type(value) is not int or value < least):
-                raise TrainerError(
+                raise TrainError(
                     f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
                     f"{least}{at_zero.get(name, '')}."
                 )
@@ -258,7 +258,7 @@ class Trainer:
         ):
             if not fits:
                 kind = type(argument).__name__
-                raise TrainerError(f"{name} is a {kind}, but a Trainer needs {expected}.")
+                raise TrainError(f"{name} is a {kind}, but a Trainer needs {expected}.")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
@@ -273,20 +273,20 @@ class Trainer:
         self.run_settings = settings_of(model, optimizer, ema)
         mesh = resolve_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh):
-            raise TrainerError(
+            raise TrainError(
                 "A Trainer needs a mesh of devices, but was given an abstract one. Make one with "
                 "jax.make_mesh((2, 4), ('data', 'model'))."
             )
         self.where: dict[str, Any] = {"overrides": overrides, "memory_kind": memory_kind}
         mesh_options = [name for name, value in self.where.items() if value is not None]
         if mesh is None and mesh_options:
-            raise TrainerError(
+            raise TrainError(
                 f"A Trainer was given {' and '.join(mesh_options)}, but no mesh to lay arrays out "
                 "over. Pass one, mesh=jax.make_mesh((2, 4), ('data', 'model')), or none of these."
             )
         lacking = set(settings.reduce_over) - set(() if mesh is None else mesh.axis_names)
         if lacking:
-            raise TrainerError(
+            raise TrainError(
                 f"TrainerSettings has reduce_over={settings.reduce_over}, but the Trainer's mesh "
                 f"has no axis {', '.join(map(repr, sorted(lacking)))}. Pass one that has: mesh=..."
             )
@@ -386,12 +386,12 @@ class Trainer:
             override: As for ``run``.
 
         Raises:
-            TrainerError: If the directory already holds a run and ``resume`` is False, the run was
+            TrainError: If the directory already holds a run and ``resume`` is False, the run was
                 trained with other settings, or the batches cannot be resumed or cannot be divided
                 over the mesh.
             CheckpointDamagedError: As for ``run``.
-            CheckpointMismatchError: If the checkpoint does not fit model and optimizer.
-            DataPositionError: If the batches are of other data, seed or sizes.
+            CheckpointError: If the checkpoint does not fit model and optimizer.
+            DataError: If the batches are of other data, seed or sizes.
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
             ModuleNotFoundError: If orbax-checkpoint is missing.
         """
@@ -413,7 +413,7 @@ class Trainer:
                 self.batches.restore(position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
-            raise TrainerError(
+            raise TrainError(
                 f"{self.directory} already holds a run{reached}. Go on with it (resume=True, on "
                 "the command line --resume), choose another directory, or delete it."
             )
@@ -429,7 +429,7 @@ class Trainer:
         first = prefetch.first_batch(source)
         source.restore(position)
         if first is None:
-            raise TrainerError("The training batches are empty; give an endless iterator.")
+            raise TrainError("The training batches are empty; give an endless iterator.")
         parts = self.settings.grad_accumulation
         return prefetch.batch_shardings(
             first, self.mesh, self.rules, parts=parts, of="training batch"
@@ -439,13 +439,13 @@ class Trainer:
         if self.held_out is None:
             return None
         if isinstance(self.held_out, Iterator):
-            raise TrainerError(
+            raise TrainError(
                 f"held_out is a {type(self.held_out).__name__}, which can be read once, but every "
                 "evaluation reads it anew. Give EvalBatches or a list of batches."
             )
         first = prefetch.first_batch(self.held_out)
         if first is None:
-            raise TrainerError("held_out has no batches; give None to train without evaluation.")
+            raise TrainError("held_out has no batches; give None to train without evaluation.")
         return prefetch.batch_shardings(first, self.mesh, self.rules, parts=1, of="held-out batch")
 
     def run(
@@ -476,15 +476,15 @@ class Trainer:
             signal. A request to one of several processes stops all at one step.
 
         Raises:
-            TrainerError: What ``check`` refuses; if another process trains in the directory, or
-                the directory is removed or moved; if the loss or what is trained is no longer
-                finite and more steps would be skipped than ``max_skipped_steps``; or if the
-                batches end too early.
+            TrainError: What ``check`` refuses; if another process trains in the directory, or the
+                directory is removed or moved; if the loss or what is trained is no longer finite
+                and more steps would be skipped than ``max_skipped_steps``; or if the batches end
+                too early.
             CheckpointDamagedError: If no checkpoint to go on from is good, or the last is not and
                 ``fallback`` is False.
             CheckpointWriteError: If a checkpoint cannot be written.
             PartitionCheckError: As for ``check``.
-            DisagreementError: In every process, if they differ in packages, settings, seeds,
+            DistributedError: In every process, if they differ in packages, settings, seeds,
                 shardings, data, checkpoint or program, or if copies of an array differ.
         """
         self.check(resume=resume, fallback=fallback, override=override)
@@ -556,7 +556,7 @@ class Trainer:
             changed = [] if saved is None else differences(saved, self.run_settings)
             if changed and not override:
                 omitted = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
-                raise TrainerError(
+                raise TrainError(
                     f"The checkpoint {path} was trained with other settings: "
                     f"{'; '.join(changed[:8])}{omitted}. Put them back, or go on with the new "
                     "ones: override=True (on the command line --override)."
@@ -579,7 +579,7 @@ class Trainer:
         while run.step < settings.steps and not (callbacks.stopping or run.stop.reached()):
             batch = next(run.source, None)
             if batch is None:
-                raise TrainerError(
+                raise TrainError(
                     f"The training batches ended after step {run.step} of {settings.steps}; give "
                     f"an endless iterator, or fewer steps. {_last_saved(run)}"
                 )
@@ -710,10 +710,10 @@ class Trainer:
         The model is in evaluation mode meanwhile, and placed on the mesh first.
 
         Raises:
-            TrainerError: If there is no held-out data.
+            TrainError: If there is no held-out data.
         """
         if self.held_out is None:
-            raise TrainerError("This Trainer has no held-out data; pass held_out=EvalBatches(...).")
+            raise TrainError("This Trainer has no held-out data; pass held_out=EvalBatches(...).")
         with self._scope():
             if self.mesh is not None:
                 # In a tuple, so that overrides find it at the path that it has in training.
@@ -741,7 +741,7 @@ class Trainer:
                         totals[name] = totals.get(name, 0.0) + float(number) * float(targets)
                     count += float(targets)
         if count == 0:
-            raise TrainerError(
+            raise TrainError(
                 "The held-out batches hold no target. Every evaluation reads them anew: give "
                 "EvalBatches or a list, not a generator."
             )
@@ -859,7 +859,7 @@ def _require_finite(run: _Run, problem: str = "", *, behind: int = 0) -> None:
         run.screen.note(note)
     run.finite.notes.clear()
     if problem:
-        raise TrainerError(
+        raise TrainError(
             f"{problem} Lower the learning rate or clip the gradients; "
             "jax.config.update('jax_debug_nans', True) finds the operation. "
             f"{_last_saved(run)} What went wrong may have begun a step before a checkpoint: "

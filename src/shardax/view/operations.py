@@ -22,7 +22,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._transforms.jit.jit import jit
@@ -33,6 +32,7 @@ from shardax.hlo.program import Computation, Instruction, Program, parse
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import RulesLike
 from shardax.partition.specs import abstract
+from shardax.view.parameter_table import ViewError
 
 _FLOATING = re.compile(r"(?:f|bf|c)\d")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
@@ -44,13 +44,6 @@ _ELEMENTWISE = re.compile(
     "log-plus-one|logistic|maximum|minimum|multiply|negate|power|remainder|round-nearest-afz|"
     "round-nearest-even|rsqrt|sign|sine|sqrt|subtract|tan|tanh"
 )
-
-
-class OperationsError(ShardaxError, ValueError):
-    """The operations of a call cannot be counted.
-
-    There is nothing to call, or there are no devices to compile for.
-    """
 
 
 def module_operations(
@@ -80,7 +73,7 @@ def module_operations(
 
 def _check_call(planned: Any, call: Callable[..., Any] | None) -> None:
     if call is None and not callable(planned):
-        raise OperationsError(
+        raise ViewError(
             f"A {type(planned).__name__} cannot be called, so there is no program whose operations "
             "to count. Say what to call: sx.view.table(model, inputs=(x,), "
             "call=lambda model, x: model.layer(x))."
@@ -88,7 +81,7 @@ def _check_call(planned: Any, call: Callable[..., Any] | None) -> None:
     for path, variable in iter_variables(planned):
         for leaf in jax.tree.leaves(variable.value):
             if isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh):
-                raise OperationsError(
+                raise ViewError(
                     f"The mesh of {format_path(path)} has no devices, and operations are counted "
                     "in a program that is compiled for some. Use a mesh of devices; virtual ones "
                     'will do: jax.config.update("jax_num_cpu_devices", 8) before anything else.'

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables
@@ -28,6 +29,10 @@ from shardax.partition.context import rules_over
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract
+
+
+class ViewError(ShardaxError, ValueError):
+    """Nothing to show: an array without a sharding, or a call without operations."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,7 @@ def table(
 
     Raises:
         PartitionCheckError: If an array cannot be laid out by the rules over the mesh; lists all.
-        OperationsError: If operations cannot be counted.
+        ViewError: If operations cannot be counted.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

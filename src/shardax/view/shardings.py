@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from shardax._core.cross_process import format_mesh
-from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.text import columns
@@ -29,7 +28,7 @@ from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.specs import abstract
-from shardax.view.parameter_table import format_bytes, format_shape, html_table
+from shardax.view.parameter_table import ViewError, format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 _COLUMNS, _LINES = 48, 9  # the most characters that a text picture takes on its own account
@@ -39,13 +38,6 @@ _HEADER = ("path", "shape", "dtype", "split", "shard", "copies", "bytes/device")
 Span = tuple[int, int]
 
 
-class ShardingViewError(ShardaxError, ValueError):
-    """There is no sharding to show.
-
-    The value is not laid out over devices, or is known inside of a program only.
-    """
-
-
 def shape_and_sharding(value: Any) -> tuple[tuple[int, ...], Sharding]:
     """Returns shape and sharding of a Variable, an array, or a ``jax.ShapeDtypeStruct``."""
     # A lazy value is asked for its form only: showing it must not compute it.
@@ -53,7 +45,7 @@ def shape_and_sharding(value: Any) -> tuple[tuple[int, ...], Sharding]:
     shape = getattr(array, "shape", None)
     sharding = None if isinstance(array, Variable) else getattr(array, "sharding", None)
     if shape is None or not isinstance(sharding, Sharding):
-        raise ShardingViewError(
+        raise ViewError(
             f"There is no sharding to show of {value!r}: it is not laid out over devices, or is "
             "known inside a program only. Lay it out by sx.shard(model, mesh, rules), say where it "
             "would be by sx.view.sharding(model, mesh, rules), or, under jax.jit, look at the "
@@ -376,7 +368,7 @@ def sharding(
         The view: print it, or let a notebook show it.
 
     Raises:
-        ShardingViewError: If a single array's sharding is not known.
+        ViewError: If a single array's sharding is not known.
         PartitionCheckError: If an array cannot be laid out over the mesh; lists all.
 
     Example:

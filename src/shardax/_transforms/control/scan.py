@@ -414,7 +414,7 @@ def scan(
             and ``xs``, as ``jax.lax.scan`` is.
         AxisSizeError: If ``length`` is no size; when called, if an array has no such axis, or sizes
             differ.
-        BoxError: When called, if a box cannot lose or gain the dimension; names its path.
+        PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
         PartitioningUnspecifiedError: When called, if a box must have a name for it.
 
     Example:

@@ -389,7 +389,7 @@ class Jit(PickledByName, Wrapper):
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises DisagreementError if numbers given to this call differ over processes."""
+        """Raises DistributedError if numbers given to this call differ over processes."""
         from shardax.distributed.processes import compare_arguments
 
         labels = [inputs.parameter_name(self.__wrapped__, i) for i in range(len(args))]

@@ -79,7 +79,7 @@ def vmap(
         InconsistentAliasingError: When called, if a Variable gets two different axes.
         ForeignMutationError: When called, if a Variable that was not passed in is written.
         MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
-        BoxError: When called, if a box cannot lose or gain the dimension; names its path.
+        PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
         PartitioningUnspecifiedError: When called, if a box must have a name for it.
         MappedShardingError: When called, if arrays are split differently over Explicit mesh axes.
 

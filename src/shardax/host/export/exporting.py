@@ -34,13 +34,20 @@ from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths,
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import RngState
-from shardax._files import draft_folder, flush, flush_folder, write_tensors
+from shardax._files import (
+    PathExistsError,
+    draft_folder,
+    flush,
+    flush_folder,
+    require_free,
+    write_tensors,
+)
 from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as lift
 from shardax._transforms.lift.binding import Effects, InputGraph
-from shardax.host.errors import ArtifactExistsError, ExportError
+from shardax.host.errors import ExportError
 from shardax.host.export import signature
 from shardax.host.export.signature import ArrayForm, StateEntry
 from shardax.partition.errors import did_you_mean
@@ -90,7 +97,7 @@ def export(
         ExportError: If the function cannot do without this process, by name: callbacks, random
             state without a seed, structure that changes, state that changes its form.
         AbstractValueError: If the state holds shapes only.
-        ArtifactExistsError: If there is something at ``to``.
+        PathExistsError: If there is something at ``to``.
         ImportError: If ``flatbuffers`` or ``safetensors`` is missing.
 
     Example:
@@ -308,11 +315,7 @@ def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
 def free_place(path: Any) -> pathlib.Path:
     """Return the absolute path of an artifact to write."""
     place = pathlib.Path(os.path.abspath(path))
-    if place.exists():
-        raise ArtifactExistsError(
-            f"There already is something at {place}. An artifact never overwrites another; choose "
-            "another path or remove that one first."
-        )
+    require_free(place, "An artifact")
     return place
 
 
@@ -326,7 +329,7 @@ def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
             free_place(place)  # somebody may have been faster
             draft.rename(place)
             flush(place.parent)
-    except ArtifactExistsError:
+    except PathExistsError:
         raise
     except OSError as error:
         raise ExportError(

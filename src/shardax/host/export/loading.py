@@ -21,6 +21,7 @@ from shardax._core.errors import PickleWriteError
 from shardax._core.frames import is_eager
 from shardax._core.module import Module
 from shardax._core.variable import Variable
+from shardax._files import PathNotFoundError
 from shardax._transforms.errors import MeshError
 from shardax._transforms.jit.jit import jit
 from shardax.host import errors
@@ -60,7 +61,7 @@ class LoadedProgram:
 
         @program.defjvp
         def _refuse(primals: Any, tangents: Any) -> Any:
-            raise errors.ArtifactCallError(
+            raise errors.ExportError(
                 f"{self.signature.name} was exported without derivatives. Export it with "
                 "vjp_order=1, or more for higher ones."
             )
@@ -75,12 +76,12 @@ class LoadedProgram:
         """Return JAX's error about exported programs in terms of ``export``."""
         text, name = str(error), self.signature.name
         if "refining shapes" in text and self.signature.constraints:
-            return errors.ArtifactCallError(
+            return errors.ExportError(
                 f"The sizes of the call break what {name} was exported under: "
                 f"{', '.join(self.signature.constraints)}. It takes {self.signature}."
             )
         if "atching rule" in text:
-            return errors.ArtifactCallError(
+            return errors.ExportError(
                 f"{name} cannot be mapped by vmap: an exported program is as it is. Export it with "
                 "a dimension for the batch, dynamic={'batch': 0}, or call it in a loop (sx.scan)."
             )
@@ -154,10 +155,10 @@ def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedF
         A Module to call; its Variables are the state.
 
     Raises:
-        ArtifactNotFoundError: If there is no artifact at ``path``.
-        ArtifactDamagedError: If a file is missing or is not what was written.
-        ArtifactVersionError: If it was written by a shardax or JAX that this one does not read.
-        ArtifactEnvironmentError: If devices, platform or 64 bits are missing here.
+        PathNotFoundError: If there is no artifact at ``path``.
+        ExportError: If a file is missing or is not what was written, or if it was written by a
+            shardax or JAX that this one does not read, or if devices, platform or 64 bits are
+            missing here.
         ImportError: If ``flatbuffers`` or ``safetensors`` is missing.
 
     Example:
@@ -173,7 +174,7 @@ def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedF
     try:
         signature = Signature.from_json(entries["signature"])
     except (KeyError, TypeError, ValueError) as error:
-        raise errors.ArtifactDamagedError(
+        raise errors.ExportError(
             f"{folder / signatures.SIGNATURE} cannot be read ({error!r}). Export the function anew."
         ) from error
     exported = _program(folder, entries)
@@ -194,14 +195,14 @@ def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any
     file = place / signatures.SIGNATURE
     if not file.is_file():
         absence = "no artifact (a folder with signature.json)" if place.exists() else "nothing"
-        raise errors.ArtifactNotFoundError(f"There is {absence} at {place}.")
+        raise PathNotFoundError(f"There is {absence} at {place}.")
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["format"], entries["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(file, f"cannot be read ({error!r})") from error
     if version != (signatures.FORMAT, signatures.VERSION):
-        raise errors.ArtifactVersionError(
+        raise errors.ExportError(
             f"{place} has the format {version[0]!r}, version {version[1]!r}; this shardax reads "
             f"{signatures.FORMAT!r}, version {signatures.VERSION}. Load it with the version that "
             "wrote it, or export the function anew."
@@ -216,8 +217,8 @@ def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any
     return place, entries
 
 
-def _damaged(file: pathlib.Path, problem: str) -> errors.ArtifactDamagedError:
-    return errors.ArtifactDamagedError(
+def _damaged(file: pathlib.Path, problem: str) -> errors.ExportError:
+    return errors.ExportError(
         f"{file} {problem}. Copy the artifact again from where it was written, or export the "
         "function anew; an artifact is not meant to be edited."
     )
@@ -253,7 +254,7 @@ def _program(folder: Any, entries: Any) -> Any:
     highest = jax.export.maximum_supported_calling_convention_version
     advice = "Load it with a JAX of nearer age, or export it anew."
     if not lowest <= written <= highest:
-        raise errors.ArtifactVersionError(
+        raise errors.ExportError(
             f"The program in {folder} was exported by JAX {entries['jax']} with the calling "
             f"convention {written}; JAX {jax.__version__} reads calling conventions {lowest} to "
             f"{highest}. {advice}"
@@ -261,7 +262,7 @@ def _program(folder: Any, entries: Any) -> Any:
     try:
         return jax.export.deserialize(bytearray((folder / signatures.PROGRAM).read_bytes()))
     except Exception as error:
-        raise errors.ArtifactVersionError(
+        raise errors.ExportError(
             f"JAX {jax.__version__} cannot read the program in {folder}, which JAX "
             f"{entries['jax']} exported: {type(error).__name__}: {error}. {advice}"
         ) from error
@@ -277,13 +278,13 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
     count = signature.devices
     if len(devices) < count or (mesh is not None and len(devices) != count):
-        raise errors.ArtifactEnvironmentError(
+        raise errors.ExportError(
             f"{where} runs on {count} devices, and {'here' if mesh is None else 'in the mesh'} are "
             f"{len(devices)}. Load it over {count} devices, or export it for {len(devices)}."
         )
     kinds = {"gpu": ("cuda", "rocm")}.get(devices[0].platform, (devices[0].platform,))
     if not {*kinds, devices[0].platform} & {*signature.platforms}:
-        raise errors.ArtifactEnvironmentError(
+        raise errors.ExportError(
             f"{where} was exported for {', '.join(signature.platforms)}, and the devices here are "
             f"{devices[0].platform}. Export it with platforms={(*signature.platforms, kinds[0])}."
         )
@@ -291,7 +292,7 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
     forms += [form for argument in signature.inputs for form in argument.forms]
     wide = sorted({form.dtype for form in forms if form.is_wide})
     if wide and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
-        raise errors.ArtifactEnvironmentError(
+        raise errors.ExportError(
             f"{where} uses {', '.join(wide)}, and JAX has 32 bits here. Before anything else: "
             "sx.configure(x64=True)."
         )

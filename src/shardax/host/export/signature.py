@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardax._core._jax import is_prng_key
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import leaf_paths
-from shardax.host.errors import ArtifactCallError, ExportError
+from shardax.host.errors import ExportError
 
 FORMAT = "shardax artifact"
 VERSION = 1
@@ -285,7 +285,7 @@ class Signature:
         """Returns the arrays of a call's arguments, random keys as words.
 
         Raises:
-            ArtifactCallError: If they are not what the function was exported for.
+            ExportError: If they are not what the function was exported for.
         """
         sizes: dict[str, tuple[int, str]] = {}
         leaves: list[Any] = []
@@ -365,8 +365,8 @@ class Signature:
         if not fits:
             raise self._refusal(f"{where} has the shape {tuple(shape)}, not that of {form}.")
 
-    def _refusal(self, problem: str) -> ArtifactCallError:
-        return ArtifactCallError(f"{problem} The artifact takes {self}. Nothing was run.")
+    def _refusal(self, problem: str) -> ExportError:
+        return ExportError(f"{problem} The artifact takes {self}. Nothing was run.")
 
 
 def _to_plain(value: Any) -> Any:

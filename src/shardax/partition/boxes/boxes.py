@@ -40,13 +40,7 @@ from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, names_without_rules, rules_over
-from shardax.partition.errors import (
-    BoxError,
-    ConstraintError,
-    NoRulesError,
-    PartitioningUnspecifiedError,
-    raise_on_errors,
-)
+from shardax.partition.errors import PartitionError, PartitioningUnspecifiedError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, identity_rules, strings
 
@@ -231,7 +225,7 @@ def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
     try:
         attributes = BoxAttributes(items)
     except TypeError as error:
-        raise BoxError(
+        raise PartitionError(
             f"{type(box).__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
             "Compiled programs are found by them. Use tuples instead of lists, frozen dataclasses "
             "instead of dicts, and keep arrays in the box's value."
@@ -290,7 +284,7 @@ def _contents(box: Any) -> tuple[Any, Metadata]:
     standard = standard_box(box)
     value = value_in(standard)
     if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
-        raise BoxError(
+        raise PartitionError(
             f"{box!r}: holds another box, so it is no Variable. Make one of its value: "
             "sx.Param(sx.unbox(box), axes=...)."
         )
@@ -384,7 +378,7 @@ def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[A
     names = _reaching(box, names, index)
     rank = len(names) + 1
     if not -rank <= index < rank:
-        raise BoxError(
+        raise PartitionError(
             f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}: give a place "
             f"from {-rank} to {rank - 1}. A box has one name per dimension, None for one without."
         )
@@ -397,14 +391,14 @@ def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[An
     names = _reaching(box, names, index + 1)
     rank = len(names)
     if not -rank <= index < rank:
-        raise BoxError(
+        raise PartitionError(
             f"{box!r}: cannot remove an axis {name!r} at {index} from the names {names}: there are "
             f"{rank}."
         )
     place = index % rank
     if names[place] != name:
         hint = f" The name {name!r} stands at {names.index(name)}." if name in names else ""
-        raise BoxError(
+        raise PartitionError(
             f"{box!r}: cannot remove an axis {name!r} at {index} from the names {names}: "
             f"{names[place]!r} stands there.{hint} remove_axis undoes add_axis, so it takes the "
             "same index and name."
@@ -455,9 +449,8 @@ class Partitioned(AxisMetadata[T]):
             apply_constraint: False to return the value as it is, whatever is known.
 
         Raises:
-            NoRulesError: If names are logical, a mesh is known, and there are no rules.
-            ConstraintError: If the value cannot be laid out so.
-            AxisNamesError: If the names are malformed.
+            PartitionError: If names are logical, a mesh is known, and there are no rules, or if the
+                value cannot be laid out so, or if the names are malformed.
         """
         mesh = resolve_mesh(self.mesh) if apply_constraint and self.names is not None else None
         if mesh is None:
@@ -489,7 +482,7 @@ class Partitioned(AxisMetadata[T]):
 
         Raises:
             PartitioningUnspecifiedError: If ``params`` has no name.
-            BoxError: If there is no such place.
+            PartitionError: If there is no such place.
         """
         name = self._name_of_axis("add", index, params)
         return (
@@ -507,7 +500,7 @@ class Partitioned(AxisMetadata[T]):
 
         Raises:
             PartitioningUnspecifiedError: If ``params`` has no name.
-            BoxError: If there is no such dimension, or it has another name.
+            PartitionError: If there is no such dimension, or it has another name.
         """
         name = self._name_of_axis("remove", index, params)
         return (
@@ -520,7 +513,7 @@ class Partitioned(AxisMetadata[T]):
         """Returns the names as a ``PartitionSpec``, a logical one for logical names.
 
         Raises:
-            AxisNamesError: If the names are malformed, or one occurs twice.
+            PartitionError: If the names are malformed, or one occurs twice.
         """
         return PartitionSpec(*check_names(self.names or ()))
 
@@ -532,12 +525,12 @@ class Partitioned(AxisMetadata[T]):
 
         Raises:
             PartitionCheckError: If the value cannot be laid out so.
-            NoRulesError: If the names are logical and there are no rules.
-            BoxError: If there is no mesh.
+            PartitionError: If the names are logical and there are no rules.
+            PartitionError: If there is no mesh.
         """
         where = resolve_mesh(mesh if mesh is not None else self.mesh)
         if where is None:
-            raise BoxError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
+            raise PartitionError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
         if self.names is None:
             return NamedSharding(where, PartitionSpec())
         names, rules = self._names_and_rules(where, "make a sharding of", "")
@@ -594,7 +587,7 @@ class Partitioned(AxisMetadata[T]):
         rules = rules_over(mesh) if own_rules is None else own_rules
         if own_rules or not names_without_rules(names, mesh):
             return names, rules
-        raise NoRulesError(
+        raise PartitionError(
             f"Cannot {action} {self!r} over a mesh: its names are logical, and it has no rules, "
             "nor are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the "
             f"box rules=rules{way_out}."
@@ -623,7 +616,7 @@ class LogicallyPartitioned(Partitioned[T]):
 
     Raises:
         MetadataError: If ``names`` is one string or holds something unhashable.
-        RulesError: If ``rules`` are malformed.
+        PartitionError: If ``rules`` are malformed.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -730,7 +723,7 @@ def with_logical_partitioning(
     Raises:
         MetadataError: If ``names`` is one string.
         MeshError: If ``mesh`` is no mesh.
-        RulesError: If ``rules`` are malformed.
+        PartitionError: If ``rules`` are malformed.
 
     Example:
         >>> import jax
@@ -775,9 +768,8 @@ def with_logical_constraint(
 
     Raises:
         NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
-        NoRulesError: If there are no rules, under ``on_no_mesh="error"``.
-        ConstraintError: If an array cannot be laid out so, or ``names`` do not fit the pytree.
-        AxisNamesError: If names are malformed.
+        PartitionError: If there are no rules, under ``on_no_mesh="error"``, or if an array cannot
+            be laid out so, or ``names`` do not fit the pytree, or if names are malformed.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -801,7 +793,7 @@ def with_logical_constraint(
     try:
         per_array = jax.tree.structure(names, is_leaf=_is_names).flatten_up_to(x)
     except (TypeError, ValueError) as error:
-        raise ConstraintError(
+        raise PartitionError(
             f"The names {names!r} do not fit the pytree {jax.tree.structure(x)}: {error}. Give "
             "names for each array in a pytree of the same form, or once for all below a place."
         ) from error

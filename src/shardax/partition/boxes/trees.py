@@ -26,7 +26,7 @@ from shardax._core.state.state import Origin, State
 from shardax._core.variable import Param, Variable
 from shardax.partition import errors
 from shardax.partition.boxes import boxes
-from shardax.partition.errors import BoxError, PartitioningUnspecifiedError
+from shardax.partition.errors import PartitionError, PartitioningUnspecifiedError
 from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
 
@@ -93,7 +93,7 @@ def to_boxes(tree: Any) -> Any:
         of a box becomes that box again, with the value and axes that it has now.
 
     Raises:
-        BoxError: If there is a Module or tracked container in the tree.
+        PartitionError: If there is a Module or tracked container in the tree.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -114,7 +114,7 @@ def to_boxes(tree: Any) -> Any:
                 )
             return box
         if isinstance(leaf, Object):
-            raise BoxError(
+            raise PartitionError(
                 f"A {type(leaf).__name__} has Variables, and its boxes would be lost in it: take "
                 "them out first, to_boxes(dict(sx.iter_variables(model)))."
             )
@@ -136,7 +136,7 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
 
     Raises:
         VariableValueError: If a box holds something that is no array.
-        BoxError: If the box is of a kind without names, or holds another box.
+        PartitionError: If the box is of a kind without names, or holds another box.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -152,7 +152,7 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         leaf = boxes.standard_box(leaf)
         inner = jax.tree.leaves(leaf.value, is_leaf=is_axis_metadata)
         if not isinstance(leaf, boxes.Partitioned) or any(map(is_axis_metadata, inner)):
-            raise BoxError(
+            raise PartitionError(
                 f"{leaf!r}: has no names, or holds another box, so it is no Variable. Make one of "
                 "its value: sx.Param(unbox(box), axes=...)."
             )
@@ -177,10 +177,10 @@ def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> 
 
 
 _LOCATED = (
-    errors.AxisNamesError,
-    BoxError,
-    errors.ConstraintError,
-    errors.NoRulesError,
+    errors.PartitionError,
+    PartitionError,
+    errors.PartitionError,
+    errors.PartitionError,
     errors.PartitionCheckError,
     PartitioningUnspecifiedError,
 )
@@ -264,8 +264,8 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
         The tree with values in place of boxes. Modules and States stay as they are.
 
     Raises:
-        NoRulesError: If a box has logical names, a mesh is known, and there are no rules.
-        ConstraintError: If a value cannot be laid out as its box says; names its path.
+        PartitionError: If a box has logical names, a mesh is known, and there are no rules, or if a
+            value cannot be laid out as its box says; names its path.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -299,7 +299,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
         The boxed tree with the new values; what is no box is taken from ``values``.
 
     Raises:
-        BoxError: If ``values`` has another structure.
+        PartitionError: If ``values`` has another structure.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -314,7 +314,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
     try:
         new_values = treedef.flatten_up_to(values)
     except ValueError as error:
-        raise BoxError(
+        raise PartitionError(
             f"The values do not fit the boxed tree: {error}. Give them in the form that "
             "unbox(tree) has."
         ) from error
@@ -345,7 +345,8 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
 
     Raises:
         PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
-        BoxError: If a box has no such place, or there is a Module in the tree; names the path.
+        PartitionError: If a box has no such place, or there is a Module in the tree; names the
+            path.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -373,8 +374,8 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
 
     Raises:
         PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
-        BoxError: If a box has no such dimension, or it has another name, or there is a Module in
-            the tree; names the path.
+        PartitionError: If a box has no such dimension, or it has another name, or there is a Module
+            in the tree; names the path.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -402,7 +403,7 @@ def _located(path: Path, function: Callable[[], Any]) -> Any:
         return function()
     except errors.PartitionCheckError as error:
         lines = "".join(f"\n  {finding}" for finding in error.findings)
-        raise errors.ConstraintError(
+        raise errors.PartitionError(
             f"{format_path(path)}: cannot be laid out as its box says:{lines}"
         ) from error
     except _LOCATED as error:
@@ -425,7 +426,7 @@ def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
         if isinstance(leaf, Variable):
             return _variable_of(_located(path, lambda: rename(_box_of(leaf))))
         if isinstance(leaf, Object):
-            raise BoxError(
+            raise PartitionError(
                 f"{format_path(path)}: a {type(leaf).__name__} is no box, and its Variables have "
                 "their own axes, which sx.vmap and sx.scan keep true: "
                 "sx.vmap(make, metadata={PARTITION_NAME: 'layers'})."

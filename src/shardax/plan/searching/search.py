@@ -26,7 +26,7 @@ from typing import Any
 
 from shardax._parallel.pipeline import bubble_share
 from shardax.partition.context import parallel as parallel_scope
-from shardax.partition.errors import ParallelError, did_you_mean
+from shardax.partition.errors import PartitionError, did_you_mean
 from shardax.partition.rules import mesh_axes_of, strings
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
@@ -109,8 +109,8 @@ def search(
         of them. It is the same for any number of processes, but for seconds.
 
     Raises:
-        PlanInputError: If arguments have no names, the step needs values or cannot be sent to
-            other processes, or names are unknown.
+        PlanInputError: If arguments have no names, the step needs values or cannot be sent to other
+            processes, or names are unknown.
         TargetError: If there is no such target, or meshes do not have its devices.
         CompilerMissingError: If ``compiler="target"`` and it is not installed; names the extra.
         PlanInterrupted: After Ctrl-C; has the plan of what was done.
@@ -411,7 +411,7 @@ def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequenc
             if name in ("microbatches", "schedule", "context"):
                 try:
                     parallel_scope(**{name: value})
-                except ParallelError as error:
+                except PartitionError as error:
                     raise PlanInputError(f"parallel={{{name!r}: {values!r}}}: {error}") from error
             elif name == "zero" and value not in (0, 1):
                 raise PlanInputError(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
-from shardax.train.errors import DataPositionError, TextSourceError, WindowError
+from shardax.train.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
@@ -84,7 +84,7 @@ class TrainBatches:
         seed: Seed of the order, in ``[0, 2**64)``.
 
     Raises:
-        WindowError: No segment is long enough for a window, or the sizes are out of range.
+        DataError: No segment is long enough for a window, or the sizes are out of range.
 
     Example:
         >>> from shardax.train.data.text import ByteText
@@ -102,7 +102,7 @@ class TrainBatches:
     def __init__(self, part: TextPart, *, batch_size: int, seq_len: int, seed: int = 0) -> None:
         _check_sizes(part, batch_size, seq_len)
         if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:
-            raise WindowError(f"The seed must be in [0, 2**64), got {seed!r}.")
+            raise DataError(f"The seed must be in [0, 2**64), got {seed!r}.")
         self.part = part
         self.batch_size = batch_size
         self.seq_len = seq_len
@@ -114,7 +114,7 @@ class TrainBatches:
         self._first_window = np.concatenate([[0], np.cumsum(windows)])
         self._room = predicted - windows * seq_len
         if self.windows_per_epoch == 0:
-            raise WindowError(
+            raise DataError(
                 f"No window of seq_len + 1 = {seq_len + 1} {part.text.unit} fits: the longest "
                 f"segment of {part!r} has {int(predicted.max()) + 1}. Use a smaller seq_len, a "
                 "longer text, or larger blocks in text.split()."
@@ -152,14 +152,14 @@ class TrainBatches:
             state: What ``state()`` or ``position`` gave.
 
         Raises:
-            DataPositionError: It is no position, or was saved over other data, seed or sizes; all
+            DataError: It is no position, or was saved over other data, seed or sizes; all
                 differences are listed. The iterator stays where it is.
         """
         position = self.state()
         saved = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
         step = saved.get("step") if isinstance(saved, Mapping) else None
         if not isinstance(saved, Mapping) or set(saved) != set(position) or not is_count(step):
-            raise DataPositionError(
+            raise DataError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(position)}, "
                 "with a step of 0 or more; pass what batches.state() returned."
             )
@@ -177,7 +177,7 @@ class TrainBatches:
                     f"{arguments}), and restore again."
                 )
             lines = [f"  {key}: saved {saved[key]!r}, here {position[key]!r}" for key in differing]
-            raise DataPositionError(
+            raise DataError(
                 "The saved data position cannot be continued with these batches, because they "
                 "would not be the ones that followed:\n" + "\n".join([*lines, advice])
             )
@@ -194,10 +194,10 @@ class TrainBatches:
             ``{"inputs", "targets"}``, int32 (rows, seq_len).
 
         Raises:
-            WindowError: ``step`` is negative, or a row is not one of the batch.
+            DataError: ``step`` is negative, or a row is not one of the batch.
         """
         if step < 0:
-            raise WindowError(f"A step is 0 or more, got {step}.")
+            raise DataError(f"A step is 0 or more, got {step}.")
         rows = row_numbers(rows, self.batch_size)
         epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
         starts = np.empty_like(rows)
@@ -233,7 +233,7 @@ class TrainBatches:
             An iterator of batches that hold these rows only.
 
         Raises:
-            WindowError: A row is not one of the batch.
+            DataError: A row is not one of the batch.
         """
         while True:
             batch = self.batch_at(self.step, rows)
@@ -264,7 +264,7 @@ class EvalBatches:
             all windows.
 
     Raises:
-        WindowError: The part has no two consecutive bytes, or the sizes are out of range.
+        DataError: The part has no two consecutive bytes, or the sizes are out of range.
 
     Example:
         >>> from shardax.train.data.text import ByteText
@@ -280,7 +280,7 @@ class EvalBatches:
     ) -> None:
         _check_sizes(part, batch_size, seq_len)
         if max_batches is not None and max_batches < 1:
-            raise WindowError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
+            raise DataError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
         self.batch_size = batch_size
         self.seq_len = seq_len
         predicted = part.ends - part.starts - 1
@@ -290,7 +290,7 @@ class EvalBatches:
         starts = part.starts[segments] + within * seq_len
         lengths = np.minimum(seq_len, predicted[segments] - within * seq_len)
         if starts.size == 0:
-            raise WindowError(
+            raise DataError(
                 f"There is nothing to predict: {part!r} has no two consecutive {part.text.unit}. "
                 "Hold out more text, or use larger blocks in text.split()."
             )
@@ -326,7 +326,7 @@ class EvalBatches:
             An iterator of batches that hold these rows only.
 
         Raises:
-            WindowError: A row is not one of the batch.
+            DataError: A row is not one of the batch.
         """
         data = self.part.text.data
         rows = row_numbers(rows, self.batch_size)
@@ -361,7 +361,7 @@ class RowBatches:
         name: Identity of the data; a position saved under another name is refused.
 
     Raises:
-        WindowError: ``batch_size`` is not an integer of 1 or more.
+        DataError: ``batch_size`` is not an integer of 1 or more.
 
     Example:
         >>> tokens = np.arange(1000, dtype=np.int32).reshape(100, 10)
@@ -396,11 +396,11 @@ class RowBatches:
             state: What ``state()`` gave.
 
         Raises:
-            DataPositionError: It is no position, or of another name or batch size.
+            DataError: It is no position, or of another name or batch size.
         """
         step = state.get("step") if isinstance(state, Mapping) else None
         if not is_count(step) or {**self.state(), "step": step} != {**state}:
-            raise DataPositionError(
+            raise DataError(
                 f"The saved data position {state!r} cannot be continued with {self!r}. Make it "
                 "with the batch_size and the name that were saved."
             )
@@ -416,7 +416,7 @@ class RowBatches:
             An iterator of batches that hold these rows only.
 
         Raises:
-            WindowError: A row is not one of the batch, or ``read`` returned another number of rows.
+            DataError: A row is not one of the batch, or ``read`` returned another number of rows.
         """
         rows = row_numbers(rows, self.batch_size)
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
@@ -430,7 +430,7 @@ class RowBatches:
         rows = self.read(start, stop)
         for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
             if np.shape(leaf)[:1] != (stop - start,):
-                raise WindowError(
+                raise DataError(
                     f"read({start}, {stop}) must return {stop - start} rows, but "
                     f"{jax.tree_util.keystr(path) or 'it'} has the shape {np.shape(leaf)}."
                 )
@@ -459,7 +459,7 @@ class WholeBatches(Held):
         batch_size: Rows per batch, over all processes together.
 
     Raises:
-        WindowError: ``batch_size`` is not an integer of 1 or more.
+        DataError: ``batch_size`` is not an integer of 1 or more.
 
     Example:
         >>> batches = WholeBatches([{"x": np.arange(4)}], batch_size=4)
@@ -482,7 +482,7 @@ class WholeBatches(Held):
             An iterator of batches that hold these rows only.
 
         Raises:
-            WindowError: A row is not one of the batch, or a batch has another number of rows.
+            DataError: A row is not one of the batch, or a batch has another number of rows.
         """
         rows = row_numbers(rows, self.batch_size)
         return (jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch) for batch in self)
@@ -514,8 +514,8 @@ class LocalBatches(Held):
         local_rows: Rows per batch of one process.
 
     Raises:
-        WindowError: ``batch_size`` is not an integer of 1 or more, or not a multiple of the number
-            of processes.
+        DataError: ``batch_size`` is not an integer of 1 or more, or not a multiple of the number of
+            processes.
 
     Example:
         >>> batches = LocalBatches([{"x": np.arange(4)}], batch_size=4)
@@ -527,7 +527,7 @@ class LocalBatches(Held):
         check_size("batch_size", batch_size)
         count = jax.process_count()
         if batch_size % count:
-            raise WindowError(
+            raise DataError(
                 f"batch_size={batch_size} is the global batch, of which each of {count} processes "
                 f"gives as many rows: use a multiple of {count}."
             )
@@ -546,10 +546,10 @@ class LocalBatches(Held):
             An iterator of batches that hold these rows.
 
         Raises:
-            WindowError: There are more or fewer rows.
+            DataError: There are more or fewer rows.
         """
         if np.size(rows) != self.local_rows:
-            raise WindowError(
+            raise DataError(
                 f"Each process of LocalBatches(batch_size={self.batch_size}) gives "
                 f"{self.local_rows} rows, but {np.size(rows)} were asked for."
             )
@@ -571,7 +571,7 @@ class LocalBatches(Held):
 def _check_rows(batch: Any, rows: int, advice: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if np.shape(leaf)[:1] != (rows,):
-            raise WindowError(
+            raise DataError(
                 f"{jax.tree_util.keystr(path) or 'The batch'} has the shape {np.shape(leaf)}, but "
                 f"batch_size={rows} rows were announced. {advice}"
             )
@@ -587,14 +587,14 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def check_size(name: str, size: Any) -> None:
-    """Raises WindowError unless a size is an integer of 1 or more."""
+    """Raises DataError unless a size is an integer of 1 or more."""
     if not is_count(size) or size < 1:
-        raise WindowError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
+        raise DataError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
 
 
 def _check_sizes(part: Any, batch_size: int, seq_len: int) -> None:
     if not isinstance(part, TextPart):
-        raise WindowError(
+        raise DataError(
             f"part is a {type(part).__name__}, but windows are of a TextPart: text.whole, or one "
             "of training, held_out = text.split(0.1)."
         )
@@ -603,11 +603,11 @@ def _check_sizes(part: Any, batch_size: int, seq_len: int) -> None:
 
 
 def row_numbers(rows: Any, batch_size: int) -> Rows:
-    """Returns row numbers as an array, or raises WindowError."""
+    """Returns row numbers as an array, or raises DataError."""
     numbers: Any = np.arange(batch_size) if rows is None else np.asarray(rows)
     wrong = numbers.ndim != 1 or numbers.dtype.kind not in "iu" or numbers.size == 0
     if wrong or numbers.min() < 0 or numbers.max() >= batch_size:
-        raise WindowError(
+        raise DataError(
             f"rows must be numbers from 0 to {batch_size - 1}, at least one, got {rows!r}."
         )
     return numbers.astype(np.int64)
@@ -620,7 +620,7 @@ def _batch(part: TextPart, places: _Int64Array) -> Arrays:
     limit = min(getattr(text, "vocab_size", None) or 1 << 31, 1 << 31)
     if limit <= np.iinfo(windows.dtype).max and windows.size and int(windows.max()) >= limit:
         place = int(places.ravel()[windows.argmax()])
-        raise TextSourceError(
+        raise DataError(
             f"Token {place} of {text.name} has the id {int(windows.max())}, but ids are from 0 to "
             f"{limit - 1}. The file is of another vocabulary or dtype, or is damaged."
         )

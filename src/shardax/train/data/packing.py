@@ -23,7 +23,7 @@ import numpy.typing as npt
 from shardax.train.data.batches import Arrays, Rows, check_size, is_count, row_numbers
 from shardax.train.data.sources import Positioned, go_on_without_end, host_batch, with_position
 from shardax.train.data.text import hash64, permute
-from shardax.train.errors import DataPositionError, WindowError
+from shardax.train.errors import DataError
 
 _Tokens = npt.NDArray[np.int64]
 _SAMPLES = 64  # documents that the fingerprint of a sequence reads
@@ -55,7 +55,7 @@ class PackedBatches:
         key: Name of the tokens where documents are mappings, such as ``"input_ids"``.
 
     Raises:
-        WindowError: No document has two tokens, or an argument is out of range.
+        DataError: No document has two tokens, or an argument is out of range.
 
     Example:
         >>> documents = [np.array([1, 2, 3]), np.array([4, 5, 6, 7])]
@@ -80,7 +80,7 @@ class PackedBatches:
             if size is not None or name != "passes":
                 check_size(name, size)
         if seed is not None and (not is_count(seed) or seed >= 1 << 64):
-            raise WindowError(f"The seed must be in [0, 2**64) or None, got {seed!r}.")
+            raise DataError(f"The seed must be in [0, 2**64) or None, got {seed!r}.")
         self.documents = documents
         self.batch_size = batch_size
         self.seq_len = seq_len
@@ -93,14 +93,14 @@ class PackedBatches:
             self._order: Any = _Order(cast("Sequence[Any]", documents), seed, passes)
             self._identity |= {"seed": seed, "documents": self._order.fingerprint(self._tokens)}
         elif seed is not None or passes is not None:
-            raise WindowError(
+            raise DataError(
                 "seed and passes are of a sequence of documents, but these are read in the order "
                 f"of their {type(documents).__name__}. Shuffle and repeat them there."
             )
         else:
             self._order = with_position(documents)
             if not isinstance(self._order, Positioned):
-                raise WindowError(
+                raise DataError(
                     f"The documents ({type(documents).__name__}) are no sequence, and have no "
                     "position to resume at. Give a list of arrays, or what has state() and "
                     "restore(), such as an iterator of grain or an IterableDataset of datasets."
@@ -127,17 +127,17 @@ class PackedBatches:
             state: What ``state()`` gave.
 
         Raises:
-            DataPositionError: It is no position, or of other documents, seed or sizes.
+            DataError: It is no position, or of other documents, seed or sizes.
         """
         position = self.state()
         if not isinstance(state, Mapping) or set(state) != set(position):
-            raise DataPositionError(
+            raise DataError(
                 f"Not a position of packed batches: {state!r}. Pass what batches.state() returned."
             )
         differing = [name for name in self._identity if state[name] != self._identity[name]]
         if differing:
             lines = [f"  {key}: saved {state[key]!r}, here {position[key]!r}" for key in differing]
-            raise DataPositionError(
+            raise DataError(
                 "The saved data position cannot be continued with these batches, because they "
                 "would not be the ones that followed:\n"
                 + "\n".join(lines)
@@ -163,18 +163,18 @@ class PackedBatches:
         if self.key is not None:
             document = document[self.key]
         elif isinstance(document, Mapping):
-            raise WindowError(
+            raise DataError(
                 f"A document is a mapping with {', '.join(map(repr, document))}. Say which of "
                 'these are the tokens, such as PackedBatches(..., key="input_ids").'
             )
         tokens = np.asarray(host_batch(document))
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise WindowError(
+            raise DataError(
                 "A document is a one-dimensional array of integers, its token ids, but one has "
                 f"dtype {tokens.dtype} and shape {tokens.shape}."
             )
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
-            raise WindowError(
+            raise DataError(
                 f"Token ids are from 0 to 2**31 - 1, but a document has ids from {tokens.min()} to "
                 f"{tokens.max()}."
             )
@@ -221,7 +221,7 @@ class PackedBatches:
             An iterator of batches that hold these rows only; all are packed.
 
         Raises:
-            WindowError: A row is not one of the batch.
+            DataError: A row is not one of the batch.
         """
         rows = row_numbers(rows, self.batch_size)
         return (jax.tree.map(lambda array: array[rows], batch) for batch in self)
@@ -245,7 +245,7 @@ class _Order:
 
     def __init__(self, documents: Sequence[Any], seed: int | None, passes: int | None) -> None:
         if not len(documents):
-            raise WindowError("There are no documents to pack; give at least one.")
+            raise DataError("There are no documents to pack; give at least one.")
         self.documents, self.seed, self.passes = documents, seed, passes
         self.taken = 0
 
@@ -254,7 +254,7 @@ class _Order:
 
     def restore(self, state: Any) -> None:
         if not is_count(state):
-            raise DataPositionError(f"Not a number of documents: {state!r}.")
+            raise DataError(f"Not a number of documents: {state!r}.")
         self.taken = int(state)
 
     def __iter__(self) -> _Order:
@@ -282,7 +282,7 @@ class _Order:
         if max(tokens.size for tokens in sampled) < 2 and not any(
             tokens_of(document).size > 1 for document in self.documents
         ):
-            raise WindowError(
+            raise DataError(
                 f"None of the {count} documents has two tokens, so there is nothing to predict."
             )
         return digest.hexdigest()[:32]

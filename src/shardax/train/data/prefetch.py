@@ -32,7 +32,7 @@ from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.train.data.batches import Rows, Rowwise
 from shardax.train.data.sources import Positioned, with_position, without_tensors
-from shardax.train.errors import PrefetchError, TrainerError
+from shardax.train.errors import DataError, TrainError
 
 BATCH_AXES = ("batch", "seq")
 
@@ -74,7 +74,7 @@ def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> 
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         ids = rows if array.ndim else None
         if ids is not None and len(array) != ids.size:
-            raise PrefetchError(
+            raise DataError(
                 f"by_rows was asked for {ids.size} rows, but gave an array of shape {array.shape}."
             )
 
@@ -120,7 +120,7 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
 
 
 def _require_own_rows(source: Any, sharding: Any) -> None:
-    """Raises PrefetchError unless local batches fit the sharding."""
+    """Raises DataError unless local batches fit the sharding."""
     count = getattr(source, "local_rows", None)
     if count is None:
         return
@@ -133,7 +133,7 @@ def _require_own_rows(source: Any, sharding: Any) -> None:
                 owned.setdefault(device.process_index, set()).update(rows)
         if len(owned) != jax.process_count() or sum(map(len, owned.values())) != source.batch_size:
             counts = [len(rows) for _, rows in sorted(owned.items())]
-            raise PrefetchError(
+            raise DataError(
                 f"LocalBatches need a batch of which each process holds {count} rows of its own, "
                 f"but of the {source.batch_size} rows the processes hold {counts or 'all'} by "
                 f"{leaf_sharding}. Split the batch over the processes (a mesh whose 'data' axis "
@@ -142,16 +142,16 @@ def _require_own_rows(source: Any, sharding: Any) -> None:
             )
         if any(len(rows) != count for rows in owned.values()):
             counts = [len(rows) for _, rows in sorted(owned.items())]
-            raise PrefetchError(
+            raise DataError(
                 f"LocalBatches give {count} rows of each process, but the processes hold {counts} "
                 f"by {leaf_sharding}. Use a mesh with as many devices of each along the batch."
             )
 
 
 def require_rows(source: Any) -> None:
-    """Raises PrefetchError unless the source can build some rows only."""
+    """Raises DataError unless the source can build some rows only."""
     if not isinstance(source, Rowwise):
-        raise PrefetchError(
+        raise DataError(
             f"There are {jax.process_count()} processes, and it is not known which rows of a "
             f"global batch a {type(source).__name__} gives. If every process gets all of them, use "
             "train.WholeBatches(batches, batch_size=...); if each gets rows of its own, "
@@ -185,7 +185,7 @@ def first_batch(source: Any) -> Any:
 def batch_shardings(
     batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
 ) -> Any:
-    """Returns the shardings of a batch, or raises TrainerError."""
+    """Returns the shardings of a batch, or raises TrainError."""
     # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
     # cuts the batch into parts, each divided over the mesh by itself. Without a mesh: None.
 
@@ -223,7 +223,7 @@ def batch_shardings(
         step = parts
         if mesh is not None:
             step *= math.prod(mesh.shape[axis] for axis in mesh_axes_of(spec_of((0,))[0]))
-        raise TrainerError(
+        raise TrainError(
             f"The {of} cannot be laid out:\n"
             + "".join(f"  {problem}\n" for problem in problems)
             + f"Use a batch size that is a multiple of {step}, such as "
@@ -249,8 +249,8 @@ class Prefetch:
         depth: How many batches to keep ready, 1 or more.
 
     Raises:
-        PrefetchError: ``depth`` is less than 1, or over several processes it is not known which
-            rows ``batches`` gives.
+        DataError: ``depth`` is less than 1, or over several processes it is not known which rows
+            ``batches`` gives.
 
     Example:
         >>> import numpy as np
@@ -261,7 +261,7 @@ class Prefetch:
 
     def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
         if not isinstance(depth, int) or depth < 1:
-            raise PrefetchError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
+            raise DataError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
         self._source = with_position(batches)
         self._sharding = sharding
         self._iterator = placed_batches(self._source, sharding)
@@ -279,7 +279,7 @@ class Prefetch:
             What the source's ``state()`` gave at that point.
 
         Raises:
-            PrefetchError: The source has no ``state()``.
+            DataError: The source has no ``state()``.
         """
         if not isinstance(self._source, Positioned):
             raise _no_position("state", self._source)
@@ -292,14 +292,13 @@ class Prefetch:
             state: What ``state()`` gave.
 
         Raises:
-            PrefetchError: The source has no ``restore()``, or the prefetch is closed.
-            DataPositionError: The position does not fit the source, which then goes on from where
-                it was.
+            DataError: The source has no ``restore()``, or the prefetch is closed, or the position
+                does not fit the source, which then goes on from where it was.
         """
         if not isinstance(self._source, Positioned):
             raise _no_position("restore", self._source)
         if self._worker is None:
-            raise PrefetchError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
+            raise DataError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
         self._drop_ready()
         try:
             self._source.restore(state)
@@ -366,8 +365,8 @@ class Prefetch:
         self.close()
 
 
-def _no_position(method: str, source: object) -> PrefetchError:
-    return PrefetchError(
+def _no_position(method: str, source: object) -> DataError:
+    return DataError(
         f"Prefetch.{method}() needs a source with state() and restore(), but "
         f"{type(source).__name__} has none. Use TrainBatches, or give your iterator these two "
         "methods."

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardax._core.errors import ShardaxError
 from shardax.distributed import processes
-from shardax.train.errors import DataPositionError, TrainerError
+from shardax.train.errors import DataError, TrainError
 
 _KIND = "__kind__"
 _KEPT = 4  # batches of a source without position: more than a prefetch of the trainer is ahead
@@ -102,19 +102,19 @@ def adapted(source: Any, resumable: bool) -> Any:
 
 
 def require_position(source: Any) -> None:
-    """Raises TrainerError unless batches have a position, or need none."""
+    """Raises TrainError unless batches have a position, or need none."""
     if isinstance(source, Positioned):
         return
     inner = source.batches if isinstance(source, Held) else source
     if not isinstance(inner, Iterable):
-        raise TrainerError(
+        raise TrainError(
             f"The batches are a {type(inner).__name__}, which cannot be iterated over. Give an "
             "iterable of batches, such as TrainBatches."
         )
     ways = f"Give batches with {_WAYS};"
     if _has(inner, "to_iterable_dataset"):
         ways = "Give dataset.to_iterable_dataset().batch(batch_size), which has one;"
-    raise TrainerError(
+    raise TrainError(
         f"The batches ({type(inner).__name__}) have no state() and restore(), and no other "
         f"position, so the run could not be resumed. {ways} or Trainer(..., resumable=False), "
         "which starts the data anew when a run is resumed."
@@ -159,14 +159,14 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
     if (kind == "processes") != hasattr(source, "local_rows"):
         was, now = "LocalBatches", f"a {type(source).__name__}"
         was, now = (was, now) if kind == "processes" else ("other batches", "LocalBatches")
-        raise DataPositionError(
+        raise DataError(
             f"The data position was saved of {was}, but the run now has {now}. Give batches of "
             "the kind that was saved, or start a new run in another directory."
         )
     if kind == "processes":
         states = saved["states"]
         if len(states) != jax.process_count():
-            raise DataPositionError(
+            raise DataError(
                 f"The data position was saved by {len(states)} process(es), each with rows of its "
                 f"own, but now there are {jax.process_count()}. Resume with {len(states)}. Batches "
                 "whose position holds for any number of processes are TrainBatches, RowBatches "
@@ -177,7 +177,7 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
     if _has_no_position(saved):
         if not resumable:
             return False
-        raise DataPositionError(
+        raise DataError(
             "The run was trained with resumable=False, on batches without a position, so there is "
             f"none from which a {type(getattr(source, 'source', source)).__name__} could go on. "
             "To start these batches anew: Trainer(..., resumable=False)."
@@ -201,8 +201,8 @@ def _has_no_position(saved: Any) -> bool:
     return is_old or saved.get(_KIND) == "none"
 
 
-def _refusal(source: Any, error: BaseException) -> DataPositionError:
-    return DataPositionError(
+def _refusal(source: Any, error: BaseException) -> DataError:
+    return DataError(
         f"The saved data position cannot be continued with this {type(source).__name__}: "
         f"{error!r}. Make it as in the run that saved the position."
     )
@@ -233,7 +233,7 @@ class _Adapted:
     def __repr__(self) -> str:
         return repr(self.source)
 
-    def _refuse(self, error: BaseException) -> DataPositionError:
+    def _refuse(self, error: BaseException) -> DataError:
         return _refusal(self.source, error)
 
 
@@ -402,7 +402,7 @@ class _Unpositioned:
         """Goes back as far as batches are kept."""
         step = state["step"]
         if not self._read - len(self._kept) <= step <= self._read:
-            raise DataPositionError(f"The batches ({type(self.source).__name__}) have no position.")
+            raise DataError(f"The batches ({type(self.source).__name__}) have no position.")
         self._step = step
 
     def __iter__(self) -> Any:
@@ -433,7 +433,7 @@ def host_batch(batch: Any) -> Any:
         try:
             return np.asarray(leaf)
         except ValueError as error:
-            raise TrainerError(
+            raise TrainError(
                 "A batch has rows of different lengths. Cut or pad them to one length, or pack "
                 "documents: train.PackedBatches(documents, ...)."
             ) from error
@@ -481,7 +481,7 @@ def encoded(value: Any, of: str) -> Any:
             return {_KIND: kind, "dtype": array.dtype.str, "shape": [*array.shape], "data": data}
     if isinstance(value, bool | int | float | str):  # a subclass, such as an enumeration's member
         return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
-    raise TrainerError(
+    raise TrainError(
         f"The position of {of} holds a {type(value).__name__}, which cannot be written as JSON. "
         "Give a source whose state is made of numbers, texts, bytes, arrays, lists and dicts."
     )

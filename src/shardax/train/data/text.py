@@ -31,7 +31,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from shardax.train.errors import TextNotFoundError, TextSourceError, WindowError
+from shardax._files import PathNotFoundError, require_file
+from shardax.train.errors import DataError
 
 ByteArray = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
@@ -67,7 +68,7 @@ class TokenData:
     ) -> tuple[TextPart, TextPart]:
         """Cuts into blocks, and holds some of them out."""
         if not 0 < held_out <= 0.5:
-            raise TextSourceError(
+            raise DataError(
                 f"held_out must be a share above 0 and at most 0.5, got {held_out}. For example "
                 "text.split(held_out=0.05); text.whole is the text without a split."
             )
@@ -76,7 +77,7 @@ class TokenData:
             block = max(1, min(_LARGEST_BLOCK, len(self) // (4 * group_size)))
         blocks = -(-len(self) // block) if block >= 1 else 0
         if blocks < group_size:
-            raise TextSourceError(
+            raise DataError(
                 f"Cannot hold out one block in {group_size}: {self.name} has {len(self)} "
                 f"{self.unit}, which is {blocks} blocks of {argument}={block}. Use a longer text, "
                 f"or a {argument} from 1 to {max(1, len(self) // group_size)}."
@@ -131,7 +132,7 @@ class ByteText(TokenData):
             The text.
 
         Raises:
-            TextSourceError: There are no bytes, or the array is not one-dimensional uint8.
+            DataError: There are no bytes, or the array is not one-dimensional uint8.
 
         Example:
             >>> len(ByteText.from_bytes(b"abc"))
@@ -139,12 +140,12 @@ class ByteText(TokenData):
         """
         array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
         if array.dtype != np.uint8 or array.ndim != 1:
-            raise TextSourceError(
+            raise DataError(
                 f"Text is a uint8 array of one dimension, but {name} has dtype {array.dtype} and "
                 f"shape {array.shape}. Of a string: ByteText.from_bytes(string.encode())."
             )
         if array.size == 0:
-            raise TextSourceError(f"Text must not be empty, but {name} has no bytes.")
+            raise DataError(f"Text must not be empty, but {name} has no bytes.")
         view = array.view()
         view.flags.writeable = False
         return cls(view, name)
@@ -160,8 +161,8 @@ class ByteText(TokenData):
             The text; pages are read from disk when touched.
 
         Raises:
-            TextNotFoundError: There is no such file.
-            TextSourceError: The file is empty.
+            PathNotFoundError: There is no such file.
+            DataError: The file is empty.
 
         Example:
             >>> text = ByteText.from_file(os.__file__)
@@ -169,14 +170,9 @@ class ByteText(TokenData):
             b'r""'
         """
         path = Path(path)
-        if not path.is_file():
-            raise TextNotFoundError(
-                f"There is no file {str(path)!r} to read text from. Check the path."
-            )
+        require_file(path, "text")
         if path.stat().st_size == 0:
-            raise TextSourceError(
-                f"The text file {str(path)!r} is empty. Pass a file that holds text."
-            )
+            raise DataError(f"The text file {str(path)!r} is empty. Pass a file that holds text.")
         # A plain array over the map: slices of np.memmap carry a slow subclass along.
         return cls(np.asarray(np.memmap(path, dtype=np.uint8, mode="r")), str(path))
 
@@ -199,8 +195,8 @@ class ByteText(TokenData):
             (``TMPDIR``) must have room for a copy of the files.
 
         Raises:
-            TextNotFoundError: There is no such folder.
-            TextSourceError: No file matches, one cannot be read, or there is no room for the copy.
+            PathNotFoundError: There is no such folder.
+            DataError: No file matches, one cannot be read, or there is no room for the copy.
 
         Example:
             >>> import json
@@ -262,8 +258,8 @@ class ByteText(TokenData):
             (training part, held-out part).
 
         Raises:
-            TextSourceError: ``held_out`` or ``block_bytes`` is out of range, or the text is too
-                short to cut.
+            DataError: ``held_out`` or ``block_bytes`` is out of range, or the text is too short to
+                cut.
 
         Example:
             >>> train, held_out = ByteText.from_bytes(bytes(1000)).split(0.1, block_bytes=10)
@@ -302,7 +298,7 @@ class TextPart:
         edges = np.column_stack([starts, ends]).ravel()
         in_order = bool((starts < ends).all() and (np.diff(edges) >= 0).all())
         if not edges.size or not in_order or edges[0] < 0 or edges[-1] > len(self.text):
-            raise TextSourceError(
+            raise DataError(
                 "Segments must be non-empty, ascending, disjoint and inside the text (0 to "
                 f"{len(self.text)}), got starts={starts.tolist()} and ends={ends.tolist()}."
             )
@@ -343,8 +339,8 @@ def open_text(
         The text, memory-mapped; the files of a folder are joined in a temporary file.
 
     Raises:
-        TextNotFoundError: There is nothing at ``path``.
-        TextSourceError: What is there holds no text.
+        PathNotFoundError: There is nothing at ``path``.
+        DataError: What is there holds no text.
 
     Example:
         >>> open_text(os.__file__).name == os.__file__
@@ -365,7 +361,7 @@ def _joined_files(
 ) -> ByteArray:
     """Joins files by path, each followed by NUL, in a memory-mapped file."""
     if not root.is_dir():
-        raise TextNotFoundError(
+        raise PathNotFoundError(
             f"There is no folder {str(root)!r} to read text from. Check the path, or leave it out "
             "to train on the source text of Python's standard library."
         )
@@ -394,13 +390,13 @@ def _joined_files(
             if joined.tell():
                 return np.asarray(np.memmap(joined, dtype=np.uint8, mode="r"))
     except OSError as error:
-        raise TextSourceError(
+        raise DataError(
             f"Cannot join the files below {str(root)!r} in a temporary file: {error}. Make room "
             "for a copy of them, set TMPDIR to a folder that has it, or pass one file."
         ) from error
     name_rule = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
     seen = sorted({Path(path).suffix or "(none)" for path in paths})
-    raise TextSourceError(
+    raise DataError(
         f"No non-empty file with {name_rule} below {str(root)!r}; the endings there are: "
         f"{', '.join(seen) or 'none, the folder is empty'}. Pass some of them as suffixes=(...)."
     )
@@ -410,7 +406,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise TextSourceError(
+        raise DataError(
             f"Cannot read {str(path)!r}: {error}. Make it readable, or leave it out with "
             "suffixes=(...)."
         ) from error
@@ -437,10 +433,10 @@ def hash64(*words: npt.ArrayLike) -> UInt64Array:
 def permute(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
     """Items at given places of ``range(size)``, shuffled by a key."""
     if not 1 <= size <= 1 << 62:
-        raise WindowError(f"permute() needs 1 <= size <= 2**62, got size={size}.")
+        raise DataError(f"permute() needs 1 <= size <= 2**62, got size={size}.")
     start = np.atleast_1d(np.asarray(places, dtype=np.int64))
     if start.size and (start.min() < 0 or start.max() >= size):
-        raise WindowError(f"permute() got a place outside [0, {size}).")
+        raise DataError(f"permute() got a place outside [0, {size}).")
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = hash64(key & ((1 << 64) - 1), np.arange(6))
     x = _feistel(start.astype(np.uint64), half_bits, round_keys)

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardax._files import require_file
 from shardax.train.data.text import TextPart, TokenData
-from shardax.train.errors import TextNotFoundError, TextSourceError
+from shardax.train.errors import DataError
 
 _DTYPES = ("uint8", "uint16", "uint32", "int32")
 _SAMPLES = 64
@@ -54,8 +55,8 @@ class TokenFile(TokenData):
         vocab_size: As given.
 
     Raises:
-        TextNotFoundError: There is no such file.
-        TextSourceError: The file is empty, was cut or changed, or has another dtype.
+        PathNotFoundError: There is no such file.
+        DataError: The file is empty, was cut or changed, or has another dtype.
 
     Example:
         >>> import tempfile
@@ -82,11 +83,7 @@ class TokenFile(TokenData):
         vocab_size: int | None = None,
     ) -> None:
         path = Path(path)
-        if not path.is_file():
-            raise TextNotFoundError(
-                f"There is no file {str(path)!r} to read tokens from. Check the path, or write "
-                "one: TokenFile.write(path, tokens)."
-            )
+        require_file(path, "tokens", ", or write one: TokenFile.write(path, tokens)")
         expected = None if dtype is None else _dtype(dtype, path)
         if path.suffix == ".npy":
             data, header = _open_npy(path), None
@@ -94,18 +91,18 @@ class TokenFile(TokenData):
             header = _description(path)
             data = _open_raw(path, header, expected)
         if expected is not None and data.dtype != expected:
-            raise TextSourceError(
+            raise DataError(
                 f"The file {str(path)!r} has tokens of {data.dtype}, but dtype={expected.name!r} "
                 "was asked for. Leave dtype out."
             )
         if data.size == 0:
-            raise TextSourceError(f"The token file {str(path)!r} is empty.")
+            raise DataError(f"The token file {str(path)!r} is empty.")
         if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
-            raise TextSourceError(f"vocab_size={vocab_size!r} must be an integer of 1 or more.")
+            raise DataError(f"vocab_size={vocab_size!r} must be an integer of 1 or more.")
         for name, value in (("data", data), ("name", str(path)), ("vocab_size", vocab_size)):
             object.__setattr__(self, name, value)
         if header is not None and self.fingerprint != header["fingerprint"]:
-            raise TextSourceError(
+            raise DataError(
                 f"The token file {str(path)!r} was changed after it was written: its fingerprint "
                 f"is {self.fingerprint}, but {_beside(path).name} has {header['fingerprint']}. "
                 "Write it again, or delete the description and give dtype=."
@@ -135,7 +132,7 @@ class TokenFile(TokenData):
             The open file.
 
         Raises:
-            TextSourceError: There are no tokens, or ids do not fit the dtype or the vocabulary.
+            DataError: There are no tokens, or ids do not fit the dtype or the vocabulary.
 
         Example:
             >>> import tempfile
@@ -153,7 +150,7 @@ class TokenFile(TokenData):
             with open(unfinished, "wb") as file:
                 for part in _parts(tokens, end):
                     if part.size and not 0 <= int(part.min()) <= int(part.max()) < limit:
-                        raise TextSourceError(
+                        raise DataError(
                             f"Tokens for {str(path)!r} have ids from {part.min()} to {part.max()}, "
                             f"but dtype={kind.name!r}"
                             + ("" if vocab_size is None else f" with vocab_size={vocab_size}")
@@ -162,7 +159,7 @@ class TokenFile(TokenData):
                     file.write(part.astype(kind).tobytes())
                     count += part.size
             if not count:
-                raise TextSourceError(f"There are no tokens to write to {str(path)!r}.")
+                raise DataError(f"There are no tokens to write to {str(path)!r}.")
             if path.suffix == ".npy":
                 _as_npy(unfinished, kind, count)
                 os.replace(unfinished, path)
@@ -199,7 +196,7 @@ class TokenFile(TokenData):
             (training part, held-out part).
 
         Raises:
-            TextSourceError: An argument is out of range, or the file is too short to cut.
+            DataError: An argument is out of range, or the file is too short to cut.
 
         Example:
             >>> import tempfile
@@ -217,7 +214,7 @@ class TokenFile(TokenData):
 def _dtype(dtype: npt.DTypeLike, path: Path) -> np.dtype[Any]:
     kind = np.dtype(dtype)
     if kind.name not in _DTYPES:
-        raise TextSourceError(
+        raise DataError(
             f"dtype={kind.name!r} is none of a token file ({str(path)!r}). Use 'uint16', or "
             "'uint32' for a vocabulary of more than 65,536 entries."
         )
@@ -235,12 +232,12 @@ def _description(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise TextSourceError(
+        raise DataError(
             f"The description {str(_beside(path))!r} of a token file cannot be read: {error}. "
             "Delete it, and give dtype=."
         ) from error
     if not isinstance(header, dict) or not {"dtype", "tokens", "fingerprint"} <= set(header):
-        raise TextSourceError(
+        raise DataError(
             f"{str(_beside(path))!r} is no description of a token file. Delete it, and give dtype=."
         )
     return header
@@ -249,19 +246,19 @@ def _description(path: Path) -> dict[str, Any] | None:
 def _open_raw(path: Path, header: Any, expected: Any) -> npt.NDArray[Any]:
     size = path.stat().st_size
     if header is None and expected is None:
-        raise TextSourceError(
+        raise DataError(
             f"The file {str(path)!r} has token ids alone and does not say of which dtype. Give it: "
             "TokenFile(path, dtype='uint16'), as nanoGPT writes them, or 'uint32'."
         )
     kind = expected if header is None else _dtype(header["dtype"], path)
     if header is not None and size != header["tokens"] * kind.itemsize:
-        raise TextSourceError(
+        raise DataError(
             f"The token file {str(path)!r} has {size} bytes, but {_beside(path).name} tells of "
             f"{header['tokens']} tokens of {kind.name}, {header['tokens'] * kind.itemsize} "
             "bytes: it was cut, or replaced. Write it again."
         )
     if size % kind.itemsize:
-        raise TextSourceError(
+        raise DataError(
             f"The file {str(path)!r} has {size} bytes, no multiple of the {kind.itemsize} of "
             f"{kind.name}: it was cut, or has another dtype."
         )
@@ -274,11 +271,11 @@ def _open_npy(path: Path) -> npt.NDArray[Any]:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise TextSourceError(
+        raise DataError(
             f"The file {str(path)!r} is no whole .npy file of numbers: {error}"
         ) from error
     if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES:
-        raise TextSourceError(
+        raise DataError(
             f"The file {str(path)!r} has an array of {tokens.dtype} and shape {tokens.shape}, but "
             f"tokens are of one dimension, and of {', '.join(_DTYPES)}."
         )
@@ -296,7 +293,7 @@ def _parts(tokens: Any, end: int | None) -> Iterator[npt.NDArray[Any]]:
     for document in documents:
         array = np.asarray(document)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise TextSourceError(
+            raise DataError(
                 "Documents are one-dimensional arrays of integers, their token ids, but one has "
                 f"dtype {array.dtype} and shape {array.shape}."
             )

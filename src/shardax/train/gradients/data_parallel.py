@@ -23,10 +23,10 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_variables, merge, split
 from shardax._core.state.state import State
 from shardax._core.variable import Intermediate, Param, RngState, Variable
-from shardax._parallel.errors import DataParallelError
 from shardax._parallel.gradient_sums import GradientPlan, Region, plan_of, sum_over
 from shardax._transforms.grad.grad import value_and_grad
 from shardax.nn.arithmetic import at_least_float32
+from shardax.partition.errors import ParallelError
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
@@ -83,11 +83,10 @@ def data_parallel_value_and_grad(
         A function of ``(model, batch, *args)``, as ``accumulated_value_and_grad`` returns it.
 
     Raises:
-        DataParallelError: Here if an argument has no such meaning. When called, if the mesh lacks
-            an axis, rows cannot be divided, a parameter is split over these axes, a gradient cannot
-            be laid out, or devices write different values.
-        AccumulationError: If ``steps`` is no number of microbatches, or ``count`` is no function
-            or returns no real number.
+        ParallelError: Here if an argument has no such meaning. When called, if the mesh lacks an
+            axis, rows cannot be divided, a parameter is split over these axes, a gradient cannot be
+            laid out, or devices write different values, or if ``steps`` is no number of
+            microbatches, or ``count`` is no function or returns no real number.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -104,12 +103,12 @@ def data_parallel_value_and_grad(
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
     if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) for a in axes):
-        raise DataParallelError(
+        raise ParallelError(
             f"over={over!r} names no data axes of a mesh. Give one or several, each once, the "
             'slowest link first: over=("slice", "data").'
         )
     if reduce_dtype is not None and str(np.dtype(reduce_dtype)) not in _WIRE_DTYPES:
-        raise DataParallelError(
+        raise ParallelError(
             f"reduce_dtype={reduce_dtype!r} is not known; use "
             f"{' or '.join(map(repr, _WIRE_DTYPES))}, or None. (float16 overflows.)"
         )
@@ -139,7 +138,7 @@ def _trained(model: Any, wrt: Any) -> dict[Path, Variable[Any]]:
     if isinstance(model, Variable):
         return {(): model}
     if not has_objects(model):
-        raise DataParallelError(
+        raise ParallelError(
             f"The model is a {type(model).__name__} without Variables, so nothing says how it is "
             "laid out. Pass a Module or a Variable: data_parallel_value_and_grad(loss, over)"
             "(model, batch)."
@@ -209,7 +208,7 @@ class _DeviceCall:
         ]
         if wrong:
             sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
-            raise DataParallelError(
+            raise ParallelError(
                 f"Rows cannot be divided over {sizes}, in {self.steps} microbatches: "
                 f"{', '.join(wrong)}. Use a multiple of {parts} rows, or pass what has no rows "
                 "after the batch."
@@ -316,7 +315,7 @@ class _DeviceCall:
                 continue
             problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
         if problems:
-            raise DataParallelError(
+            raise ParallelError(
                 "Data-parallel devices cannot write these together:\n  "
                 + "\n  ".join(sorted(problems))
                 + "\nAverage over the devices where it is computed, jax.lax.pmean(statistic, "

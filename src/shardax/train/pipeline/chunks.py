@@ -31,10 +31,10 @@ from shardax._core.state.split_merge import (
 )
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState, Variable
-from shardax._parallel.errors import PipelineError
 from shardax._transforms.jit.jit import jit
 from shardax.nn.arithmetic import at_least_float32
 from shardax.partition.context import axis_rules
+from shardax.partition.errors import ParallelError
 from shardax.partition.rules import Rules
 from shardax.train.metrics import weighted
 from shardax.train.pipeline.programs import Cut, cut
@@ -104,7 +104,7 @@ class Chunk:
                 if sharding.device_set != stage_devices:
                     wrong.append(self.shown(path))
         if wrong:
-            raise PipelineError(
+            raise ParallelError(
                 f"Not on the devices of the stage: {', '.join(wrong[:6])}. Lay it out again: "
                 f"sx.shard(step.stages[{self.number}], step.meshes[{self.number}], rules)."
             )
@@ -138,7 +138,7 @@ class Chunk:
             if not jnp.issubdtype(variable.dtype, jnp.inexact)
         ]
         if wrong:
-            raise PipelineError(
+            raise ParallelError(
                 f"Only real or complex numbers can be differentiated: {', '.join(wrong)}. Leave "
                 "others out by wrt=."
             )
@@ -177,7 +177,7 @@ class Chunk:
             targets, weight = targets
             value = self.loss(y, targets)
             if np.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-                raise PipelineError(
+                raise ParallelError(
                     f"The loss returned {jax.typeof(jnp.asarray(value))}; it must be a real scalar."
                 )
             value = value if weight is None else weighted(jnp.asarray(value), weight)
@@ -207,7 +207,7 @@ class Chunk:
                 elif not is_prng_key(value):  # as strongly typed as before
                     written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
         if problems:
-            raise PipelineError(
+            raise ParallelError(
                 "A stage may write state of a lasting type, but here\n  "
                 + "\n  ".join(sorted(problems))
                 + "\nMake such Variables when the model is made, and keep their types."

@@ -29,12 +29,12 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Param, RngState, Variable
-from shardax._parallel.errors import PipelineError
 from shardax._parallel.microbatches import indivisible
 from shardax._parallel.schedules import Operation, Schedule
 from shardax._transforms.jit.jit import jit
 from shardax.nn.mlp import Sequential
 from shardax.partition.context import resolve_rules
+from shardax.partition.errors import ParallelError
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
@@ -75,7 +75,7 @@ class PipelineStep:
         sent_bytes: Bytes that stages sent one another in the last step; None before the first.
 
     Raises:
-        PipelineError: If the mesh, stages, schedule and microbatches do not fit together, stages
+        ParallelError: If the mesh, stages, schedule and microbatches do not fit together, stages
             share a Variable, or there are several processes. Nothing is moved.
 
     Example:
@@ -119,7 +119,7 @@ class PipelineStep:
                 f"{n[0]} parts of the mesh, {n[1]} microbatches, {n[2]} stages of the model"
                 for n in (numbers, of_schedule)
             )
-            raise PipelineError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
+            raise ParallelError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = resolve_rules(rules)
@@ -162,7 +162,7 @@ class PipelineStep:
             path, laid out as its parameters.
 
         Raises:
-            PipelineError: If rows cannot be cut, or a stage writes its parameters or something that
+            ParallelError: If rows cannot be cut, or a stage writes its parameters or something that
                 does not fit. No Variable was written.
         """
         run = _PipelineRun(self._chunks, self.rules, self.schedule.microbatches, inputs, targets)
@@ -227,10 +227,10 @@ class PipelineStep:
             clip_norm: Scales the gradients of all stages so that their global norm is at most this.
 
         Raises:
-            PipelineError: If there is not one of each for each stage.
+            ParallelError: If there is not one of each for each stage.
         """
         if not len(optimizers) == len(gradients) == len(self.stages):
-            raise PipelineError(
+            raise ParallelError(
                 f"There are {len(self.stages)} stages, but {len(optimizers)} optimizers and "
                 f"{len(gradients)} gradients. Give those of step.optimizers(tx) and step(...)."
             )
@@ -282,7 +282,7 @@ def _squares(gradients: Any) -> jax.Array:
 def _check_processes() -> None:
     count = jax.process_count()
     if count > 1:
-        raise PipelineError(
+        raise ParallelError(
             "A PipelineStep copies arrays between parts of a mesh by jax.device_put, and there are "
             f"{count} processes, of which none has the devices of all parts. Use nn.Stack with a "
             'rule for its layers, {"layers": "stage"}, which is one program of all processes.'
@@ -292,7 +292,7 @@ def _check_processes() -> None:
 def _check_stages(stages: Sequence[Any]) -> None:
     wrong = [f"stages[{i}] of {type(s).__name__}" for i, s in enumerate(stages) if not callable(s)]
     if wrong or not stages:
-        raise PipelineError(
+        raise ParallelError(
             f"Stages are Modules or functions, called on what the one before returns; found "
             f"{', '.join(wrong) or 'none'}."
         )
@@ -303,7 +303,7 @@ def _check_stages(stages: Sequence[Any]) -> None:
                 owners.setdefault(id(variable), []).append(f"stages[{number}]{format_path(path)}")
     shared = [" and ".join(paths) for paths in owners.values() if len(paths) > 1]
     if shared:
-        raise PipelineError(
+        raise ParallelError(
             "Stages have devices of their own, so that they cannot share Variables:\n  "
             + "\n  ".join(shared)
             + "\nGive each stage its own, sx.clone(stage); or use nn.Stack with a rule for its "
@@ -314,7 +314,7 @@ def _check_stages(stages: Sequence[Any]) -> None:
 def _parts(mesh: Any, axis: str) -> list[Mesh]:
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:
         names = f"the axes {', '.join(map(repr, mesh.shape))}" if isinstance(mesh, Mesh) else "none"
-        raise PipelineError(
+        raise ParallelError(
             f"Stages are along the mesh axis {axis!r}, but the mesh has {names}. Make one with it, "
             f"jax.make_mesh((4, 2), ({axis!r}, 'data')), or say which: axis=..."
         )
@@ -367,12 +367,12 @@ def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
     """Cuts rows i, i + count, ... as microbatch i."""
     wrong = indivisible(name, batch, count)
     if wrong:
-        raise PipelineError(
+        raise ParallelError(
             f"Rows cannot be cut into {count} microbatches of equal size: {', '.join(wrong)}. The "
             f"first dimension of every array must be a multiple of {count}."
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
-        raise PipelineError(
+        raise ParallelError(
             "A PipelineStep queues programs of several parts of a mesh, so it cannot be inside of "
             "jit or another transform. Call it from Python; nn.Stack with a rule for its layers is "
             "a pipeline inside of one program."
