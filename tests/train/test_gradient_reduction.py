@@ -283,7 +283,7 @@ def test_invalid_reductions_are_refused_with_the_cause() -> None:
     ):
         with pytest.raises(ParallelError, match=message):
             data_parallel_value_and_grad(loss, **given)
-    with pytest.raises(ParallelError, match="steps=0"):
+    with pytest.raises(TrainError, match="steps=0"):
         data_parallel_value_and_grad(loss, "data", steps=0)
     with pytest.raises(ParallelError, match=r"none is in scope.*set_mesh"):
         data_parallel_value_and_grad(loss, "data")(Net(), make_batch())
