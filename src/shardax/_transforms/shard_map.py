@@ -117,10 +117,10 @@ def assign(
         named = dict.fromkeys(kwargs, specs)
         return prefixes.AssignedPrefixes(args, kwargs, [specs] * len(args), named)
     if not len(args) <= len(specs) <= max(len(positional), len(args)):
-        shown = f" ({', '.join(positional)})" if positional else ""
+        listed = f" ({', '.join(positional)})" if positional else ""
         raise errors.PrefixError(
             f"in_specs has {len(specs)} entries, but the function was given {len(args)} positional "
-            f"arguments{shown}. Give one entry per parameter, or one for everything."
+            f"arguments{listed}. Give one entry per parameter, or one for everything."
         )
     by_name = dict(zip(positional, specs, strict=False))
     for keyword in kwargs:
@@ -196,17 +196,17 @@ class ManualRegion(NamedTuple):
         if isinstance(leaf, Tracer):
             if not typed:
                 return leaf
-            wanted = self._with_others(spec, jax.typeof(leaf).sharding, leaf.shape)
-            return jax.sharding.reshard(leaf, NamedSharding(self.mesh, wanted))
+            target = self._with_others(spec, jax.typeof(leaf).sharding, leaf.shape)
+            return jax.sharding.reshard(leaf, NamedSharding(self.mesh, target))
         if not isinstance(self.mesh, Mesh):
             return leaf
         now = getattr(leaf, "sharding", None)
-        wanted = NamedSharding(self.mesh, self._with_others(spec, now, np.shape(leaf)))
+        target = NamedSharding(self.mesh, self._with_others(spec, now, np.shape(leaf)))
         if isinstance(leaf, jax.Array):
             same_mesh = isinstance(now, NamedSharding) and now.mesh == self.mesh
-            if now == wanted or (same_mesh and not typed):
+            if now == target or (same_mesh and not typed):
                 return leaf
-        return jax.device_put(leaf, wanted)
+        return jax.device_put(leaf, target)
 
     def _with_others(self, spec: PartitionSpec, now: Any, shape: Sequence[int]) -> PartitionSpec:
         """Returns a spec with the other mesh axes of a layout."""
@@ -234,30 +234,32 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
                 "sx.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs), or "
                 "with jax.set_mesh(mesh): ..."
             )
-        found = _with_devices(scope_mesh)
+        region_mesh = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
         raise errors.MeshError(
             f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one, for "
             "instance jax.make_mesh((8,), ('data',)), or pass None to use the mesh in scope."
         )
     elif scope_mesh.empty or _abstract(mesh) == scope_mesh:
-        found = mesh
+        region_mesh = mesh
     elif dict(scope_mesh.shape) == dict(mesh.shape) and AxisType.Manual in scope_mesh.axis_types:
-        found = scope_mesh  # the same mesh, seen from inside the shard_map around this call
+        region_mesh = scope_mesh  # the same mesh, seen from inside the shard_map around this call
     else:
         raise errors.MeshError(
             f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, "
             f"{scope_mesh}. Pass the same mesh, or none to take the one in scope."
         )
-    pairs = list(zip(found.axis_names, found.axis_types, strict=True))
+    pairs = list(zip(region_mesh.axis_names, region_mesh.axis_types, strict=True))
     free = [axis for axis, kind in pairs if kind is not AxisType.Manual]
-    wanted = frozenset(axis_names)
-    if not wanted <= set(free):
+    chosen_names = frozenset(axis_names)
+    if not chosen_names <= set(free):
         raise errors.MeshError(
-            f"axis_names={sorted(wanted)} is not a part of the mesh axes {free} that can become "
-            "manual here."
+            f"axis_names={sorted(chosen_names)} is not a part of the mesh axes {free} that can "
+            "become manual here."
         )
-    return ManualRegion(found, tuple(axis for axis in free if not wanted or axis in wanted))
+    return ManualRegion(
+        region_mesh, tuple(axis for axis in free if not chosen_names or axis in chosen_names)
+    )
 
 
 def _with_devices(scope_mesh: AbstractMesh) -> AnyMesh:
@@ -373,10 +375,10 @@ def _shard_map(
     region = find_region(mesh, axis_names)
     check_axes(region, specs_in(in_specs), "in_specs")
     check_axes(region, specs_in(out_specs), "out_specs")
-    given = assign(functions[0], in_specs, args, kwargs)
+    assigned = assign(functions[0], in_specs, args, kwargs)
 
     def attempt(captured: list[Variable[Any]]) -> Any:
-        call = _ShardMapCall(functions[0], (in_specs, out_specs), region, given, captured)
+        call = _ShardMapCall(functions[0], (in_specs, out_specs), region, assigned, captured)
         return call.run({"axis_names": axis_names, "check_vma": check_vma})
 
     return engine.retry_captured(attempt)
@@ -389,14 +391,14 @@ class _ShardFrame(engine.SealedFrame):
 
     def capture(self, outer: Any) -> Any:
         """Asks for the Variable as an input, and for its likely followers."""
-        found = {id(outer): outer}
+        by_id = {id(outer): outer}
         for source in (source for f in self.functions for source in inputs.find_sources(f)):
             for item in inputs.objects_in(source.read()):
                 leaves = flatten(item).leaves
                 if any(leaf is outer or engine.stands_for(outer, leaf) for leaf in leaves):
                     alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]
-                    found.update((id(variable), variable) for variable in alike)
-        raise engine.RetraceRequest(list(found.values()))
+                    by_id.update((id(variable), variable) for variable in alike)
+        raise engine.RetraceRequest(list(by_id.values()))
 
 
 class _ShardMapCall(MappedCall):
@@ -407,16 +409,22 @@ class _ShardMapCall(MappedCall):
         function: Callable[..., Any],
         specs: tuple[Any, Any],
         region: ManualRegion,
-        given: prefixes.AssignedPrefixes,
+        assigned: prefixes.AssignedPrefixes,
         captured: Sequence[Variable[Any]],
     ) -> None:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
         self.region = region
         call = engine.LiftedCall(
-            "shard_map", [function], given.args, given.kwargs, make_frame, captured
+            "shard_map", [function], assigned.args, assigned.kwargs, make_frame, captured
         )
         assignment = prefixes.EntryAssignment(
-            call, given.args, given.kwargs, given.prefixes, given.named, WHOLE, "in_specs"
+            call,
+            assigned.args,
+            assigned.kwargs,
+            assigned.prefixes,
+            assigned.named,
+            WHOLE,
+            "in_specs",
         )
         self._materialise(assignment)
         entries = [*specs_in(specs), WHOLE]
@@ -479,7 +487,7 @@ class _ShardMapCall(MappedCall):
         if not isinstance(mesh, Mesh):
             return
         whole = len(self.region.axes) == len(mesh.axis_names)  # else others lay it out, too
-        found: dict[int, NamedSharding] = {}
+        sharding_by_position: dict[int, NamedSharding] = {}
         for position, (leaf, spec) in enumerate(
             zip(self.call.graph.flat.leaves, assignment.leaves, strict=True)
         ):
@@ -489,13 +497,13 @@ class _ShardMapCall(MappedCall):
             )
             declared = id(leaf) in assignment.by_id and isinstance(spec, PartitionSpec)
             if declared and position not in self.streams and (whole or not on_mesh):
-                found[position] = NamedSharding(mesh, spec)
-        leaves = [self.call.graph.leaves[position] for position in found]
+                sharding_by_position[position] = NamedSharding(mesh, spec)
+        leaves = [self.call.graph.leaves[position] for position in sharding_by_position]
         if not is_eager():  # the compiled function around this call has them moved
-            engine.request_placement(leaves, [*found.values()])
+            engine.request_placement(leaves, [*sharding_by_position.values()])
             return
-        prefixes.place_variables(leaves, [*found.values()])
-        for position, variable in zip(found, leaves, strict=True):
+        prefixes.place_variables(leaves, [*sharding_by_position.values()])
+        for position, variable in zip(sharding_by_position, leaves, strict=True):
             self.values[position] = variable._value
         self.call.graph.read = list(self.values)
 
@@ -539,9 +547,9 @@ class _ShardMapCall(MappedCall):
     def _check_leaving(self, item: LeavingValue, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that shards can be put together to one array."""
         if len(spec) > jnp.ndim(leaf):
-            what = f"new {item.new}" if item.new else item.kind
+            described = f"new {item.new}" if item.new else item.kind
             raise errors.AxisSizeError(
-                f"sx.shard_map puts the {what} value at {format_path(item.path)} together by "
+                f"sx.shard_map puts the {described} value at {format_path(item.path)} together by "
                 f"{spec}, but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."
             )

@@ -78,10 +78,10 @@ class CompilationCache:
         self._leave_table(self.behaviors)
         self.behaviors = set()
 
-    def note_writes(self, before: Behavior, function: Any) -> None:
+    def note_writes(self, behavior: Behavior, function: Any) -> None:
         """Notes what a function did before and does after a trace."""
         try:
-            key_before, key_after = before.keys_around_trace([function])
+            key_before, key_after = behavior.keys_around_trace([function])
             self.behaviors |= {key_before, key_after}
         except TypeError:  # no longer comparable, or hashable
             return
@@ -149,15 +149,15 @@ def _tracing(cache: CompilationCache | None, function: Any) -> Iterator[None]:
     if cache is None or not cache.behaviors:
         yield
         return
-    before = behavior_of(function)
-    if before is None or before.key() not in cache.behaviors:
+    behavior = behavior_of(function)
+    if behavior is None or behavior.key() not in cache.behaviors:
         cache.unshare()  # its programs differ in what the function did
         yield
         return
     try:
         yield
     finally:
-        cache.note_writes(before, function)
+        cache.note_writes(behavior, function)
 
 
 def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache:

@@ -156,15 +156,15 @@ def run(
     elif not program.memory.may_be_kept:
         entry.program = None
     with contextlib.suppress(TypeError):  # no longer comparable, or hashable
-        before, after = behavior.keys_around_trace(functions, options)
+        key_before, key_after = behavior.keys_around_trace(functions, options)
         # An array is a constant of the program, so the program goes with the functions.
         if behavior.closes_over_arrays:
-            _remember(of_functions._replace(behavior=after), entry, functions, True)
+            _remember(of_functions._replace(behavior=key_after), entry, functions, True)
         else:
-            _remember(kind._replace(behavior=after), entry)
-        if before != after:
+            _remember(kind._replace(behavior=key_after), entry)
+        if key_before != key_after:
             # For another function with this behavior, the trace may have something to write.
-            _remember(of_functions._replace(behavior=before), entry, functions)
+            _remember(of_functions._replace(behavior=key_before), entry, functions)
     return result
 
 

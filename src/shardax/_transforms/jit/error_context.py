@@ -110,8 +110,8 @@ def place_name(place: re.Match[str], program: Any) -> str:
     below = "" if leaf is None else f"[{leaf}]"
     if group in "01":
         donated = [i in program.donated_leaves for i in range(len(program.leaf_paths))]
-        own = [i for i, flag in enumerate(donated) if flag == (group == "1")]
-        return format_path(program.leaf_paths[own[int(index)]]).removeprefix(".") + below
+        positions = [i for i, flag in enumerate(donated) if flag == (group == "1")]
+        return format_path(program.leaf_paths[positions[int(index)]]).removeprefix(".") + below
     if name is not None:
         template = dict(program.named)[name]
     else:

@@ -95,9 +95,9 @@ def flatten_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], static_types: frozenset[type]
 ) -> FlatCall | None:
     """Sorts the leaves of a call."""
-    given = [None if isinstance(arg, Object) else arg for arg in args]
+    plain_args = [None if isinstance(arg, Object) else arg for arg in args]
     key: list[Any] = [id(arg) if isinstance(arg, Object) else 0 for arg in args]
-    flat = flatten_plain((given, kwargs) if kwargs else given)
+    flat = flatten_plain((plain_args, kwargs) if kwargs else plain_args)
     if flat is None:
         return None
     leaves, treedef = flat
@@ -119,7 +119,7 @@ def flatten_call(
                 key += (len(dynamic), kind, inputs.argument_key(leaf))
             except TypeError:
                 return None
-    return FlatCall(key, given, dynamic)
+    return FlatCall(key, plain_args, dynamic)
 
 
 Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
@@ -184,9 +184,9 @@ class BoundJit(Wrapper):
         return self.__func__(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__func__, name)
+        attribute = getattr(self.__func__, name)
         takes_arguments = name in ("trace", "lower", "eval_shape")
-        return functools.partial(found, self.__self__) if takes_arguments else found
+        return functools.partial(attribute, self.__self__) if takes_arguments else attribute
 
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r}>"
@@ -393,8 +393,8 @@ class Jit(PickledByName, Wrapper):
         from shardax.distributed.processes import compare_arguments
 
         labels = [inputs.parameter_name(self.__wrapped__, i) for i in range(len(args))]
-        given = dict(zip(labels, args, strict=True)) | dict(kwargs)
-        compare_arguments(given, f"a call of {self!r}")
+        arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
+        compare_arguments(arguments_by_name, f"a call of {self!r}")
 
     def _call_flat(self, call: FlatCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls with leaves that are static, found by type."""
@@ -428,8 +428,8 @@ class Jit(PickledByName, Wrapper):
         try:
             if entry.watched:
                 entry.place()
-            kept, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
-            result, written, fresh, effects = program.run(kept, donated, plain, named)
+            undonated, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
+            result, written, fresh, effects = program.run(undonated, donated, plain, named)
         except Exception as error:
             if several and _is_of_deleted(error):  # another call has donated what was read
                 return self._trace(args, kwargs, races=1)
@@ -448,7 +448,7 @@ class Jit(PickledByName, Wrapper):
         is_plain = not written or (not several and type(written[0]) in ARRAY_TYPES)
         if not (is_plain and effects.simple):
             outputs = binding.LiftedOutputs(result, written, fresh, effects)
-            return self._apply(entry, outputs, program.join(kept, donated), args, kwargs)
+            return self._apply(entry, outputs, program.join(undonated, donated), args, kwargs)
         for variable, value in zip(targets, written):  # noqa: B905 (equal lengths; hot path)
             variable._value = value
         return result
@@ -534,7 +534,7 @@ class Jit(PickledByName, Wrapper):
 
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used hidden inputs of later calls."""
-        before = {id(item) for item in self.hidden_objects()}
+        known_ids = {id(item) for item in self.hidden_objects()}
         self.memory.sources = inputs.find_sources(
             self.__wrapped__
         )  # names may have been bound since
@@ -543,7 +543,7 @@ class Jit(PickledByName, Wrapper):
         reached = {id(item) for item in (*walk_objects(hidden), *binding.InputGraph(hidden).leaves)}
         missed = [item for item in objects if id(item) not in reached]
         self.memory.captured.extend(weakref.ref(item) for item in missed)
-        if not missed and before == {id(item) for item in hidden}:
+        if not missed and known_ids == {id(item) for item in hidden}:
             raise OutputError(
                 f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
                 f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
@@ -595,16 +595,16 @@ class Jit(PickledByName, Wrapper):
         """Returns (path, object) of what the function uses from outside."""
         if self.memory.sources is None:
             self.memory.sources = inputs.find_sources(self.__wrapped__)
-        found: list[tuple[Path, Any]] = []
+        hidden_objects: list[tuple[Path, Any]] = []
         for source in self.memory.sources:
             items = list(inputs.objects_in(source.read()))
-            found.extend(
+            hidden_objects.extend(
                 ((source.name,) if len(items) == 1 else (source.name, i), item)
                 for i, item in enumerate(items)
             )
         alive = [item for ref in self.memory.captured if (item := ref()) is not None]
-        found.extend((("closure", i), item) for i, item in enumerate(alive))
-        return found
+        hidden_objects.extend((("closure", i), item) for i, item in enumerate(alive))
+        return hidden_objects
 
     def resolve(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -633,16 +633,21 @@ class Jit(PickledByName, Wrapper):
     ) -> tuple[inputs.SplitArguments, tuple[tuple[int | str, Static], ...]]:
         """Returns the dynamic arguments, split, and the static ones by place."""
         args, kwargs = self.resolve(args, kwargs)
-        found: list[tuple[int | str, Static]] = []
+        static_arguments: list[tuple[int | str, Static]] = []
         if not self._simple:
-            given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+            arguments_by_place: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
             static = [
-                place for place in (*self.static_positions, *self.static_names) if place in given
+                place
+                for place in (*self.static_positions, *self.static_names)
+                if place in arguments_by_place
             ]
-            found = [(p, inputs.static_argument(given[p], self.__wrapped__, p)) for p in static]
+            static_arguments = [
+                (p, inputs.static_argument(arguments_by_place[p], self.__wrapped__, p))
+                for p in static
+            ]
             args = [arg for i, arg in enumerate(args) if i not in static]
             kwargs = {name: arg for name, arg in kwargs.items() if name not in static}
-        return self.options.split_arguments(args, kwargs, self.path_of), tuple(found)
+        return self.options.split_arguments(args, kwargs, self.path_of), tuple(static_arguments)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
@@ -656,14 +661,14 @@ class Jit(PickledByName, Wrapper):
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
-        given, static = self._take_apart(args, kwargs)
+        arguments, static = self._take_apart(args, kwargs)
 
         def call(roots: Any, plain: Any, plain_named: Any) -> Any:
-            dynamic, named = given.restore(plain, plain_named, roots)
+            dynamic, named = arguments.restore(plain, plain_named, roots)
             dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
             return self.__wrapped__(*dynamic, **named)
 
-        return eval_shape(call, given.roots, list(given.plain), given.plain_named)
+        return eval_shape(call, arguments.roots, list(arguments.plain), arguments.plain_named)
 
     def clear_cache(self) -> None:
         """Forgets everything compiled so far."""

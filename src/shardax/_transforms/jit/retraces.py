@@ -67,10 +67,10 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
         >>> retraces[0].reasons
         ('.x: float32[2] -> float32[3]',)
     """
-    found: list[Retrace] = []
-    token = listeners.set((*listeners.get(), (found, sys.stderr if file is None else file)))
+    retraces: list[Retrace] = []
+    token = listeners.set((*listeners.get(), (retraces, sys.stderr if file is None else file)))
     try:
-        yield found
+        yield retraces
     finally:
         listeners.reset(token)
 
@@ -82,8 +82,8 @@ def _report(function: Any, reasons: Sequence[str]) -> None:
         tuple(reasons)
         or ("nothing that shardax can see (JAX's own settings, or its cache was cleared)",),
     )
-    for found, file in listeners.get():
-        found.append(retrace)
+    for retraces, file in listeners.get():
+        retraces.append(retrace)
         if file:
             print(retrace, file=file)
 
@@ -98,7 +98,7 @@ def report_trace(program: Any, earlier: Sequence[Any], signature: Any) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
     differences = []
-    for old in (_named_types(program, each) for each in earlier):
+    for old in (_named_types(program, signature_before) for signature_before in earlier):
         pairs = [(n, old.get(n, "absent"), new.get(n, "absent")) for n in dict.fromkeys(old | new)]
         differences.append([f"{n}: {was} -> {now}" for n, was, now in pairs if was != now])
     _report(program.function, min(differences, key=len))
@@ -127,11 +127,13 @@ def call_differences(old: Any, new: Any) -> list[str]:
     reasons += static
     if old.key[1:4] != new.key[1:4] and not static:
         reasons.append("the arguments have other containers, or objects stand elsewhere in them")
-    before, after = dict(old.key[4]), dict(new.key[4])
-    for place in dict.fromkeys([*before, *after]):
-        if before.get(place) != after.get(place):
+    old_static, new_static = dict(old.key[4]), dict(new.key[4])
+    for place in dict.fromkeys([*old_static, *new_static]):
+        if old_static.get(place) != new_static.get(place):
             name = parameter_name(new.function, place) if isinstance(place, int) else place
-            reasons += _changes(f"static argument {name!r}", before.get(place), after.get(place))
+            reasons += _changes(
+                f"static argument {name!r}", old_static.get(place), new_static.get(place)
+            )
     return reasons
 
 
@@ -140,8 +142,8 @@ def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterat
     if len(old.templates) != len(new.templates):
         return
     pairs = [*zip(labels, old.templates, new.templates, strict=True)]
-    before = dict(old.named)
-    pairs += [(name, before.get(name), template) for name, template in new.named]
+    old_named = dict(old.named)
+    pairs += [(name, old_named.get(name), template) for name, template in new.named]
     for label, first, second in pairs:
         if (
             not (isinstance(first, TreeTemplate) and isinstance(second, TreeTemplate))
@@ -171,10 +173,10 @@ def structure_differences(
     """Describes how two structures differ, a line per place, by path."""
     if old == new:
         return []
-    before, after = _by_path(old, old_names), _by_path(new, new_names)
+    old_parts, new_parts = _by_path(old, old_names), _by_path(new, new_names)
     reasons = []
-    for path in dict.fromkeys([*before, *after]):
-        was, now = before.get(path), after.get(path)
+    for path in dict.fromkeys([*old_parts, *new_parts]):
+        was, now = old_parts.get(path), new_parts.get(path)
         if was != now:
             reasons += _changes(format_path(path), was, now)
     return reasons or ["objects are shared, or stand in containers, in another way"]
@@ -187,23 +189,23 @@ def _changes(where: str, was: Any, now: Any) -> list[str]:
 
 def _closure_changes(where: str, was: Any, now: Any) -> list[str]:
     """Describes what two functions of one ``def`` close over differently."""
-    first, other = (item.value if isinstance(item, Static) else item for item in (was, now))
-    if isinstance(first, functools.partial) and isinstance(other, functools.partial):
-        return _closure_changes(where, first.func, other.func)
-    if isinstance(first, tuple) and isinstance(other, tuple) and len(first) == len(other):
-        pairs = enumerate(zip(first, other, strict=True))
+    first, second = (item.value if isinstance(item, Static) else item for item in (was, now))
+    if isinstance(first, functools.partial) and isinstance(second, functools.partial):
+        return _closure_changes(where, first.func, second.func)
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+        pairs = enumerate(zip(first, second, strict=True))
         return [line for i, pair in pairs for line in _closure_changes(f"{where}[{i}]", *pair)]
-    if not (isinstance(first, types.FunctionType) and isinstance(other, types.FunctionType)):
+    if not (isinstance(first, types.FunctionType) and isinstance(second, types.FunctionType)):
         return []
-    if first.__code__ is not other.__code__:
+    if first.__code__ is not second.__code__:
         return []
-    shown = [
+    cells = [
         [_exact(source.read()) for _, source in closure_cells(function)]
-        for function in (first, other)
+        for function in (first, second)
     ]
     return [
         f"{where} closes over {name}: {old} -> {new}"
-        for name, old, new in zip(first.__code__.co_freevars, *shown, strict=True)
+        for name, old, new in zip(first.__code__.co_freevars, *cells, strict=True)
         if old != new
     ]
 
@@ -214,38 +216,38 @@ def _entry(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
-        shown = "" if value[1] is None else repr(value[1])
-        return value[0].__name__ + (f"({shown})" if shown else "")
+        size = "" if value[1] is None else repr(value[1])
+        return value[0].__name__ + (f"({size})" if size else "")
     return _exact(value)
 
 
 def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
     """Returns types and metadata of objects, and static values, by path."""
     paths = flatten.definition_paths(graphdef, names)
-    found: dict[Any, Any] = {}
+    parts: dict[Any, Any] = {}
     for index, path in paths.items():
         definition = graphdef.objects[index]
         if type(definition) is flatten.VariableDef:
-            found[path] = (definition.type, definition.metadata)
+            parts[path] = (definition.type, definition.metadata)
             continue
-        found[path] = (
+        parts[path] = (
             definition.type,
             None if type(definition) is flatten.ModuleDef else len(definition.items),
         )
         for key, child in flatten.definition_children(definition):
-            _add_children(child, (*path, key), paths, found)
+            _add_children(child, (*path, key), paths, parts)
     for position, root in enumerate(graphdef.roots):
-        _add_children(root, names[position] if names else (), paths, found)
-    return found
+        _add_children(root, names[position] if names else (), paths, parts)
+    return parts
 
 
-def _add_children(child: Any, path: Path, paths: dict[int, Path], found: dict[Any, Any]) -> None:
+def _add_children(child: Any, path: Path, paths: dict[int, Path], parts: dict[Any, Any]) -> None:
     """Adds the static values and further names of objects below a child."""
     if hasattr(child, "value"):
-        found[path] = child
+        parts[path] = child
     elif type(child) is flatten.Ref:
         if paths[child.position] != path:
-            found[path] = f"same as {format_path(paths[child.position])}"
+            parts[path] = f"same as {format_path(paths[child.position])}"
     else:
         for key, below in flatten.definition_children(child):
-            _add_children(below, path if key is None else (*path, key), paths, found)
+            _add_children(below, path if key is None else (*path, key), paths, parts)

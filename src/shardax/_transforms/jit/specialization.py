@@ -53,8 +53,8 @@ class JitOptions:
         inputs.check_static_option(self.static)
         check_compiler_options(self.compiler_options)
         for name in ("in_shardings", "out_shardings"):
-            if (given := getattr(self, name)) is not None:
-                prefixes.check_shardings_only(given, name)
+            if (sharding := getattr(self, name)) is not None:
+                prefixes.check_shardings_only(sharding, name)
 
     @property
     def auto_static(self) -> bool:
@@ -178,20 +178,20 @@ class Specialization:
         donated = self.donated_leaves
         if not donated:
             return list(leaves), []
-        kept = [leaf for i, leaf in enumerate(leaves) if i not in donated]
-        return kept, [leaf for i, leaf in enumerate(leaves) if i in donated]
+        undonated = [leaf for i, leaf in enumerate(leaves) if i not in donated]
+        return undonated, [leaf for i, leaf in enumerate(leaves) if i in donated]
 
     def run(
         self,
-        kept: list[Any],
+        undonated: list[Any],
         donated: list[Any],
         plain: list[Any],
         named: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """Calls the compiled function in a steady call."""
         if self._full:
-            return self._jitted(kept, donated, *self._separate_plain(plain, named))
-        return self._jitted(kept, donated, plain)
+            return self._jitted(undonated, donated, *self._separate_plain(plain, named))
+        return self._jitted(undonated, donated, plain)
 
     def place(self, variables: Mapping[int, Any]) -> None:
         """Moves Variables, by position, to their declared shardings, where they stay."""
@@ -231,10 +231,14 @@ class Specialization:
 
     def pack(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> tuple[Any, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
-        kept, donated = self.partition(values)
+        undonated, donated = self.partition(values)
         if not self._full:
-            return kept, donated, list(arguments.plain)
-        return (kept, donated, *self._separate_plain(list(arguments.plain), arguments.plain_named))
+            return undonated, donated, list(arguments.plain)
+        return (
+            undonated,
+            donated,
+            *self._separate_plain(list(arguments.plain), arguments.plain_named),
+        )
 
     def _separate_plain(self, plain: list[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
         kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
@@ -242,8 +246,8 @@ class Specialization:
         return *self._split_donated(plain), kept_named, donated_named
 
     def _split_donated(self, plain: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        kept = [None if i in self.donated else item for i, item in enumerate(plain)]
-        return kept, [item if i in self.donated else None for i, item in enumerate(plain)]
+        undonated = [None if i in self.donated else item for i, item in enumerate(plain)]
+        return undonated, [item if i in self.donated else None for i, item in enumerate(plain)]
 
     def jitted(self, full: tuple[Any, ...]) -> Any:
         """Returns the ``jax.jit`` of the pure function, making it on first use."""
@@ -259,16 +263,16 @@ class Specialization:
 
     def _make(self, out_shardings: Any) -> Any:
         options = self.options
-        given: dict[str, Any] = {
+        options_given: dict[str, Any] = {
             "in_shardings": self._in_shardings,
             "out_shardings": out_shardings,
             "compiler_options": options.compiler_options,
         }
         if self.donates:
-            given["donate_argnums"] = (1, 3, 5) if self._full else (1,)
-        given = {name: value for name, value in given.items() if value is not None}
+            options_given["donate_argnums"] = (1, 3, 5) if self._full else (1,)
+        options_given = {name: value for name, value in options_given.items() if value is not None}
         return jax.jit(
-            self._program, keep_unused=options.keep_unused, inline=options.inline, **given
+            self._program, keep_unused=options.keep_unused, inline=options.inline, **options_given
         )
 
     def _named_program(self) -> Callable[..., Any]:
@@ -279,14 +283,14 @@ class Specialization:
         def program(*flat: Any) -> tuple[Any, ...]:
             return self._pure(*flat)
 
-        shown: Any = self.function
-        while isinstance(shown, functools.partial):
-            shown = shown.func
-        program.__name__ = getattr(shown, "__name__", type(shown).__name__)
-        if isinstance(shown, Object):
-            shown = type(shown).__call__
+        named: Any = self.function
+        while isinstance(named, functools.partial):
+            named = named.func
+        program.__name__ = getattr(named, "__name__", type(named).__name__)
+        if isinstance(named, Object):
+            named = type(named).__call__
         program.__dict__["__signature__"] = inspect.signature(program)
-        program.__dict__["__wrapped__"] = shown
+        program.__dict__["__wrapped__"] = named
         return program
 
     def clear_cache(self) -> None:
@@ -296,7 +300,7 @@ class Specialization:
 
     def _pure(
         self,
-        kept: list[Any],
+        undonated: list[Any],
         donated: list[Any],
         plain: list[Any],
         donated_plain: Sequence[Any] = (),
@@ -304,7 +308,7 @@ class Specialization:
         donated_named: Any = None,
     ) -> tuple[Any, ...]:
         settles, graph = local.call.settles, local.call.graph()
-        values = self.join(kept, donated)
+        values = self.join(undonated, donated)
         for position in self.donated:
             plain[position] = donated_plain[position]
         named = {**(named or {}), **(donated_named or {})}
@@ -349,11 +353,11 @@ class Specialization:
         if any(self._is_off(position, leaves[position]) for position in self.wanted):
             raise engine.RetraceRequest  # they are moved there first
 
-    def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
+    def join(self, undonated: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
         """The inverse of ``partition``."""
-        remaining, given = iter(kept), iter(donated)
+        remaining, donated_values = iter(undonated), iter(donated)
         return [
-            next(given if i in self.donated_leaves else remaining)
+            next(donated_values if i in self.donated_leaves else remaining)
             for i in range(len(self.graphdef.leaves))
         ]
 
@@ -404,27 +408,31 @@ class Specialization:
         static = [place for place, _ in self.positions.static if isinstance(place, int)]
         if not prefixes.is_one_entry(declared) and len(declared) == len(labels) + len(static):
             declared = [entry for place, entry in enumerate(declared) if place not in static]
-        given = prefixes.per_argument(declared, labels, "in_shardings")
+        argument_prefixes = prefixes.per_argument(declared, labels, "in_shardings")
         args = [
             inputs.join_argument(t, p, arguments.roots, with_static=False)
             for t, p in zip(self.templates, arguments.plain, strict=True)
         ]
         entries: list[Any] = []
         plain: list[Any] = []
-        for label, prefix, arg, template in zip(labels, given, args, self.templates, strict=True):
+        for label, prefix, arg, template in zip(
+            labels, argument_prefixes, args, self.templates, strict=True
+        ):
             if isinstance(template, inputs.PlainTemplate):
                 prefixes.check_plain(prefix, arg, "in_shardings", (label,))
                 plain.append(prefix)
                 continue
-            found = list(prefixes.expand(prefix, arg, "in_shardings", (label,)))
-            entries.extend(found)
-            rest = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
-            plain.append(rest if isinstance(template, inputs.TreeTemplate) else None)
+            prefix_entries = list(prefixes.expand(prefix, arg, "in_shardings", (label,)))
+            entries.extend(prefix_entries)
+            plain_entries = [
+                entry for _, leaf, entry in prefix_entries if not isinstance(leaf, Variable)
+            ]
+            plain.append(plain_entries if isinstance(template, inputs.TreeTemplate) else None)
         by_id = prefixes.consistent(entries, "in_shardings")
-        self._declared = [*zip(labels, given, self.templates, strict=True)]
+        self._declared = [*zip(labels, argument_prefixes, self.templates, strict=True)]
         self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
-        kept, donated = self.partition(self.leaf_shardings)
-        return kept, donated, *self._split_donated(plain), None, None
+        undonated, donated = self.partition(self.leaf_shardings)
+        return undonated, donated, *self._split_donated(plain), None, None
 
     def _declare_shardings(
         self,
@@ -441,7 +449,7 @@ class Specialization:
         if self._expected is not None and self._expected != effects.tree_key:
             raise engine.RetraceRequest(drops_program=True)
         declared = self.options.out_shardings
-        given = {id(copies[index]): None for index in self.graphdef.leaves}
+        prefix_entries_by_id = {id(copies[index]): None for index in self.graphdef.leaves}
         by_id: dict[int, Any] = {  # new Variables have the entry of the place that they took
             id(leaf): entry
             for (label, prefix, template), part in zip(self._declared, plain, strict=False)
@@ -451,19 +459,19 @@ class Specialization:
                 inputs.join_argument(template, part, objects, with_static=False),
                 "in_shardings",
                 (label,),
-                given,
+                prefix_entries_by_id,
                 lenient=True,
             )
-            if id(leaf) not in given
+            if id(leaf) not in prefix_entries_by_id
         }
         arrays: Any = declared
         if effects.result is None:
             prefixes.check_plain(declared, result, "out_shardings")
         else:
-            found = list(prefixes.expand(declared, result, "out_shardings"))
-            of_result = prefixes.consistent(found, "out_shardings")
+            result_entries = list(prefixes.expand(declared, result, "out_shardings"))
+            of_result = prefixes.consistent(result_entries, "out_shardings")
             by_id |= {key: entry for key, (_, entry) in of_result.items() if entry is not None}
-            arrays = [entry for _, leaf, entry in found if not isinstance(leaf, Variable)]
+            arrays = [entry for _, leaf, entry in result_entries if not isinstance(leaf, Variable)]
         written = []
         for position in effects.written:
             entry = by_id.get(id(copies[self.graphdef.leaves[position]]))

@@ -65,13 +65,13 @@ def _states(
     graph: binding.InputGraph, arguments: inputs.SplitArguments
 ) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
     index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
-    found = []
+    states = []
     for root in arguments.roots:
         flat = flatten(root)
         pairs = list(zip(flat.leaf_paths, flat.leaves, strict=True))
         origins = {path: Origin(type(leaf), leaf._metadata) for path, leaf in pairs}
-        found.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
-    return found
+        states.append(({path: index[id(leaf)] for path, leaf in pairs}, origins))
+    return states
 
 
 def _result_view(program: Specialization, tree: Any) -> Any:
@@ -97,8 +97,8 @@ def _result_view(program: Specialization, tree: Any) -> Any:
         paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
         chosen = {path: i for i, path in paths.items() if i in values}
         origins = {path: Origin(objects[i].type, objects[i].metadata) for path, i in chosen.items()}
-        found = State.from_flat({path: values[i] for path, i in chosen.items()}, origins)
-        leaves.insert(place, found)
+        state = State.from_flat({path: values[i] for path, i in chosen.items()}, origins)
+        leaves.insert(place, state)
     return effects.result.treedef.unflatten(leaves)
 
 
@@ -143,15 +143,15 @@ class _Stage:
             lambda path, _: f"{_INPUTS}{jax.tree_util.keystr(path[1:])}", flat
         )
         args, kwargs = self._view(names)
-        found: dict[str, Path] = {}
+        path_by_input: dict[str, Path] = {}
         for tree in (dict(enumerate(args)), kwargs):
             leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda v: isinstance(v, State))
             for path, leaf in leaves:
                 below = leaf.flat() if isinstance(leaf, State) else {(): leaf}
                 start = plain_path(path)
-                for rest, name in below.items():
-                    found.setdefault(name, (*start, *rest))
-        return found
+                for below_path, name in below.items():
+                    path_by_input.setdefault(name, (*start, *below_path))
+        return path_by_input
 
     @property
     def in_tree(self) -> Any:
@@ -174,13 +174,13 @@ class _Stage:
         program = self._source.program
         if len(tree) == 2 and isinstance(tree[1], dict):
             tree = tree[0]
-        kept, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
+        undonated, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
         named: dict[str, Any] = {}
         if len(tree) > 3:
             for position in program.donated:
                 plain[position] = tree[3][position]
             named = {**tree[4], **tree[5]}
-        values = program.join(kept, donated)
+        values = program.join(undonated, donated)
         states = [
             State.from_flat({path: values[i] for path, i in indices.items()}, origins)
             for indices, origins in self._source.states

@@ -49,12 +49,12 @@ from shardax._transforms.errors import ArgumentError, StaticArgumentError
 def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
     """Returns a function's parameters, or None if it has no signature."""
     try:
-        found = _PARAMETERS.get(function, _UNKNOWN)
+        parameters = _PARAMETERS.get(function, _UNKNOWN)
     except TypeError:  # without a hash, or without weak references
         return _find_parameters(function)
-    if found is _UNKNOWN:
-        found = _PARAMETERS[function] = _find_parameters(function)
-    return found
+    if parameters is _UNKNOWN:
+        parameters = _PARAMETERS[function] = _find_parameters(function)
+    return parameters
 
 
 _UNKNOWN: Any = object()
@@ -91,25 +91,25 @@ def by_position(
     """Moves keyword arguments to their positions in the signature."""
     # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
     # as an argument of its own, a default would be traced.
-    given, rest = list(args), dict(kwargs)
-    missing = list((parameters_of(function) or ())[len(given) : most])
-    while missing and fill == "gaps" and missing[-1].name not in rest:
+    positional, keyword = list(args), dict(kwargs)
+    missing = list((parameters_of(function) or ())[len(positional) : most])
+    while missing and fill == "gaps" and missing[-1].name not in keyword:
         missing.pop()
     for parameter in missing:
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in rest:
-            given.append(rest.pop(parameter.name))
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in keyword:
+            positional.append(keyword.pop(parameter.name))
         elif (
             fill is not None
             and parameter.default is not parameter.empty
             and (parameter.kind is not parameter.KEYWORD_ONLY)
         ):
-            given.append(parameter.default)
+            positional.append(parameter.default)
         else:
             break
     if fill == "all":
         named = [p for p in parameters_of(function) or () if p.kind is p.KEYWORD_ONLY]
-        rest = {p.name: p.default for p in named if p.default is not p.empty} | rest
-    return tuple(given), rest
+        keyword = {p.name: p.default for p in named if p.default is not p.empty} | keyword
+    return tuple(positional), keyword
 
 
 def positional_names(function: Any) -> list[str]:
@@ -195,8 +195,8 @@ class Identity:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        held = self.held()
-        return held is not None and isinstance(other, Identity) and other.held() is held
+        referent = self.held()
+        return referent is not None and isinstance(other, Identity) and other.held() is referent
 
 
 def _is_open(value: Any) -> bool:
@@ -212,8 +212,8 @@ def _is_open(value: Any) -> bool:
 
 
 def _shortened(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_callable(function: Any, name: str) -> None:
@@ -242,20 +242,21 @@ def resolve_arguments(
         return positions, names
     positional = positional_names(function)
     count = len(positional)
-    shown = getattr(function, "__name__", function)
+    function_name = getattr(function, "__name__", function)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for position in positions:
         if not variadic and not -count <= position < count:
             raise error(
-                f"{kind}_argnums={position} is out of range: {shown} has {count} positional "
-                f"parameters ({', '.join(positional)})."
+                f"{kind}_argnums={position} is out of range: {function_name} has {count} "
+                f"positional parameters ({', '.join(positional)})."
             )
-    known = [p.name for p in parameters]
+    parameter_names = [p.name for p in parameters]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in names:
-            if name not in known:
+            if name not in parameter_names:
                 raise error(
-                    f"{kind}_argnames has {name!r}, but {shown} has only ({', '.join(known)})."
+                    f"{kind}_argnames has {name!r}, but {function_name} has only "
+                    f"({', '.join(parameter_names)})."
                 )
     positions = tuple(p % count if p < 0 else p for p in positions)
     all_positions = {*positions, *(positional.index(n) for n in names if n in positional)}
@@ -495,10 +496,10 @@ def as_root(root: Any) -> Any:
         return root
     leaves, treedef = jax.tree.flatten((root.args, root.keywords), is_leaf=is_object)
     objects = [leaf for leaf in leaves if is_object(leaf)]
-    others = [None if is_object(leaf) else leaf for leaf in leaves]
+    other_leaves = [None if is_object(leaf) else leaf for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_object(leaf)]
     return functools.partial(
-        _PartialByIdentity(root, treedef, others, places), function, tuple(objects)
+        _PartialByIdentity(root, treedef, other_leaves, places), function, tuple(objects)
     )
 
 
@@ -551,8 +552,8 @@ class _PartialByIdentity(_ByIdentity):
         leaves = list(self.others)
         for place, item in zip(self.places, objects, strict=True):
             leaves[place] = item
-        given, named = self.treedef.unflatten(leaves)
-        return function(*given, *args, **{**named, **kwargs})
+        positional, named = self.treedef.unflatten(leaves)
+        return function(*positional, *args, **{**named, **kwargs})
 
 
 def root_places(label: str, template: Any) -> list[tuple[int, Path]]:
@@ -578,9 +579,9 @@ def plain_paths(template: Any, plain: Any = None) -> Sequence[Path]:
     """Returns the paths of an argument's arrays, beside objects and static values."""
     if not isinstance(template, TreeTemplate):
         return leaf_paths(jax.tree.structure(plain))
-    others = {leaf for leaf, _ in (*template.roots, *template.static)}
+    object_leaves = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
-    return [path for leaf, path in enumerate(paths) if leaf not in others]
+    return [path for leaf, path in enumerate(paths) if leaf not in object_leaves]
 
 
 # How many calls deep to look for sources in helper functions.
@@ -602,38 +603,38 @@ class ClosureSource(NamedTuple):
 
 def find_sources(function: Any) -> list[ClosureSource]:
     """Finds where a function or its helpers take objects from."""
-    found: dict[Any, ClosureSource] = {}
-    _search(function, 0, set(), found)
-    return list(found.values())
+    sources: dict[Any, ClosureSource] = {}
+    _search(function, 0, set(), sources)
+    return list(sources.values())
 
 
-def _search(value: Any, depth: int, seen: set[int], found: dict[Any, ClosureSource]) -> None:
+def _search(value: Any, depth: int, seen: set[int], sources: dict[Any, ClosureSource]) -> None:
     if depth > _MAX_DEPTH or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, types.MethodType):
         if not isinstance(value.__self__, Object):  # an Object owner is an argument, not a source
-            _add_holder(value.__self__, found)
-        _search(value.__func__, depth, seen, found)
+            _add_holder(value.__self__, sources)
+        _search(value.__func__, depth, seen, sources)
     elif isinstance(value, functools.partial):
-        _search(value.func, depth, seen, found)
+        _search(value.func, depth, seen, sources)
     elif isinstance(value, types.FunctionType):
         for key, source in _places(value):
-            held = source.read()
-            if any(True for _ in objects_in(held)):
-                found.setdefault(key, source)
-            if callable(held):
-                _search(held, depth + 1, seen, found)
+            content = source.read()
+            if any(True for _ in objects_in(content)):
+                sources.setdefault(key, source)
+            if callable(content):
+                _search(content, depth + 1, seen, sources)
     elif hasattr(value, "__wrapped__") and not isinstance(value, type):
-        _search(value.__wrapped__, depth, seen, found)
+        _search(value.__wrapped__, depth, seen, sources)
     elif is_plain_instance(value) and callable(value):
-        _add_holder(value, found)
-        _search(type(value).__call__, depth, seen, found)
+        _add_holder(value, sources)
+        _search(type(value).__call__, depth, seen, sources)
 
 
-def _add_holder(holder: Any, found: dict[Any, ClosureSource]) -> None:
+def _add_holder(holder: Any, sources: dict[Any, ClosureSource]) -> None:
     if any(True for _ in objects_in(holder)):
-        found.setdefault(id(holder), ClosureSource("self", lambda: holder))
+        sources.setdefault(id(holder), ClosureSource("self", lambda: holder))
 
 
 def closure_cells(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:

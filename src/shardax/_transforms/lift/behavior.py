@@ -84,9 +84,11 @@ class Behavior:
         written = _written.get(self.codes)
         if not written:
             return self.codes, tuple(self._parts.items())
-        others = tuple(item for item in self._parts.items() if _root_in(item[0], written) is None)
+        untouched = tuple(
+            item for item in self._parts.items() if _root_in(item[0], written) is None
+        )
         left = tuple((way, self._content_or_left(way)) for way in written if way in self._parts)
-        return self.codes, others, left
+        return self.codes, untouched, left
 
     def _content(self, way: Way) -> Hashable:
         return tuple(item for item in self._parts.items() if item[0][: len(way)] == way)
@@ -99,8 +101,10 @@ class Behavior:
         self, functions: Sequence[Any], options: Any = None
     ) -> tuple[Hashable, Hashable]:
         """Returns the keys before and after a trace of these functions."""
-        after = Behavior(functions, options)
-        changed = {way for way, part in self._parts.items() if after._parts.get(way, self) != part}
+        behavior_after = Behavior(functions, options)
+        changed = {
+            way for way, part in self._parts.items() if behavior_after._parts.get(way, self) != part
+        }
         if not changed:
             return self.key(), self.key()
         for table in (_written, _left):
@@ -109,11 +113,11 @@ class Behavior:
         ways = {*_written.get(self.codes, ()), *changed}
         roots = (way for way in ways if _root_in(way[:-1], ways) is None)
         _written[self.codes] = tuple(sorted(roots, key=repr))
-        before = self.key()
+        key_before = self.key()
         for way in _written[self.codes]:
-            if way in after._parts and after._content(way) != self._content(way):
-                _left[after._holders[way], way[-1]] = after._content(way)
-        return before, after.key()
+            if way in behavior_after._parts and behavior_after._content(way) != self._content(way):
+                _left[behavior_after._holders[way], way[-1]] = behavior_after._content(way)
+        return key_before, behavior_after.key()
 
     def _visit(self, value: Any, way: Way, holder: int) -> None:
         kind = type(value)

@@ -71,9 +71,9 @@ class InputGraph:
 
 def absent_error(paths: Sequence[Path]) -> AbstractValueError:
     """Returns the error of Variables without values."""
-    shown = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
+    listed = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
     return AbstractValueError(
-        f"{len(paths)} Variables hold only shapes, not arrays: {shown}. Give them numbers "
+        f"{len(paths)} Variables hold only shapes, not arrays: {listed}. Give them numbers "
         f"first, sx.update(model, state), or restore a checkpoint into the model; or look at "
         f"shapes only with sx.eval_shape."
     )
@@ -162,14 +162,14 @@ def record_effects(
     """Records, inside the transform, what the user's function did."""
     walk = continue_walk(frame, copies)
     updates = {}
-    for position, (copy, before) in enumerate(zip(copies, graphdef.objects, strict=True)):
-        if holds_as_built(copy, before, copies):
-            walk.definitions[position] = before
+    for position, (copy, definition) in enumerate(zip(copies, graphdef.objects, strict=True)):
+        if holds_as_built(copy, definition, copies):
+            walk.definitions[position] = definition
             continue
-        after = copy._flatten(lambda child, key: walk.encode(child, ()))
-        walk.definitions[position] = after
-        if after != before:
-            updates[position] = after
+        new_definition = copy._flatten(lambda child, key: walk.encode(child, ()))
+        walk.definitions[position] = new_definition
+        if new_definition != definition:
+            updates[position] = new_definition
     count = len(copies)
     leaves, treedef = jax.tree.flatten(result, is_leaf=graphs.is_object)
     places = tuple(
@@ -185,16 +185,20 @@ def record_effects(
                 "Return sx.clone(stack[i]), or take the layer outside."
             )
     foreign = {i: item for i, item in new_objects if not _belongs(item, frame)}
-    made = [item for i, item in new_objects if i not in foreign and isinstance(item, Variable)]
-    fresh = [item.value for item in made]
+    new_variables = [
+        item for i, item in new_objects if i not in foreign and isinstance(item, Variable)
+    ]
+    fresh = [item.value for item in new_variables]
     written, values = [], []
-    for position, (index, before) in enumerate(zip(graphdef.leaves, bound, strict=True)):
-        after = copies[index]._value
-        if position in emit or not same_value(before, after):
+    for position, (index, bound_value) in enumerate(zip(graphdef.leaves, bound, strict=True)):
+        value = copies[index]._value
+        if position in emit or not same_value(bound_value, value):
             written.append(position)
             values.append(copies[index].value)
     new = tuple(walk.definitions[count:])
-    effects = Effects(tuple(written), updates, new, template, foreign, tuple(map(id, made)))
+    effects = Effects(
+        tuple(written), updates, new, template, foreign, tuple(map(id, new_variables))
+    )
     arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
     return LiftedOutputs(arrays, values, fresh, effects)
 
@@ -225,18 +229,18 @@ def holds_as_built(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
     if kind is graphs.ListDef:
         return _match([*enumerate(item._items)], [*enumerate(definition.items)], objects)
     if kind is graphs.DictDef:
-        before = [(key.value, child) for key, child in definition.items]
-        return _match(item._items.items(), before, objects)
+        children = [(key.value, child) for key, child in definition.items]
+        return _match(item._items.items(), children, objects)
     return False
 
 
 _IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
-def _match(now: Collection[Any], before: Sequence[Any], objects: Sequence[Any]) -> bool:
-    if len(now) != len(before):
+def _match(now: Collection[Any], children: Sequence[Any], objects: Sequence[Any]) -> bool:
+    if len(now) != len(children):
         return False
-    for (name, value), (key, child) in zip(now, before, strict=True):
+    for (name, value), (key, child) in zip(now, children, strict=True):
         kind = type(child)
         expected = (
             objects[child.position]
@@ -257,12 +261,12 @@ def _belongs(item: Any, frame: frames.Frame) -> bool:
     return owner is frame or (owner is not None and owner.parent is frame)
 
 
-def same_value(before: Any, after: Any) -> bool:
+def same_value(bound: Any, current: Any) -> bool:
     """Whether a Variable holds the arrays that were bound."""
-    if before is after:
+    if bound is current:
         return True
-    old, old_tree = jax.tree.flatten(before)
-    new, new_tree = jax.tree.flatten(after)
+    old, old_tree = jax.tree.flatten(bound)
+    new, new_tree = jax.tree.flatten(current)
     return old_tree == new_tree and all(a is b for a, b in zip(old, new, strict=True))
 
 
@@ -374,7 +378,7 @@ def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> N
 
 def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
     """Raises if a write would be lost or leak a tracer."""
-    here = _jax.trace_state()
+    trace = _jax.trace_state()
     for position, value in zip(outputs.effects.written, outputs.written, strict=True):
         variable = graph.leaves[position]
         path = format_path(graph.flat.leaf_paths[position])
@@ -382,7 +386,7 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
         if variable._parent is not None:
             variable._check_part(value)
         home = _jax.eager() if variable._owner is None else variable._owner.trace
-        if here != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
+        if trace != home and any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             raise TraceLeakError(
                 f"The {type(variable).__name__} at {path} would be written with a traced value, "
                 "inside a plain JAX transform (jax.vmap, jax.grad, jax.jit, ...) that does not "

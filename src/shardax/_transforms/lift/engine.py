@@ -83,16 +83,18 @@ class CompiledFrame(frames.Frame):
 def request_placement(variables: Sequence[Any], shardings: Sequence[Any]) -> None:
     """Asks the compiled function around to have Variables placed before it runs."""
     frame = frames.local.frame
-    found = {
+    shardings_by_id = {
         id(variable): sharding for variable, sharding in zip(variables, shardings, strict=True)
     }
     while frame is not None and not isinstance(frame, CompiledFrame):
         outer = {id(copy): original for original, copy in frame.copies.values()}
-        above = {key: frames.resolve(outer[key], frame.parent) for key in found if key in outer}
-        found = {id(variable): found[key] for key, variable in above.items()}
+        above = {
+            key: frames.resolve(outer[key], frame.parent) for key in shardings_by_id if key in outer
+        }
+        shardings_by_id = {id(variable): shardings_by_id[key] for key, variable in above.items()}
         frame = frame.parent
     if frame is not None:
-        frame.wanted.update(found)
+        frame.wanted.update(shardings_by_id)
 
 
 P = ParamSpec("P")
@@ -183,13 +185,15 @@ class LiftedCall:
         with self.make_frame(self.name) as frame:
             roots, copies = self._bind(frame, graphdef, values)
             end = len(roots) - self.captured_count
-            given, captured = roots[len(self.functions) : end], roots[end:]
+            bound_roots, captured = roots[len(self.functions) : end], roots[end:]
             if isinstance(frame, SealedFrame):
                 for path, variable in zip(self.names[end:], captured, strict=True):
                     frame.seal(variable, path)
-            args, kwargs = self.arguments.restore(plain, plain_named, given)
+            args, kwargs = self.arguments.restore(plain, plain_named, bound_roots)
             # Containers of their own: the function may change those that it is given.
-            kept, kept_named = jax.tree.map(lambda leaf: leaf, (list(plain), dict(plain_named)))
+            plain_copy, plain_named_copy = jax.tree.map(
+                lambda leaf: leaf, (list(plain), dict(plain_named))
+            )
             args, kwargs = self.enter(args, kwargs)
             try:
                 result = roots[which](*args, **kwargs)
@@ -199,7 +203,7 @@ class LiftedCall:
             frame.take_in()
             if isinstance(frame, SealedFrame):
                 frame.check_unwritten()
-            args, kwargs = self.arguments.restore(kept, kept_named, given)
+            args, kwargs = self.arguments.restore(plain_copy, plain_named_copy, bound_roots)
             return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
 
     def _bind(
@@ -219,9 +223,9 @@ class LiftedCall:
         check_no_leak(self.graph, outputs)
         return apply_effects(self.graph, outputs)
 
-    def release(self, known: Iterable[tuple[Any, int]]) -> None:
+    def release(self, originals: Iterable[tuple[Any, int]]) -> None:
         """Lets go of the caller's objects; later runs are late ones."""
-        self._late = [(weakref.ref(original), position) for original, position in known]
+        self._late = [(weakref.ref(original), position) for original, position in originals]
         self.arguments.release()
         self.make_frame = LateFrame
         del self.graph
@@ -251,8 +255,8 @@ class RunContext(NamedTuple):
 
     def here(self, item: Any) -> Any:
         """Returns the copy of an original; anything else as it is."""
-        known = self.frame.copies.get(id(item))
-        return item if known is None else known[1]
+        pair = self.frame.copies.get(id(item))
+        return item if pair is None else pair[1]
 
     def variable(self, position: int) -> Variable[Any]:
         """Returns the copy of the Variable at a position."""
@@ -282,8 +286,8 @@ def ending_well(
     # memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
     try:
         return run(*inputs, **options)
-    except RetraceRequest as found:
-        call.new_captures = found.objects
+    except RetraceRequest as request:
+        call.new_captures = request.objects
         return otherwise
 
 
@@ -299,9 +303,9 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
     while True:
         try:
             return attempt(captured)
-        except RetraceRequest as found:
-            known = {id(item) for item in captured}
-            new = [item for item in found.objects if id(item) not in known]
+        except RetraceRequest as request:
+            captured_ids = {id(item) for item in captured}
+            new = [item for item in request.objects if id(item) not in captured_ids]
             if not new:
                 raise
             captured = [*captured, *new]
@@ -323,8 +327,8 @@ def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
     """Whether a Variable is an outer frame's copy of an original."""
     frame = frames.local.frame
     while frame is not None:
-        known = frame.copies.get(id(original))
-        if known is not None and known[1] is variable:
+        pair = frame.copies.get(id(original))
+        if pair is not None and pair[1] is variable:
             return True
         frame = frame.parent
     return False
@@ -403,8 +407,8 @@ class SingleRunCall(LiftedCall):
         # ``split`` separates these in the function's result; only the rest may hold objects.
 
         def leave(context: RunContext) -> tuple[Any, tuple[Any, ...]]:
-            head, rest = split(context.result)
-            result, written, fresh, self.effects = context.record_effects(rest)
+            head, remainder = split(context.result)
+            result, written, fresh, self.effects = context.record_effects(remainder)
             self.captured = context.captured()
             captured = [item.stand_in.value for item in self.captured]
             return head, (result, written, fresh, captured)

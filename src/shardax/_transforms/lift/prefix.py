@@ -45,10 +45,10 @@ def alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]:
     # From every shared place there is one way to each Variable that can be reached from there, so
     # that there are not more than shared places times Variables, and every Variable with a further
     # way has one here. No way leads back to an object that it came through.
-    known = _aliases.get(graphdef)
-    if known is None:
-        known = _aliases[graphdef] = _find_alias_paths(graphdef)
-    return known
+    paths = _aliases.get(graphdef)
+    if paths is None:
+        paths = _aliases[graphdef] = _find_alias_paths(graphdef)
+    return paths
 
 
 _aliases: weakref.WeakKeyDictionary[graphs.GraphDef, tuple[tuple[int, Path], ...]] = (
@@ -70,24 +70,24 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
         for below, way in objects_in(graphdef.objects[position], path):
             visit(below, way, (*above, position))
 
-    def reach(position: int, path: Path, known: set[int]) -> Iterator[tuple[int, Path]]:
+    def reach(position: int, path: Path, visited: set[int]) -> Iterator[tuple[int, Path]]:
         """Yields every object reachable from one, itself first, with a path."""
-        if position in known:
+        if position in visited:
             return
-        known.add(position)
+        visited.add(position)
         yield position, path
         for below, way in objects_in(graphdef.objects[position], path):
-            yield from reach(below, way, known)
+            yield from reach(below, way, visited)
 
     for root in graphdef.roots:
         for position, path in _objects(root, ()):
             visit(position, path, ())
     leaf_of = {index: position for position, index in enumerate(graphdef.leaves)}
-    found: list[tuple[int, Path]] = []
+    alias_leaves: list[tuple[int, Path]] = []
     for target, path, came_through in edges:
         reached = reach(target, path, set(came_through))
-        found += sorted((leaf_of[i], way) for i, way in reached if i in leaf_of)
-    return tuple(found)
+        alias_leaves += sorted((leaf_of[i], way) for i, way in reached if i in leaf_of)
+    return tuple(alias_leaves)
 
 
 def objects_in(definition: Any, path: Path) -> Iterator[tuple[int, Path]]:
@@ -307,21 +307,23 @@ def assign(
 ) -> AssignedPrefixes:
     """Finds the prefix of every argument, by position or name."""
     # ``other`` is that of a keyword argument without an entry.
-    one = is_one_entry(prefix)
-    args, kwargs = inputs.by_position(function, args, kwargs, None if one else len(prefix))
+    is_shared_prefix = is_one_entry(prefix)
+    args, kwargs = inputs.by_position(
+        function, args, kwargs, None if is_shared_prefix else len(prefix)
+    )
     labels = [inputs.parameter_name(function, position) for position in range(len(args))]
-    known = inputs.positional_names(function)
+    parameter_names = inputs.positional_names(function)
     after_gap = {
-        keyword: prefix[known.index(keyword)]
+        keyword: prefix[parameter_names.index(keyword)]
         for keyword in kwargs
-        if not one and keyword in known[: len(prefix)]
+        if not is_shared_prefix and keyword in parameter_names[: len(prefix)]
     }
     prefixes = list(prefix[: len(args)]) if after_gap else per_argument(prefix, labels, name)
     return AssignedPrefixes(args, kwargs, prefixes, dict.fromkeys(kwargs, other) | after_gap)
 
 
-def _count(items: Sequence[Any], one: str, many: str) -> str:
-    return f"{len(items)} {one if len(items) == 1 else many}"
+def _count(items: Sequence[Any], singular: str, many: str) -> str:
+    return f"{len(items)} {singular if len(items) == 1 else many}"
 
 
 def expand(
@@ -472,11 +474,11 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
     """Returns (path, entry) by ``id`` of Variable, one each."""
-    found: dict[int, tuple[Path, Any]] = {}
+    entries_by_id: dict[int, tuple[Path, Any]] = {}
     for path, leaf, entry in entries:
         if not isinstance(leaf, Variable):
             continue
-        first = found.setdefault(id(leaf), (path, entry))
+        first = entries_by_id.setdefault(id(leaf), (path, entry))
         if not _is_same(first[1], entry):
             raise InconsistentAliasingError(
                 f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
@@ -484,7 +486,7 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
                 f"A shared Variable is one Variable and needs one entry. Give both paths the same, "
                 f"or untie them with sx.clone."
             )
-    return found
+    return entries_by_id
 
 
 def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
@@ -507,9 +509,12 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
             moved.append((variable, variable._value, sharding))
     lazy = [row for row in moved if isinstance(row[1], LazyValue)]
     live = [row for row in moved if not isinstance(row[1], LazyValue)]
-    made = compute_all([value for _, value, _ in lazy], [sharding for *_, sharding in lazy])
+    computed = compute_all([value for _, value, _ in lazy], [sharding for *_, sharding in lazy])
     put = jax.device_put([value for _, value, _ in live], [sharding for *_, sharding in live])
-    for (variable, value, _), new in (*zip(lazy, made, strict=True), *zip(live, put, strict=True)):
+    for (variable, value, _), new in (
+        *zip(lazy, computed, strict=True),
+        *zip(live, put, strict=True),
+    ):
         with exclusive:
             if variable._value is value:  # else another thread has written it
                 variable._value = new
@@ -587,12 +592,12 @@ class EntryAssignment:
             for path, leaf, entry in expand(out_prefix, context.result, out_name)
         ]
         leaves = enumerate(self.call.graph.flat.leaves)
-        given = {  # keep the entries they came with, also where the function moved them
+        argument_entries = {  # keep the entries they came with, also where the function moved them
             id(context.variable(position)): self.by_id[id(leaf)][1]
             for position, leaf in leaves
             if id(leaf) in self.by_id
         }
-        of_arguments = list(self._spread(context.args, context.kwargs, given))
+        of_arguments = list(self._spread(context.args, context.kwargs, argument_entries))
         entries = consistent([*of_arguments, *of_result], f"{self.name} and {out_name}")
         plain = [(path, entry) for path, leaf, entry in of_result if not isinstance(leaf, Variable)]
         return OutputEntries(entries, plain, frozenset(id(leaf) for _, leaf, _ in of_arguments))
@@ -615,11 +620,13 @@ class OutputEntries(NamedTuple):
 def entries_in(prefix: Any) -> list[Any]:
     """Returns the distinct entries that a prefix can give."""
     leaves = jax.tree.leaves(prefix, is_leaf=lambda item: item is None)
-    found: list[Any] = []
+    distinct_values: list[Any] = []
     for leaf in leaves:
         values = list(leaf.values()) if isinstance(leaf, FilterMapping) else [leaf]
-        found.extend(value for value in values if not any(value == item for item in found))
-    return found
+        distinct_values.extend(
+            value for value in values if not any(value == item for item in distinct_values)
+        )
+    return distinct_values
 
 
 def drop_written(
@@ -627,9 +634,9 @@ def drop_written(
 ) -> binding.LiftedOutputs:
     """Returns, inside the transform, what leaves without some of the written Variables."""
     pairs = zip(outputs.effects.written, outputs.written, strict=True)
-    kept = [(position, value) for position, value in pairs if position not in positions]
-    outputs.effects.written = tuple(position for position, _ in kept)
-    return outputs._replace(written=[value for _, value in kept])
+    remaining = [(position, value) for position, value in pairs if position not in positions]
+    outputs.effects.written = tuple(position for position, _ in remaining)
+    return outputs._replace(written=[value for _, value in remaining])
 
 
 def add_written(outputs: binding.LiftedOutputs, more: Mapping[int, Any]) -> binding.LiftedOutputs:
@@ -644,15 +651,17 @@ def appended(
     """Returns what was sown into the tuples of shared Variables."""
     # Such values have a part per batch element or iteration, though the tuple that was there before
     # has none.
-    found: dict[int, tuple[Any, ...]] = {}
+    sown_items: dict[int, tuple[Any, ...]] = {}
     for position in effects.written:
-        before, after = context.bound[position], context.variable(position)._value
-        if not is_shared(position) or not (isinstance(before, tuple) and type(after) is tuple):
+        old_items, new_items = context.bound[position], context.variable(position)._value
+        if not is_shared(position) or not (
+            isinstance(old_items, tuple) and type(new_items) is tuple
+        ):
             continue
-        count = len(before)
-        if len(after) > count and binding.same_value(before, after[:count]):
-            found[position] = after[count:]
-    return found
+        count = len(old_items)
+        if len(new_items) > count and binding.same_value(old_items, new_items[:count]):
+            sown_items[position] = new_items[count:]
+    return sown_items
 
 
 def refuse_foreign(effects: binding.Effects, name: str) -> None:
