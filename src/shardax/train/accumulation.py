@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core._jax import INLINE
+from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.flatten import has_objects
 from shardax._core.variable import Param
 from shardax._parallel.microbatches import cut, indivisible
@@ -90,17 +91,13 @@ def accumulate(
     count: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function of (value, gradient) run in microbatches."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise TrainError(
-            f"steps={steps!r} is not a number of microbatches; use an integer of at least 1."
-        )
-    if reduce not in ("mean", "sum"):
-        raise TrainError(f'reduce={reduce!r} is not known; use "mean" or "sum".')
-    if count is not None and not (callable(count) and reduce == "mean"):
-        raise TrainError(
-            f"count={count!r} with reduce={reduce!r}: means are weighted by a function of a "
-            'microbatch, count=lambda microbatch: microbatch["mask"].sum(); sums are not.'
-        )
+    options = Options(TrainError)
+    options.integers(steps=steps, remedy="It is the number of microbatches.")
+    options.choice("reduce", reduce, ("mean", "sum"))
+    weighs = count is None or (callable(count) and reduce == "mean")
+    expected = f"a function of a microbatch by which means are weighted (reduce={reduce!r})"
+    remedy = 'Write `count=lambda microbatch: microbatch["mask"].sum()`; sums have none.'
+    options.check("count", count, weighs, expected, remedy)
     if steps == 1:
         return _with_leading_dimension(function) if has_aux else function
 
@@ -156,12 +153,12 @@ def split_batch(batch: Any, steps: int) -> Any:
             "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
             "microbatches. Pass it as a later argument, which every microbatch is given whole."
         )
-    wrong = indivisible("batch", batch, steps)
-    if wrong:
-        raise TrainError(
-            f"Cannot cut the batch into {steps} microbatches of equal size: {', '.join(wrong)}. "
-            f"The first dimension of every array must be a multiple of {steps}."
-        )
+    raise_if_any(
+        TrainError,
+        indivisible("batch", batch, steps),
+        f"Cannot cut the batch into {steps} microbatches of equal size: ",
+        f". The first dimension of every array must be a multiple of {steps}.",
+    )
 
     return cut(batch, steps)
 
