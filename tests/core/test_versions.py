@@ -258,8 +258,17 @@ def sums_of_narrow_floats() -> None:
         assert gradient.tolist() == [[4.0] * 4, [6.0] * 4, [8.0] * 4, [10.0] * 4]
 
 
+def random_keys() -> None:
+    keys = jax.random.split(jax.random.key(0), 2)
+    stand_in = jax.eval_shape(lambda: keys)
+    assert all(map(_jax.is_prng_key, (keys, keys[0], stand_in)))
+    no_keys = jax.random.key_data(keys), jnp.ones(2), 3, None, "key"
+    assert not any(map(_jax.is_prng_key, no_keys))
+
+
 PROMISES: dict[str, Callable[[], None]] = {
     "INLINE": inline,
+    "is_prng_key": random_keys,
     "Tracer": tracer,
     "Literal": literal,
     "jaxpr_as_fun": jaxpr_as_fun,

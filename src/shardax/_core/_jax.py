@@ -48,17 +48,17 @@ def is_prng_key(value: Any) -> bool:
 
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
     """Refuses a JAX too old; warns of one newer than tested."""
-    found, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST, NEWEST))
+    installed, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST, NEWEST))
     if version[:2] < OLDEST:
         raise ImportError(
-            f"shardax needs JAX {oldest} or newer, and JAX {found} is installed. "
+            f"shardax needs JAX {oldest} or newer, and JAX {installed} is installed. "
             f"Update it: pip install --upgrade 'jax>={oldest}'."
         )
     if version[:2] > NEWEST:
-        after = f"{NEWEST[0]}.{NEWEST[1] + 1}"
+        next_version = f"{NEWEST[0]}.{NEWEST[1] + 1}"
         warnings.warn(
-            f"JAX {found} is newer than the versions that shardax is tested with ({oldest} to "
-            f"{newest}). If something fails: pip install 'jax<{after}', or a newer shardax.",
+            f"JAX {installed} is newer than the versions that shardax is tested with ({oldest} to "
+            f"{newest}). If something fails: pip install 'jax<{next_version}', or a newer shardax.",
             stacklevel=2,
         )
 
@@ -87,25 +87,25 @@ ARRAYS_ONLY = "but only arrays are taken there."
 _TYPE_QUERIES = frozenset({"bind", "canonicalize_value", "shaped_abstractify", "typeof"})
 
 
-def refused_argument(held: Any) -> str | None:
+def refused_argument(argument: Any) -> str | None:
     """Returns what to say if JAX is about to refuse an object."""
     # Called for a look at ``__jax_array__``. If JAX renames these functions, its own error comes.
     frame = sys._getframe(2)
     if frame.f_code.co_name not in _TYPE_QUERIES:
         return None
-    found = "What was given to a function of JAX"
+    subject = "What was given to a function of JAX"
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jax":
         name = frame.f_code.co_name
         home = next((m for m in ("jax.lax", "jax") if hasattr(sys.modules[m], name)), None)
         for parameter, value in frame.f_locals.items() if home else ():
             items = value if isinstance(value, (list, tuple)) else (value,)
-            if any(item is held for item in items):
-                found = f"The argument {parameter} of {home}.{name}"
+            if any(item is argument for item in items):
+                subject = f"The argument {parameter} of {home}.{name}"
                 break
         frame = frame.f_back
     return (
-        f"{found} is a {held!r}, {ARRAYS_ONLY} Pass its value: variable.value, or variable[...]. "
-        "Functions of jax.numpy and operators take the Variable itself."
+        f"{subject} is a {argument!r}, {ARRAYS_ONLY} Pass its value: variable.value, or "
+        "variable[...]. Functions of jax.numpy and operators take the Variable itself."
     )
 
 
@@ -138,11 +138,11 @@ def asks_from_c() -> bool:
 def eager() -> Any:
     """Returns the token of eager execution: no transform is tracing."""
     # Taken in a new thread, because in this one something may be tracing.
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(trace_state()))
+    states: list[Any] = []
+    thread = threading.Thread(target=lambda: states.append(trace_state()))
     thread.start()
     thread.join()
-    return found[0]
+    return states[0]
 
 
 def open_jaxpr(program: Any) -> Any:
@@ -188,28 +188,28 @@ def user_line(equation: Any) -> str:
 def jit_options(function: Any) -> dict[str, Any]:
     """Returns the options of a function that ``jax.jit`` made, for another."""
     # There is no public way to them; this is for JAX 0.10 to 0.12.
-    found = getattr(function, "_jit_info", None)
-    if found is None:
+    jit_info = getattr(function, "_jit_info", None)
+    if jit_info is None:
         raise TypeError("this version of JAX does not tell the options of a jitted function")
 
-    def given(kind: str) -> Any:
-        leaves, treedef = (getattr(found, f"{kind}_{part}") for part in ("leaves", "treedef"))
-        known = [None if type(x).__name__ == "UnspecifiedValue" else x for x in leaves]
-        return treedef.unflatten(known)
+    def options_of(kind: str) -> Any:
+        leaves, treedef = (getattr(jit_info, f"{kind}_{part}") for part in ("leaves", "treedef"))
+        options_flat = [None if type(x).__name__ == "UnspecifiedValue" else x for x in leaves]
+        return treedef.unflatten(options_flat)
 
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-    options = {name: getattr(found, name) for name in names}
-    options |= {name: getattr(found, name) for name in ("keep_unused", "device", "backend")}
-    options["compiler_options"] = dict(found.compiler_options_kvs) or None
-    options |= {kind: given(kind) for kind in ("in_shardings", "out_shardings")}
+    options = {name: getattr(jit_info, name) for name in names}
+    options |= {name: getattr(jit_info, name) for name in ("keep_unused", "device", "backend")}
+    options["compiler_options"] = dict(jit_info.compiler_options_kvs) or None
+    options |= {kind: options_of(kind) for kind in ("in_shardings", "out_shardings")}
     return {name: value for name, value in options.items() if value not in (None, (), False)}
 
 
 def varying_axes(array: Any) -> frozenset[str]:
     """Returns the manual mesh axes over which an array's shards differ (``shard_map``)."""
     # 0.10 to 0.12; abstract values that are no arrays have no such thing.
-    found = getattr(jax.typeof(array), "manual_axis_type", None)
-    return frozenset() if found is None else found.varying
+    manual_type = getattr(jax.typeof(array), "manual_axis_type", None)
+    return frozenset() if manual_type is None else manual_type.varying
 
 
 def sum_over(x: jax.Array, axes: Any) -> jax.Array:

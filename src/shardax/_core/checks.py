@@ -23,13 +23,10 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 @dataclass(frozen=True)
 class Options:
-    """Checks of the options of one function, class or package.
-
-    ``owner`` is named in texts where options of several meet, as "TrainerSettings".
-    """
+    """Checks of the options of one function, class or package."""
 
     error: type[ShardaxError]
-    owner: str = ""
+    owner: str = ""  # named in texts where options of several meet, as "TrainerSettings"
 
     def check(self, name: str, value: object, fits: bool, expected: str, remedy: str = "") -> None:
         """Refuses the value of an option that does not fit."""

@@ -126,19 +126,21 @@ def _check_key(value: Any, where: str, key: Callable[[Any], Any]) -> None:
 def _hidden_data(value: Any) -> str | None:
     """Returns why data in a value cannot be found, or None."""
     if isinstance(value, (set, frozenset, collections.deque)):
-        held = next(
+        untracked = next(
             (item for item in value if isinstance(item, jax.Array) or handlers.has_parts(item)),
             None,
         )
-        return None if held is None else f"the {type(held).__name__} in it cannot be tracked"
+        return (
+            None if untracked is None else f"the {type(untracked).__name__} in it cannot be tracked"
+        )
     if type(value).__module__ in ("builtins", "itertools"):
         is_passing = isinstance(value, (Iterator, KeysView, ValuesView, ItemsView))
         return "what passes through it cannot be tracked" if is_passing else None
     if isinstance(value, (type, types.FunctionType, types.ModuleType)):
         return None
     attributes = getattr(value, "__dict__", {}).items()
-    held = next((name for name, item in attributes if handlers.has_parts(item)), None)
-    return None if held is None else f"its attribute {held!r} cannot be tracked"
+    untracked_name = next((name for name, item in attributes if handlers.has_parts(item)), None)
+    return None if untracked_name is None else f"its attribute {untracked_name!r} cannot be tracked"
 
 
 def unbox(value: Any) -> Any:
@@ -205,12 +207,12 @@ class ChangeableNode:
     @classmethod
     def of(cls, node: Any, where: str) -> ChangeableNode:
         """Returns a user's node as a model stores it."""
-        made = cls(handlers.NODE.config(node), [], where)
-        made._look(node)
-        stored = [unbox(child) for _, child in made._stored]
-        if all(old is new for old, new in zip(made._shown, stored, strict=True)):
-            made._node = node
-        return made
+        node_read = cls(handlers.NODE.config(node), [], where)
+        node_read._look(node)
+        stored = [unbox(child) for _, child in node_read._stored]
+        if all(old is new for old, new in zip(node_read._shown, stored, strict=True)):
+            node_read._node = node
+        return node_read
 
     def children(self) -> handlers.Pairs:
         """Returns keys and stored children."""
@@ -227,11 +229,11 @@ class ChangeableNode:
         """Returns the node that the user sees, with the present values."""
         frame = local.frame
         if frame is not None and any(resolve(box, frame) is not box for box in _boxes_in(self)):
-            known = frame.nodes.get(id(self))
-            if known is None:
-                own = ChangeableNode(self._kind, self.children(), self._where)
-                known = frame.nodes[id(self)] = (self, own)
-            return known[1]._read_here()
+            pair = frame.nodes.get(id(self))
+            if pair is None:
+                copy = ChangeableNode(self._kind, self.children(), self._where)
+                pair = frame.nodes[id(self)] = (self, copy)
+            return pair[1]._read_here()
         return self._read_here()
 
     def _read_here(self) -> Any:
@@ -279,8 +281,10 @@ def _boxes_in(stored: Any) -> Iterator[Any]:
     if isinstance(stored, ArrayAttribute):
         yield stored
     elif (handler := handlers.handler_of(stored)).stores_items:
-        known = stored._stored if isinstance(stored, ChangeableNode) else handler.children(stored)
-        for _, child in known:
+        children = (
+            stored._stored if isinstance(stored, ChangeableNode) else handler.children(stored)
+        )
+        for _, child in children:
             yield from _boxes_in(child)
 
 
@@ -380,8 +384,8 @@ class List(_Container, MutableSequence[T], Generic[T]):
     @overload
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: Any) -> Any:
-        found = self._items[index]
-        return [unbox(item) for item in found] if isinstance(index, slice) else unbox(found)
+        items = self._items[index]
+        return [unbox(item) for item in items] if isinstance(index, slice) else unbox(items)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(index, slice):

@@ -220,8 +220,8 @@ def note_write(target: Any) -> None:
     """Stamps a Variable after it was written; under the lock ``exclusive``."""
     # A reader takes the stamp before the value: with the new stamp it has the new value.
     stamp, thread = target._stamp, threading.get_ident()
-    target._stamp = made = Stamp(object() if stamp is None else stamp.variable, thread)
-    _remember(target, made)
+    target._stamp = new_stamp = Stamp(object() if stamp is None else stamp.variable, thread)
+    _remember(target, new_stamp)
 
 
 def resolve(variable: Any, frame: Frame | None) -> Any:
@@ -238,13 +238,13 @@ def resolve(variable: Any, frame: Frame | None) -> Any:
             f"assign it to an attribute of a Module that is an argument); then the caller gets it "
             f"with a real array."
         )
-    known = frame.copies.get(id(variable))
-    if known is not None:
-        return frame.reached(_usable(known))
+    pair = frame.copies.get(id(variable))
+    if pair is not None:
+        return frame.reached(_usable(pair))
     outer = resolve(variable, frame.parent)
-    known = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
-    if known is not None:
-        stand_in = frame.reached(_usable(known))
+    pair = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
+    if pair is not None:
+        stand_in = frame.reached(_usable(pair))
     else:
         stand_in = frame.capture(outer) if outer._parent is None else outer._stand_in(frame)
     frame.copies[id(variable)] = (variable, stand_in)
@@ -258,8 +258,8 @@ class Blocked(NamedTuple):
     refuse: Callable[[Any], Any]  # called with the Variable, raises the error
 
 
-def _usable(known: tuple[Any, Any]) -> Any:
-    return known[1].refuse(known[0]) if type(known[1]) is Blocked else known[1]
+def _usable(pair: tuple[Any, Any]) -> Any:
+    return pair[1].refuse(pair[0]) if type(pair[1]) is Blocked else pair[1]
 
 
 def is_writable(target: Any) -> bool:

@@ -109,8 +109,8 @@ class FrozenVariable(Variable[T]):
         **metadata: Any,
     ) -> None:
         super().__init__(value, axes=axes, **metadata)
-        known = self._metadata
-        self._metadata = FrozenMetadata(known.axes, known.entries, variable_type, label)
+        axes, entries = self._metadata.axes, self._metadata.entries
+        self._metadata = FrozenMetadata(axes, entries, variable_type, label)
 
     @property
     def variable_type(self) -> type[Variable[Any]]:
@@ -140,10 +140,10 @@ class FrozenVariable(Variable[T]):
             >>> frozen.value.tolist(), w.value.tolist()
             ([0.0, 0.0], [1.0, 1.0])
         """
-        here = self._here()
-        metadata = here._metadata
+        resolved = self._here()
+        metadata = resolved._metadata
         variable = metadata.variable_type._make(
-            snapshot(here._value), metadata.thawed(), owner_here()
+            snapshot(resolved._value), metadata.thawed(), owner_here()
         )
         variable._labels = (metadata.label,)
         return variable
@@ -171,8 +171,8 @@ class FrozenVariable(Variable[T]):
             return True
         if not isinstance(other, FrozenVariable):
             return super().__eq__(other)
-        one, two = self._here(), other._here()
-        return bool(one._metadata == two._metadata and same_value(one._value, two._value))
+        mine, theirs = self._here(), other._here()
+        return bool(mine._metadata == theirs._metadata and same_value(mine._value, theirs._value))
 
     def __ne__(self, other: object) -> Any:
         if not isinstance(other, FrozenVariable):
@@ -189,32 +189,32 @@ class FrozenArray(FrozenVariable[T]):
 
 def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
     """Returns the value of a Variable, frozen, under a label."""
-    here = variable._here()
-    definition = here._flatten(None)
+    resolved = variable._here()
+    definition = resolved._flatten(None)
     metadata, kind = definition.metadata, definition.type
     if isinstance(metadata, FrozenMetadata):
         kind = metadata.variable_type
     form = FrozenArray if kind is ArrayAttribute else FrozenVariable
-    known = FrozenMetadata(metadata.axes, metadata.entries, kind, label)
-    return form._make(snapshot(here._value), known, owner_here())
+    frozen_metadata = FrozenMetadata(metadata.axes, metadata.entries, kind, label)
+    return form._make(snapshot(resolved._value), frozen_metadata, owner_here())
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(first: Any, second: Any) -> bool:
     """Whether two values are known to be the same; never raises."""
-    ours, treedef = jax.tree.flatten(one)
-    theirs, other_treedef = jax.tree.flatten(other)
+    ours, treedef = jax.tree.flatten(first)
+    theirs, other_treedef = jax.tree.flatten(second)
     return treedef == other_treedef and all(map(_same_leaf, ours, theirs))
 
 
-def _same_leaf(one: Any, other: Any) -> bool:
-    if one is other:
+def _same_leaf(first: Any, second: Any) -> bool:
+    if first is second:
         return True
     kinds = (jax.Array, np.ndarray, np.generic, LazyValue)
-    if not (isinstance(one, kinds) and isinstance(other, kinds)):  # shapes, shardings, numbers
-        return type(one) is type(other) and one == other
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if not (isinstance(first, kinds) and isinstance(second, kinds)):  # shapes, shardings, numbers
+        return type(first) is type(second) and first == second
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    arrays = [_numbers(leaf) for leaf in (one, other)]
+    arrays = [_numbers(leaf) for leaf in (first, second)]
     return all(array is not None for array in arrays) and arrays[0] == arrays[1]
 
 

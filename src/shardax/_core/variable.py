@@ -96,12 +96,12 @@ _OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names")
 def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
     """Raises for names of dimensions under another keyword."""
     for option in _OTHER_NAMES.intersection(metadata):
-        given = metadata[option]
-        spec = getattr(given, "spec", given)
-        shown = repr(tuple(spec)) if isinstance(spec, (tuple, list, PartitionSpec)) else "(...)"
+        names = metadata[option]
+        spec = getattr(names, "spec", names)
+        example = repr(tuple(spec)) if isinstance(spec, (tuple, list, PartitionSpec)) else "(...)"
         raise MetadataError(
-            f"{kind.__name__}({option}={given!r}): dimensions are named by axes=, with axes of the "
-            f"mesh or names that rules map to them: {kind.__name__}(value, axes={shown})."
+            f"{kind.__name__}({option}={names!r}): dimensions are named by axes=, with axes of the "
+            f"mesh or names that rules map to them: {kind.__name__}(value, axes={example})."
         )
 
 
@@ -484,15 +484,15 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def __repr__(self) -> str:
         value = self._here()._value
         if isinstance(value, (jax.Array, np.ndarray, LazyValue, jax.ShapeDtypeStruct)):
-            shown = f"{value.dtype}{list(value.shape)}"
+            form = f"{value.dtype}{list(value.shape)}"
         else:
-            shown = repr(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value))
+            form = repr(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value))
         lazy = ", lazy" if isinstance(value, LazyValue) else ""
         if isinstance(value, jax.Array) and not isinstance(value, _jax.Tracer):
             owners = sorted({device.process_index for device in value.sharding.device_set})
             lazy = f" over processes {', '.join(map(str, owners))}" if len(owners) > 1 else ""
         metadata = repr(self._metadata)
-        return f"{type(self).__name__}({shown}{lazy}{', ' + metadata if metadata else ''})"
+        return f"{type(self).__name__}({form}{lazy}{', ' + metadata if metadata else ''})"
 
 
 def is_deleted(leaf: Any) -> bool:
@@ -514,11 +514,11 @@ _OF_DELETED = (
 def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Any]) -> None:
     """Raises if a value was donated or deleted, listing all."""
     pairs = zip(paths, values, strict=True)
-    gone = [path for path, value in pairs if has_deleted(value)]
-    if gone:
-        names = [path if isinstance(path, str) else format_path(path) for path in gone]
+    deleted_paths = [path for path, value in pairs if has_deleted(value)]
+    if deleted_paths:
+        names = [path if isinstance(path, str) else format_path(path) for path in deleted_paths]
         raise DonationError(
-            f"{len(gone)} Variables hold arrays that were donated or deleted: {first_of(names)}. "
+            f"{len(names)} Variables hold arrays that were donated or deleted: {first_of(names)}. "
             f"{_OF_DELETED}"
         )
 
@@ -526,17 +526,17 @@ def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Any]) -> None:
 def refuse_read(variable: Any) -> NoReturn:
     """Raises the error of a read, with a path in a caller."""
     places = list(_places_of(variable, sys._getframe(1)))
-    found = ", ".join([*places[-1:], a_kind_of(variable)])
-    raise DonationError(f"Cannot read {found}: its array was donated or deleted. {_OF_DELETED}")
+    described = ", ".join([*places[-1:], a_kind_of(variable)])
+    raise DonationError(f"Cannot read {described}: its array was donated or deleted. {_OF_DELETED}")
 
 
 def _places_of(variable: Any, frame: types.FrameType | None) -> Iterator[str]:
     """Yields where what callers hold leads to a Variable, outermost last."""
     while frame is not None:
-        for name, held in frame.f_locals.items():
-            if isinstance(held, Object) and held is not variable:
+        for name, local_value in frame.f_locals.items():
+            if isinstance(local_value, Object) and local_value is not variable:
                 with contextlib.suppress(Exception):  # of an object that is being made
-                    flat = flatten(held)
+                    flat = flatten(local_value)
                     for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
                         if leaf is variable:
                             yield name + format_path(path)
@@ -570,8 +570,8 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
         )
 
 
-def _check_frozen(variable: Any, given: Variable[Any]) -> None:
-    problem = _frozen_mismatch(variable, given)
+def _check_frozen(variable: Any, new_variable: Variable[Any]) -> None:
+    problem = _frozen_mismatch(variable, new_variable)
     if problem:
         raise StateMismatchError(
             f"The {kind_of(variable)} {problem}; nothing was changed. To take the array all the "
@@ -579,9 +579,9 @@ def _check_frozen(variable: Any, given: Variable[Any]) -> None:
         )
 
 
-def _frozen_mismatch(variable: Any, given: Variable[Any]) -> str | None:
+def _frozen_mismatch(variable: Any, new_variable: Variable[Any]) -> str | None:
     """Returns what is wrong where a frozen value belongs to another Variable."""
-    metadata: Any = given._here()._metadata
+    metadata: Any = new_variable._here()._metadata
     frozen_type = getattr(metadata, "variable_type", None)
     if frozen_type is None:
         return None
@@ -590,20 +590,20 @@ def _frozen_mismatch(variable: Any, given: Variable[Any]) -> str | None:
         return f"is a {kind.__name__}, and given the frozen value of a {frozen_type.__name__}"
     labels = getattr(variable, "_labels", ())
     if metadata.label and labels and metadata.label not in labels:
-        shown = (format_path(label) for label in (labels[-1], metadata.label))
-        return "has the label {}, given the frozen value of {}".format(*shown)
+        labels_text = (format_path(label) for label in (labels[-1], metadata.label))
+        return "has the label {}, given the frozen value of {}".format(*labels_text)
     return None
 
 
-def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str | None]:
+def fitted(variable: Any, new_value: Any, cast: str | None = None) -> tuple[Any, str | None]:
     """Returns a value as a Variable takes it, and what is wrong."""
-    if isinstance(given, Variable):
-        problem = _frozen_mismatch(variable, given)
+    if isinstance(new_value, Variable):
+        problem = _frozen_mismatch(variable, new_value)
         if problem:
             return None, problem
-        given = snapshot(given._here()._value)
+        new_value = snapshot(new_value._here()._value)
     try:
-        value = as_value(given, kind_of(variable))
+        value = as_value(new_value, kind_of(variable))
     except VariableValueError as error:
         return None, str(error)
     old = variable._here()._value
@@ -615,9 +615,9 @@ def fitted(variable: Any, given: Any, cast: str | None = None) -> tuple[Any, str
         return None, f"has shape {tuple(old.shape)}, given {tuple(value.shape)}"
     if old.dtype == value.dtype or cast == "keep":
         return value, None
-    is_weak = isinstance(given, (int, float, complex)) or getattr(value, "weak_type", False)
+    is_weak = isinstance(new_value, (int, float, complex)) or getattr(value, "weak_type", False)
     is_number = not any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in (old, value))
-    if is_number and (cast or (is_weak and jnp.result_type(given, old.dtype) == old.dtype)):
+    if is_number and (cast or (is_weak and jnp.result_type(new_value, old.dtype) == old.dtype)):
         if isinstance(value, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(value.shape, old.dtype, sharding=value.sharding), None
         value = value.compute() if isinstance(value, LazyValue) else value

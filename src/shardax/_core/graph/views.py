@@ -93,8 +93,8 @@ class LazyStack(Recipe):
         if self.likeness is not self:
             return super().compute(sharding)
         if isinstance(sharding, NamedSharding):
-            there = without_lead(sharding)
-            return _stack_program(sharding)([part.compute(there) for part in self.parts])
+            part_sharding = without_lead(sharding)
+            return _stack_program(sharding)([part.compute(part_sharding) for part in self.parts])
         stacked = jnp.stack([part.compute() for part in self.parts])
         return stacked if sharding is None else jax.device_put(stacked, sharding)
 
@@ -151,8 +151,8 @@ def named_sharding(value: Any) -> NamedSharding | None:
     if isinstance(value, (LazyValue, Tracer)):
         return None
     sharding = getattr(value, "sharding", None)
-    known = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    return sharding if known else None
+    is_named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding if is_named else None
 
 
 def with_lead(sharding: NamedSharding) -> NamedSharding:
@@ -168,8 +168,8 @@ def without_lead(sharding: NamedSharding) -> NamedSharding:
 
 
 def _stacked_struct(values: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    known = [named_sharding(value) for value in values]
-    sharding = next((with_lead(item) for item in known if item is not None), None)
+    part_shardings = [named_sharding(value) for value in values]
+    sharding = next((with_lead(item) for item in part_shardings if item is not None), None)
     shape = (len(values), *values[0].shape)
     return jax.ShapeDtypeStruct(shape, values[0].dtype, sharding=sharding)
 
@@ -191,8 +191,8 @@ def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> An
     if isinstance(value, LazyValue):
         return LazyPart(read or value.compute, value, index)
     if isinstance(value, jax.ShapeDtypeStruct):
-        known = named_sharding(value)
-        sharding = None if known is None else without_lead(known)
+        own_sharding = named_sharding(value)
+        sharding = None if own_sharding is None else without_lead(own_sharding)
         return jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=sharding)
     return np.array(value[index]) if isinstance(value, np.ndarray) else value[index]
 
@@ -346,9 +346,9 @@ def _is_abstract(value: Any) -> bool:
 
 
 def _shown(value: Any, lead: int = 0) -> str:
-    shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[lead:])}", value)
+    text = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[lead:])}", value)
     abstract = "the abstract " if _is_abstract(value) else ""
-    return abstract + (shown if isinstance(shown, str) else str(shown).replace("'", ""))
+    return abstract + (text if isinstance(text, str) else str(text).replace("'", ""))
 
 
 @functools.lru_cache(maxsize=256)
@@ -378,34 +378,39 @@ class _Known(weakref.ref[Any]):
 _known: dict[tuple[int, int], _Known] = {}
 
 
-def _remember(made: Any, source: Object, index: int, shared: Container[Any]) -> None:
-    ref = _Known(made, _forget)
+def _remember(new_view: Any, source: Object, index: int, shared: Container[Any]) -> None:
+    ref = _Known(new_view, _forget)
     ref.key, ref.source, ref.shared = (id(source), index), source, shared
     _known[ref.key] = ref
 
 
-def _forget(ref: Any, known: dict[tuple[int, int], _Known] = _known) -> None:
-    if known.get(ref.key) is ref:  # bound above: globals are gone when the interpreter ends
-        del known[ref.key]
+def _forget(ref: Any, views: dict[tuple[int, int], _Known] = _known) -> None:
+    if views.get(ref.key) is ref:  # bound above: globals are gone when the interpreter ends
+        del views[ref.key]
 
 
 def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
     """Returns the view of one part of a stacked object."""
     if source in shared:
         return source
-    known = _known.get((id(source), index))
-    made: Any = None if known is None else known()
-    if made is not None:
-        return made
+    reference = _known.get((id(source), index))
+    new_view: Any = None if reference is None else reference()
+    if new_view is not None:
+        return new_view
     if isinstance(source, Variable):
-        made = object.__new__(_view_type(_plain_type(source)))
-        made._parent, made._index, made._marked, made._stamp = source, index, False, None
-        _remember(made, source, index, shared)
-        return made
-    made = type(source)._allocate(source._owner, source._lock or VIEW_LOCK)
-    _remember(made, source, index, shared)
-    _fill(made, source, index, shared)
-    return made
+        new_view = object.__new__(_view_type(_plain_type(source)))
+        new_view._parent, new_view._index, new_view._marked, new_view._stamp = (
+            source,
+            index,
+            False,
+            None,
+        )
+        _remember(new_view, source, index, shared)
+        return new_view
+    new_view = type(source)._allocate(source._owner, source._lock or VIEW_LOCK)
+    _remember(new_view, source, index, shared)
+    _fill(new_view, source, index, shared)
+    return new_view
 
 
 def _plain_type(variable: Any) -> Any:
@@ -423,13 +428,13 @@ class _Shallow(flatten.GraphWalk):
         return self.index[id(item)]
 
 
-def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
+def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> None:
     """Gives a view what its original holds now."""
     # Later changes of the original advance the epoch, and so bring it here again.
     object.__setattr__(source, "_marked", True)
     walk = _Shallow()
     definition = source._flatten(lambda child, key: walk.encode(child, (key,)))
-    made._unflatten(
+    new_view._unflatten(
         definition, flatten.ChildDecoder([view(child, index, shared) for child in walk.objects])
     )
 
@@ -437,9 +442,9 @@ def _fill(made: Any, source: Any, index: int, shared: Container[Any]) -> None:
 def _follow() -> None:
     """Gives all views of Modules and containers what their originals hold now."""
     for ref in list(_known.values()):
-        made: Any = ref()
-        if made is not None and not isinstance(made, Variable):
-            _fill(made, ref.source, ref.key[1], ref.shared)
+        new_view: Any = ref()
+        if new_view is not None and not isinstance(new_view, Variable):
+            _fill(new_view, ref.source, ref.key[1], ref.shared)
 
 
 epoch.on_advance(_follow)
@@ -497,13 +502,15 @@ def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int
 def unstack_objects(root: Object, shared: Collection[Path], count: int) -> list[Any]:
     """Takes stacked objects apart: the inverse of ``stack_objects``."""
     walk = _walk(root)
-    kept = {position for position, path in enumerate(walk.paths) if path in shared}
+    kept_positions = {position for position, path in enumerate(walk.paths) if path in shared}
 
     def part(index: int, position: int, definition: flatten.VariableDef) -> tuple[Any, Metadata]:
         whole = resolve(walk.objects[position], local.frame)._value
         return part_of(whole, index), definition.metadata.without_axis(0)
 
-    return [_rebuilt(walk, kept, functools.partial(part, index)) for index in range(count)]
+    return [
+        _rebuilt(walk, kept_positions, functools.partial(part, index)) for index in range(count)
+    ]
 
 
 def _walk(root: Object) -> flatten.GraphWalk:
@@ -514,16 +521,18 @@ def _walk(root: Object) -> flatten.GraphWalk:
 
 def _rebuilt(
     walk: flatten.GraphWalk,
-    kept: Collection[int],
+    kept_positions: Collection[int],
     variable: Callable[[int, flatten.VariableDef], tuple[Any, Metadata]],
 ) -> Any:
     """Builds the objects of a walk anew."""
     owner = owner_here()
-    given = {position: walk.objects[position] for position in kept}
+    objects_by_position = {position: walk.objects[position] for position in kept_positions}
     for position, definition in enumerate(walk.definitions):
-        if position not in given and type(definition) is flatten.VariableDef:
-            given[position] = definition.type._make(*variable(position, definition), owner)
-    return flatten.assemble(walk.definitions, given, owner).objects[0]
+        if position not in objects_by_position and type(definition) is flatten.VariableDef:
+            objects_by_position[position] = definition.type._make(
+                *variable(position, definition), owner
+            )
+    return flatten.assemble(walk.definitions, objects_by_position, owner).objects[0]
 
 
 def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[int]:
@@ -537,7 +546,7 @@ def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[i
         elif len(set(ids)) == 1:
             shared.add(position)
         elif len(set(ids)) < len(ids):
-            twins = [i for i, one in enumerate(ids) if ids.count(one) > 1]
+            twins = [i for i, object_id in enumerate(ids) if ids.count(object_id) > 1]
             raise StackError(
                 f"The layers of a stack must be alike, but the {type(item).__name__} at "
                 f"{_where(walks[0].paths[position])} is one object in the layers {twins[:4]} and "
@@ -549,13 +558,15 @@ def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[i
 # --- what must be alike ---------------------------------------------------------------------------
 
 
-def _check_alike(first: flatten.GraphWalk, other: flatten.GraphWalk, number: int) -> None:
+def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: int) -> None:
     """Raises if two objects differ in structure; says where."""
-    if first.definitions == other.definitions:
+    if first.definitions == second.definitions:
         return
-    pairs = zip(first.definitions, other.definitions, strict=False)
-    position, (one, two) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    path, difference = _difference(first.paths[position], one, two)
+    pairs = zip(first.definitions, second.definitions, strict=False)
+    position, (first_definition, second_definition) = next(
+        (i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]
+    )
+    path, difference = _difference(first.paths[position], first_definition, second_definition)
     raise StackError(
         f"The layers of a stack must be alike, but layers 0 and {number} differ at {_where(path)}: "
         f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
@@ -563,24 +574,31 @@ def _check_alike(first: flatten.GraphWalk, other: flatten.GraphWalk, number: int
     )
 
 
-def _difference(path: Path, one: Any, two: Any) -> tuple[Path, str]:
+def _difference(path: Path, first: Any, second: Any) -> tuple[Path, str]:
     """Returns the path at which two definitions differ, and how."""
-    if type(one) is not type(two) or getattr(one, "type", None) is not getattr(two, "type", None):
-        return path, f"{_kind(one)} against {_kind(two)}"
-    if isinstance(one, flatten.VariableDef):
-        return path, f"metadata ({one.metadata!r}) against ({two.metadata!r})"
-    before, after = (dict(flatten.definition_children(each)) for each in (one, two))
-    for key in {**before, **after}:
-        if key not in before or key not in after:
+    if type(first) is not type(second) or getattr(first, "type", None) is not getattr(
+        second, "type", None
+    ):
+        return path, f"{_kind(first)} against {_kind(second)}"
+    if isinstance(first, flatten.VariableDef):
+        return path, f"metadata ({first.metadata!r}) against ({second.metadata!r})"
+    first_children, second_children = (
+        dict(flatten.definition_children(definition)) for definition in (first, second)
+    )
+    for key in {**first_children, **second_children}:
+        if key not in first_children or key not in second_children:
             return (*path, key), "only one of them has it"
-        if before[key] != after[key]:
-            return (*path, key), f"{_child(before[key])} against {_child(after[key])}"
+        if first_children[key] != second_children[key]:
+            return (
+                *path,
+                key,
+            ), f"{_child(first_children[key])} against {_child(second_children[key])}"
     return path, "the order of attributes"
 
 
 def _kind(definition: Any) -> str:
-    found = getattr(definition, "type", type(definition))
-    return f"a {found.__name__}"
+    kind = getattr(definition, "type", type(definition))
+    return f"a {kind.__name__}"
 
 
 def _child(child: Any) -> str:

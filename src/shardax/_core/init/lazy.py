@@ -261,8 +261,8 @@ def initializer_program(
     # as one at a time. Without a generator (impl) the initializer is called without a key.
     words = None if impl is None else _words_of(impl)
 
-    def initialise(given: Any) -> jax.Array:
-        key = None if impl is None else jax.random.wrap_key_data(given, impl=impl)
+    def initialise(key_data: Any) -> jax.Array:
+        key = None if impl is None else jax.random.wrap_key_data(key_data, impl=impl)
         return _array_of(initializer.value(key, shape, dtype), initializer.value)
 
     if impl is None:  # one that needs a key fails here, where it is known whose it is
@@ -280,18 +280,18 @@ def initializer_program(
 
 
 def program_into(
-    sharding: Any, function: Callable[[Any], jax.Array], given: Any, freely: bool
+    sharding: Any, function: Callable[[Any], jax.Array], source: Any, freely: bool
 ) -> InitializerProgram:
     """Returns the program that writes what a function makes into a sharding."""
     # Freely: each device may compute its part only. Otherwise each computes the whole array.
     if freely or not isinstance(sharding, NamedSharding):
-        return InitializerProgram(function, given, sharding)
+        return InitializerProgram(function, source, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
 
-    def compute_whole(given: Any) -> jax.Array:
-        return jax.lax.with_sharding_constraint(function(given), whole)
+    def compute_whole(source: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(function(source), whole)
 
-    return InitializerProgram(compute_whole, given, sharding)
+    return InitializerProgram(compute_whole, source, sharding)
 
 
 def _repeated(
@@ -299,7 +299,7 @@ def _repeated(
 ) -> Callable[[Any], jax.Array]:
     """Maps a function over leading dimensions, or broadcasts its result."""
     if repeat is None:
-        return lambda given: _broadcast(function(given), lead)
+        return lambda source: _broadcast(function(source), lead)
     for _ in lead:
         function = repeat(function)
     return function
@@ -335,8 +335,8 @@ def compile_together(programs: Iterable[InitializerProgram]) -> None:
     if len(pending) > 1:
         # The first ones are compiled while the others are traced.
         with ThreadPoolExecutor(min(len(pending), os.cpu_count() or 1)) as pool:
-            for each in [pool.submit(program.lower().compile) for program in pending]:
-                each.result()
+            for compilation in [pool.submit(program.lower().compile) for program in pending]:
+                compilation.result()
     elif pending:
         pending[0].lower()
     for program in pending:
@@ -348,10 +348,10 @@ def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
-def cuts_freely(function: Callable[[Any], jax.Array], given: Any, impl: Any) -> bool:
+def cuts_freely(function: Callable[[Any], jax.Array], source: Any, impl: Any) -> bool:
     """Whether no sharding changes a bit of the result."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        names = set(_primitives(jax.make_jaxpr(function)(given).jaxpr))
+        names = set(_primitives(jax.make_jaxpr(function)(source).jaxpr))
     draws = any(name.startswith("random") for name in names)
     return names <= set(_ELEMENTWISE.split()) and (not draws or impl == "threefry2x32")
 
@@ -386,10 +386,10 @@ def announced(initializer: Initializer) -> tuple[Initializer, Metadata | None]:
         if metadata is None:
             return initializer, None
         return functools.partial(plain, *initializer.args, **initializer.keywords), metadata
-    found = getattr(initializer, _ANNOUNCED, None)
-    if found is None or found[0]() is not initializer:
+    announcement = getattr(initializer, _ANNOUNCED, None)
+    if announcement is None or announcement[0]() is not initializer:
         return initializer, None
-    return announced(found[1])[0], found[2]
+    return announced(announcement[1])[0], announcement[2]
 
 
 def _array_of(value: Any, initializer: Initializer) -> Any:
@@ -466,10 +466,10 @@ def check_rngs(rngs: Any) -> Any:
     if rngs is None or hasattr(rngs, "streams"):
         return rngs
     is_key = hasattr(rngs, "dtype")
-    shown = f"an array {rngs.dtype}{list(rngs.shape)}" if is_key else repr(rngs)
+    described = f"an array {rngs.dtype}{list(rngs.shape)}" if is_key else repr(rngs)
     fix = "key" if is_key else rngs if type(rngs) is int else 0
     raise SeedError(
-        f"rngs takes random streams by name, an sx.Rngs, but was given {shown} of type "
+        f"rngs takes random streams by name, an sx.Rngs, but was given {described} of type "
         f"{type(rngs).__name__}. Make one and pass it to all layers, so that they draw different "
         f"numbers: rngs=sx.Rngs({fix})."
     )
@@ -595,15 +595,21 @@ def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterat
     # Keys are folded and programs compiled together. All is compiled before the first array is
     # made, so an initializer that does not trace fails before anything changed. Each array is made
     # when it is asked for, so that the caller decides what is alive at the same time.
-    known = [value if isinstance(value, Recipe) and value.is_known else None for value in values]
+    known_recipes = [
+        value if isinstance(value, Recipe) and value.is_known else None for value in values
+    ]
     programs = [
         None if value is None else value.program(sharding)
-        for value, sharding in zip(known, shardings, strict=True)
+        for value, sharding in zip(known_recipes, shardings, strict=True)
     ]
     compile_together(program for program in programs if program is not None)
-    sources = [source for recipe in known if recipe is not None for source in recipe.sources]
+    sources = [
+        source for recipe in known_recipes if recipe is not None for source in recipe.sources
+    ]
     words = iter(all_key_words(sources))
-    for value, recipe, program, sharding in zip(values, known, programs, shardings, strict=True):
+    for value, recipe, program, sharding in zip(
+        values, known_recipes, programs, shardings, strict=True
+    ):
         if recipe is None or program is None:
             yield value.compute(sharding)
         else:

@@ -50,7 +50,9 @@ class FlatTree:
         ]
         self._paths = [plain_path(keys) for keys, _ in leaves]
         definitions = enumerate(self.walk.definitions)
-        self.variables = [i for i, each in definitions if type(each) is flatten.VariableDef]
+        self.variables = [
+            i for i, definition in definitions if type(definition) is flatten.VariableDef
+        ]
 
     def _encoded(self, keys: Sequence[Any], leaf: Any) -> _Encoded:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
@@ -58,8 +60,8 @@ class FlatTree:
     def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:
         """Returns (position, path, Variable) of what any filter matches."""
         named = [(i, self.walk.paths[i], self.walk.objects[i]) for i in self.variables]
-        found = matching(filters or (...,), [(path, variable) for _, path, variable in named])
-        return [named[i] for i in found]
+        positions = matching(filters or (...,), [(path, variable) for _, path, variable in named])
+        return [named[i] for i in positions]
 
     def bare(self) -> set[int]:
         """Returns the positions of Variables outside of all Modules."""
@@ -81,8 +83,10 @@ class FlatTree:
         decoder: Callable[[list[Any]], flatten.ChildDecoder] = flatten.ChildDecoder,
     ) -> Any:
         """Returns the tree with new Modules and containers."""
-        given = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
-        decode = flatten.assemble(self.walk.definitions, given, owner_here(), decoder=decoder)
+        objects_by_position = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
+        decode = flatten.assemble(
+            self.walk.definitions, objects_by_position, owner_here(), decoder=decoder
+        )
         return self._treedef.unflatten(
             [decode(leaf.child) if type(leaf) is _Encoded else leaf for leaf in self._leaves]
         )
@@ -130,25 +134,27 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
     flatten.check_tree(tree, "unbind")
     flat = FlatTree(tree)
     chosen = flat.matching(filters)
-    owners = {each.slot.label: each.path for each in reversed(list(flat.open_slots()))}
+    owners = {
+        open_slot.slot.label: open_slot.path for open_slot in reversed(list(flat.open_slots()))
+    }
     for _, path, _ in chosen:
         if path in owners:
             _refuse_label(path, f"a slot at {format_path(owners[path])}", format_path(path))
         owners[path] = path
-    given, variables = {}, []
+    slots, variables = {}, []
     for i, path, variable in chosen:
         if freeze or isinstance(variable, FrozenVariable):
-            made = frozen(variable, path)
+            stored = frozen(variable, path)
         else:
-            made = variable
+            stored = variable
         if not isinstance(variable, FrozenVariable):
-            others = [label for label in getattr(variable, "_labels", ()) if label != path]
-            variable._labels = (*others, path)
-        given[i] = Slot(
-            path, flat.walk.definitions[i].type if made is variable else made.variable_type
+            other_labels = [label for label in getattr(variable, "_labels", ()) if label != path]
+            variable._labels = (*other_labels, path)
+        slots[i] = Slot(
+            path, flat.walk.definitions[i].type if stored is variable else stored.variable_type
         )
-        variables.append(made)
-    return flat.rebuilt(given), tuple(variables)
+        variables.append(stored)
+    return flat.rebuilt(slots), tuple(variables)
 
 
 def freeze(tree: Any, *filters: Filter) -> Any:
@@ -175,12 +181,12 @@ def freeze(tree: Any, *filters: Filter) -> Any:
     flatten.check_tree(tree, "freeze")
     flat = FlatTree(tree)
     bare = flat.bare()
-    given: dict[int, Any] = {}
+    frozen_by_position: dict[int, Any] = {}
     for i, path, variable in flat.matching(filters):
         if not isinstance(variable, FrozenVariable):
-            known = getattr(variable, "_labels", ()) if i in bare else ()
-            given[i] = frozen(variable, known[-1] if known else path)
-    return flat.rebuilt(given)
+            labels = getattr(variable, "_labels", ()) if i in bare else ()
+            frozen_by_position[i] = frozen(variable, labels[-1] if labels else path)
+    return flat.rebuilt(frozen_by_position)
 
 
 def thaw(tree: Any, *filters: Filter) -> Any:
@@ -204,9 +210,9 @@ def thaw(tree: Any, *filters: Filter) -> Any:
     """
     flatten.check_tree(tree, "thaw")
     flat = FlatTree(tree)
-    found = [each for each in flat.matching(()) if isinstance(each[2], FrozenVariable)]
-    origins = [(path, variable._here()._metadata.origin()) for _, path, variable in found]
-    chosen = [found[i] for i in matching(filters or (...,), origins)]
+    frozen_items = [item for item in flat.matching(()) if isinstance(item[2], FrozenVariable)]
+    origins = [(path, variable._here()._metadata.origin()) for _, path, variable in frozen_items]
+    chosen = [frozen_items[i] for i in matching(filters or (...,), origins)]
     return flat.rebuilt({i: variable.thaw() for i, _, variable in chosen})
 
 
@@ -263,20 +269,22 @@ def bound(
 ) -> tuple[Any, dict[Path, Any]]:
     """Returns the bound tree and what was put in, by label."""
     flat = FlatTree(tree)
-    found = _matched(_first_open(flat), variables, allow_unused)
-    by_label = {label: change(variable) for label, variable in found.items()}
+    variable_by_label = _matched(_first_open(flat), variables, allow_unused)
+    by_label = {label: change(variable) for label, variable in variable_by_label.items()}
     return flat.rebuilt({}, lambda objects: _SlotDecoder(objects, by_label)), by_label
 
 
 def _first_open(flat: FlatTree) -> dict[Path, OpenSlot]:
     """Returns the first slot of every label."""
-    found: dict[Path, OpenSlot] = {}
-    for each in flat.open_slots():
-        first = found.setdefault(each.slot.label, each)
-        if first.slot != each.slot:
-            one, other = (f"{s.slot!r} at {format_path(s.path)}" for s in (first, each))
-            _refuse_label(each.slot.label, one, other)
-    return found
+    slot_by_label: dict[Path, OpenSlot] = {}
+    for open_slot in flat.open_slots():
+        first = slot_by_label.setdefault(open_slot.slot.label, open_slot)
+        if first.slot != open_slot.slot:
+            first_text, second_text = (
+                f"{s.slot!r} at {format_path(s.path)}" for s in (first, open_slot)
+            )
+            _refuse_label(open_slot.slot.label, first_text, second_text)
+    return slot_by_label
 
 
 def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool) -> dict[Path, Any]:
@@ -284,16 +292,16 @@ def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool)
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         variables, is_leaf=lambda item: isinstance(item, Object)
     )
-    found: dict[Path, tuple[str, Any]] = {}
+    matched: dict[Path, tuple[str, Any]] = {}
     wrong = []
     for keys, variable in pairs:
         where = f"variables{format_path(plain_path(keys)) if keys else ''}"
         label = _label_for(variable, slots)
         problem = None if isinstance(label, tuple) else label
         if isinstance(label, tuple):
-            known = found.setdefault(label, (where, variable))
-            if known[1] is not variable and not _equal(known[1], variable):
-                _refuse_label(label, known[0], where)
+            earlier = matched.setdefault(label, (where, variable))
+            if earlier[1] is not variable and not _equal(earlier[1], variable):
+                _refuse_label(label, earlier[0], where)
             if label in slots:
                 problem = _misfit(variable, slots[label].slot)
             elif not allow_unused:
@@ -307,7 +315,7 @@ def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool)
             f"changed:\n" + "\n".join(wrong) + "\nGive what sx.unbind(tree) returned, or frozen "
             "values with those labels; allow_unused=True leaves out what has no slot."
         )
-    return {label: variable for label, (_, variable) in found.items()}
+    return {label: variable for label, (_, variable) in matched.items()}
 
 
 def _label_for(variable: Any, slots: Mapping[Path, OpenSlot]) -> Path | str:
@@ -324,14 +332,14 @@ def _label_for(variable: Any, slots: Mapping[Path, OpenSlot]) -> Path | str:
         )
     fitting = [label for label in labels if label in slots]
     if len(fitting) > 1:
-        shown = " and ".join(map(format_path, fitting))
-        return f"was taken out as {shown}, and there are slots for both: assign it yourself"
+        places = " and ".join(map(format_path, fitting))
+        return f"was taken out as {places}, and there are slots for both: assign it yourself"
     return fitting[0] if fitting else labels[-1]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    frozen_both = isinstance(one, FrozenVariable) and isinstance(other, FrozenVariable)
-    return frozen_both and bool(one == other)
+def _equal(first: Any, second: Any) -> bool:
+    frozen_both = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
+    return frozen_both and bool(first == second)
 
 
 def _misfit(variable: Any, slot: Slot) -> str | None:
@@ -353,12 +361,12 @@ def _near(label: Path, slots: Mapping[Path, OpenSlot]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def _refuse_label(label: Path, one: str, other: str) -> NoReturn:
+def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
     raise LabelConflictError(
-        f"Two have the label {format_path(label)}: {one}, and {other}. A label says which slot a "
-        f"Variable belongs to, so there must be one for each. Labels are paths: take the Variables "
-        f"out of the whole tree at once, sx.unbind(tree), rather than out of parts of it before "
-        f"these are put together."
+        f"Two have the label {format_path(label)}: {first}, and {second}. A label says which "
+        "slot a Variable belongs to, so there must be one for each. Labels are paths: take the "
+        "Variables out of the whole tree at once, sx.unbind(tree), rather than out of parts of it "
+        "before these are put together."
     )
 
 
@@ -419,18 +427,18 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
     call = (_with_frozen_rest(tree, arguments), arguments if has_slots else None)
     filled, thawed = bound(call, leaves, lambda leaf: leaf.thaw())
     args, kwargs = filled[1] if has_slots else arguments
-    before = _structure(filled)
+    structure_before = _structure(filled)
     result = filled[0](*args, **kwargs)
-    _check_unchanged(before, _structure(filled))
+    _check_unchanged(structure_before, _structure(filled))
     return result, treedef.unflatten([frozen(thawed[leaf.label], leaf.label) for leaf in leaves])
 
 
 def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
     """Freezes the Variables that are not arguments too."""
-    given = set(map(id, FlatTree(arguments).walk.objects))
+    argument_ids = set(map(id, FlatTree(arguments).walk.objects))
     flat = FlatTree(tree)
     items = [(i, flat.walk.objects[i], flat.walk.paths[i]) for i in flat.variables]
-    return flat.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in given})
+    return flat.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in argument_ids})
 
 
 def _structure(tree: Any) -> tuple[flatten.GraphDef, list[Path]]:
@@ -439,17 +447,25 @@ def _structure(tree: Any) -> tuple[flatten.GraphDef, list[Path]]:
 
 
 def _check_unchanged(
-    before: tuple[flatten.GraphDef, list[Path]], after: tuple[flatten.GraphDef, list[Path]]
+    old_structure: tuple[flatten.GraphDef, list[Path]],
+    new_structure: tuple[flatten.GraphDef, list[Path]],
 ) -> None:
-    if before[0] == after[0]:
+    if old_structure[0] == new_structure[0]:
         return
-    old, new = (dict(zip(paths, each.objects, strict=True)) for each, paths in (before, after))
+    old, new = (
+        dict(zip(paths, graphdef.objects, strict=True))
+        for graphdef, paths in (old_structure, new_structure)
+    )
     changed = [p for p in {**old, **new} if old.get(p) != new.get(p)]
-    made = [p for p in changed if p not in old and type(new[p]) is flatten.VariableDef]
-    shown = ", ".join(format_path(path[1:]) for path in (made or changed)[:4])
-    what = f"added the Variables {shown}" if made else f"changed the structure of {shown}"
+    new_variables = [p for p in changed if p not in old and type(new[p]) is flatten.VariableDef]
+    paths_text = ", ".join(format_path(path[1:]) for path in (new_variables or changed)[:4])
+    change = (
+        f"added the Variables {paths_text}"
+        if new_variables
+        else f"changed the structure of {paths_text}"
+    )
     raise StatelessCallError(
-        f"The functional call {what}. It returns new values for the slots that were filled, and "
+        f"The functional call {change}. It returns new values for the slots that were filled, and "
         f"nothing else, so this would be lost. Make such Variables before they are taken out "
         f"(a first call of the model does, where layers sow or cache); or use sx.jit, which "
         f"carries changes of structure back."
