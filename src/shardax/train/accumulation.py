@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import INLINE
+from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.flatten import has_objects
 from shardax._core.variable import Param
 from shardax._transforms.control.scan import scan
@@ -92,17 +93,15 @@ def accumulate(
     count: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function of (value, gradient) run in microbatches."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise TrainError(
-            f"steps={steps!r} is not a number of microbatches; use an integer of at least 1."
-        )
-    if reduce not in ("mean", "sum"):
-        raise TrainError(f'reduce={reduce!r} is not known; use "mean" or "sum".')
-    if count is not None and not (callable(count) and reduce == "mean"):
-        raise TrainError(
-            f"count={count!r} with reduce={reduce!r}: means are weighted by a function of a "
-            'microbatch, count=lambda microbatch: microbatch["mask"].sum(); sums are not.'
-        )
+    options = Options(TrainError)
+    options.integers(steps=steps)
+    options.choice("reduce", reduce, ("mean", "sum"))
+    has_weights = count is None or reduce == "mean"
+    remedy = "By count means are weighted; sums are not."
+    options.check("count", count, has_weights, f"None with reduce={reduce!r}", remedy)
+    example = 'count=lambda microbatch: microbatch["mask"].sum()'
+    expected = f"a function of a microbatch, by which means are weighted: {example}"
+    options.check("count", count, count is None or callable(count), expected)
     if steps == 1:
         return _with_leading_dimension(function) if has_aux else function
 
@@ -151,6 +150,15 @@ def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | N
     return relative_weights(jax.vmap(lambda part: counted_by(count, part))(parts))
 
 
+def uneven_rows(batch: Any, parts: int, name: str = "batch") -> list[str]:
+    """Paths and shapes of arrays whose rows cannot be cut into equal parts."""
+    return [
+        f"{name}{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"
+        for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
+        if not np.shape(leaf) or np.shape(leaf)[0] % parts
+    ]
+
+
 def split_batch(batch: Any, steps: int) -> Any:
     """Cuts arrays of a batch into (steps, rows / steps, ...)."""
     if has_objects(batch):
@@ -158,16 +166,12 @@ def split_batch(batch: Any, steps: int) -> Any:
             "The batch (the second argument) holds a Module or Variable, which cannot be cut into "
             "microbatches. Pass it as a later argument, which every microbatch is given whole."
         )
-    wrong = []
-    for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        shape = np.shape(leaf)
-        if not shape or shape[0] % steps:
-            wrong.append(f"batch{jax.tree_util.keystr(key)} of shape {shape}")
-    if wrong:
-        raise TrainError(
-            f"Cannot cut the batch into {steps} microbatches of equal size: {', '.join(wrong)}. "
-            f"The first dimension of every array must be a multiple of {steps}."
-        )
+    raise_if_any(
+        TrainError,
+        uneven_rows(batch, steps),
+        f"Cannot cut the batch into {steps} microbatches of equal size: ",
+        f". The first dimension of every array must be a multiple of {steps}.",
+    )
 
     def cut(leaf: Any) -> jax.Array:
         rows = jnp.asarray(leaf)

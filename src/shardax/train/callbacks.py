@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 
+from shardax._core.checks import Options
 from shardax.distributed import processes
 from shardax.train.errors import TrainError
 
@@ -56,12 +57,14 @@ class Event:
         self.asks_stop = True
 
 
+_OPTIONS = Options(TrainError)
+
+
 class _Watch:
     """The best value of a metric so far."""
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
-        if mode not in ("min", "max"):
-            raise TrainError(f'mode={mode!r} is not known; use "min" or "max".')
+        _OPTIONS.choice("mode", mode, ("min", "max"))
         self.metric = metric
         self.mode = mode
         self.best: float | None = None
@@ -109,8 +112,7 @@ class EarlyStopping(_Watch):
 
     def __init__(self, metric: str, *, patience: int, mode: Literal["min", "max"] = "min") -> None:
         super().__init__(metric, mode)
-        if type(patience) is not int or patience < 1:
-            raise TrainError(f"patience={patience!r} must be an integer of at least 1.")
+        _OPTIONS.integers(patience=patience)
         self.patience = patience
         self._waited = 0
 
@@ -163,11 +165,9 @@ class BestCheckpoint(_Watch):
 
     def __init__(self, metric: str, *, mode: Literal["min", "max"] = "min") -> None:
         super().__init__(metric, mode)
-        if not metric.startswith("eval_"):
-            raise TrainError(
-                f"BestCheckpoint chooses by a held-out number, but was given {metric!r}. Name one "
-                "that begins with eval_, such as 'eval_loss'."
-            )
+        is_held_out = metric.startswith("eval_")
+        expected = "a held-out number, whose name begins with eval_, such as 'eval_loss'"
+        _OPTIONS.check("metric", metric, is_held_out, expected)
         self.step: int | None = None
 
     def __call__(self, event: Event) -> None:
@@ -190,12 +190,12 @@ class Callbacks:
     """Callbacks of a run, and their requests."""
 
     def __init__(self, callbacks: Any) -> None:
-        if callable(callbacks) or not all(callable(callback) for callback in callbacks):
-            raise TrainError(
-                "callbacks must be functions of an event, in a tuple or list: "
-                "callbacks=(EarlyStopping('eval_loss', patience=3),)."
-            )
-        self.functions: tuple[Any, ...] = tuple(callbacks)
+        functions: tuple[Any, ...] = () if callable(callbacks) else tuple(callbacks)
+        are_functions = not callable(callbacks) and all(map(callable, functions))
+        example = "callbacks=(EarlyStopping('eval_loss', patience=3),)"
+        expected = f"functions of an event, in a tuple or list: {example}"
+        _OPTIONS.check("callbacks", callbacks, are_functions, expected)
+        self.functions = functions
         self.stopping = False
         self.saving = False
         self._asks = [False, False]

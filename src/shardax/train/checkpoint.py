@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
+from shardax._core.checks import raise_if_any
 from shardax._core.errors import AbstractValueError, ShardaxError, warn
 from shardax._core.graph.views import named_sharding
 from shardax._core.variable import refuse_deleted
@@ -198,11 +199,12 @@ def _to_store(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays to store by path, and the description."""
     absent = [a.path for a in contents.arrays if isinstance(a.value, jax.ShapeDtypeStruct)]
-    if absent:
-        raise AbstractValueError(
-            f"Cannot save {len(absent)} arrays that are only shapes: {', '.join(absent[:8])}. "
-            f"Give them numbers first, sx.update(model, state), or restore a checkpoint into it."
-        )
+    raise_if_any(
+        AbstractValueError,
+        absent,
+        f"Cannot save {len(absent)} arrays that are only shapes: ",
+        ". Give them numbers first, sx.update(model, state), or restore a checkpoint into it.",
+    )
     refuse_deleted([array.path for array in contents.arrays], [a.value for a in contents.arrays])
     leaves: dict[int, list[Any]] = {}
     arrays: list[ModelArray] = []
@@ -211,11 +213,13 @@ def _to_store(
             leaves[id(array.variable)] = jax.tree.leaves(array.variable._here()._real())
         arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
     traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
-    if traced:
-        raise errors.CheckpointError(
-            f"Cannot save inside a compiled function: {', '.join(traced[:4])} have no numbers "
-            "while it is traced. Save outside."
-        )
+    raise_if_any(
+        errors.CheckpointError,
+        traced,
+        "Cannot save inside a compiled function: ",
+        " have no numbers while it is traced. Save outside.",
+        most=4,
+    )
     numbers = {
         array.path: jax.random.key_data(array.value) if array.is_key else jnp.asarray(array.value)
         for array in arrays
@@ -295,11 +299,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Any, *, keep: int | None = 3, every: int | None = None) -> None:
-        for name, number in (("keep", keep), ("every", every)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise errors.CheckpointError(
-                    f"{name}={number!r} must be an integer of at least 1, or None."
-                )
+        numbers = {"keep": keep, "every": every}
+        storage.OPTIONS.integers(**{n: v for n, v in numbers.items() if v is not None})
         self.directory = storage.as_path(directory)
         self.keep = keep
         self.every = every
@@ -351,10 +352,8 @@ class Checkpoints:
             CheckpointWriteError: If writing failed, this checkpoint or the one before.
             DonationError: If the tree holds arrays that were donated or deleted.
         """
-        if type(step) is not int or step < 0:
-            raise errors.CheckpointError(
-                f"step={step!r} must be an integer of at least 0: int(step)."
-            )
+        is_step = type(step) is int and step >= 0
+        storage.OPTIONS.check("step", step, is_step, "an integer of at least 0: int(step)")
         self.wait()
         latest = self.latest()
         if latest is not None and step <= latest:

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._core.checks import Options
 from shardax._files import PathNotFoundError, require_free
 from shardax.train import errors
 from shardax.train.checkpoint_format import FORMAT_VERSION, StoredArray
@@ -45,15 +46,13 @@ DAMAGED = ".damaged"  # at the end of the name of one that was set aside
 _FIRST_DESCRIPTION = ("description", "metadata")  # of format version 1
 _DIGEST = ',"sha256":"{}"}}\n'  # the end of a description
 _DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
+OPTIONS = Options(errors.CheckpointError)
 
 
 def as_path(path: Any) -> Any:
     """Returns an absolute path, also of ``gs://`` and the like."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise errors.CheckpointError(
-            f"path is a {type(path).__name__}, not a path: save(tree, path), restore(tree, path), "
-            "Checkpoints(directory)."
-        )
+    example = "a path: save(tree, path), restore(tree, path), Checkpoints(directory)"
+    OPTIONS.instance("path", path, (str, os.PathLike), example)
     if "://" in str(path):
         from etils import epath  # comes with orbax
 

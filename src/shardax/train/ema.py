@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.paths import format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
@@ -64,11 +65,10 @@ class EMA(Module):
         self, model: Any, decay: float | Callable[[Any], Any] = 0.999, *, wrt: Any = Param
     ) -> None:
         is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
-        if not callable(decay) and not (is_number and 0 <= decay < 1):
-            raise ArgumentError(
-                f"decay={decay!r} must be a number in [0, 1), or a function of the number of "
-                "updates: EMA(model, decay=0.999)."
-            )
+        fits = callable(decay) or (is_number and 0 <= decay < 1)
+        expected = "a number in [0, 1), or a function of the number of updates"
+        options = Options(ArgumentError)
+        options.check("decay", decay, fits, expected, "For instance EMA(model, decay=0.999).")
         if not any(True for _ in iter_variables(model, wrt)):
             filter_text = getattr(wrt, "__name__", repr(wrt))
             raise TrainError(
@@ -97,12 +97,13 @@ class EMA(Module):
             for path in means.keys() & values.keys()
             if _form(means[path].value) != _form(values[path].value)
         ]
-        if wrong:
-            raise TrainError(
-                "The model is not the one whose average this is any more, as Variables were added, "
-                f"removed or reshaped; nothing was changed: {', '.join(sorted(wrong)[:8])}. Make "
-                "a new one: EMA(model, decay)."
-            )
+        raise_if_any(
+            TrainError,
+            sorted(wrong),
+            "The model is not the one whose average this is any more, as Variables were added, "
+            "removed or reshaped; nothing was changed: ",
+            ". Make a new one: EMA(model, decay).",
+        )
         chosen = dict(iter_variables(self.model, self.average.wrt))
         self.average.update(State.from_flat({path: values[path].value for path in chosen}))
         for path in means.keys() - chosen.keys():

@@ -25,6 +25,7 @@ from jax.sharding import AxisType
 
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import wider_dtype
+from shardax._core.checks import Options, raise_if_any
 from shardax._core.frames import local, resolve
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, format_path
@@ -255,12 +256,13 @@ class Optimizer(Module):
         wrong += [
             format_path(path) for path in present.keys() - {leaf.path for leaf in layout.leaves}
         ]
-        if wrong:
-            raise TrainError(
-                "The optimizer's state does not fit the model any more, as parameters were added, "
-                f"removed or reshaped; nothing was changed. {len(wrong)} entries differ: "
-                f"{_listed(wrong)}. Make a new one: Optimizer(model, tx)."
-            )
+        raise_if_any(
+            TrainError,
+            sorted(wrong),
+            "The optimizer's state does not fit the model any more, as parameters were added, "
+            f"removed or reshaped; nothing was changed. {len(wrong)} entries differ: ",
+            ". Make a new one: Optimizer(model, tx).",
+        )
         return [present[leaf.path] for leaf in layout.leaves]
 
 
@@ -370,11 +372,14 @@ def _floating(dtype: Any) -> np.dtype:
         np_dtype = jnp.dtype(dtype)
     except TypeError:
         np_dtype = np.dtype(bool)
-    if not jnp.issubdtype(np_dtype, jnp.floating):
-        raise ArgumentError(
-            f"master_dtype={dtype!r} is no floating dtype. Wider copies of bfloat16 parameters are "
-            "mostly float32: Optimizer(model, tx, master_dtype=jnp.float32)."
-        )
+    Options(ArgumentError).check(
+        "master_dtype",
+        dtype,
+        jnp.issubdtype(np_dtype, jnp.floating),
+        "a floating dtype",
+        "Wider copies of bfloat16 parameters are mostly float32: "
+        "Optimizer(model, tx, master_dtype=jnp.float32).",
+    )
     return jax.dtypes.canonicalize_dtype(np_dtype)
 
 
@@ -439,13 +444,15 @@ def _align(grads: Any, params: State) -> State:
                 f"  {format_path(path)}: has shape {_shown(param)}, its gradient "
                 f"{_shown(gradients[path])}"
             )
-    if lines:
-        raise TrainError(
-            "The gradients do not fit the trained parameters; nothing was changed:\n"
-            + "\n".join(sorted(lines))
-            + "\nTake them with the optimizer's own filter and of the same model: "
-            "sx.grad(loss, wrt=optimizer.wrt)(optimizer.model, ...)."
-        )
+    raise_if_any(
+        TrainError,
+        sorted(lines),
+        "The gradients do not fit the trained parameters; nothing was changed:\n",
+        "\nTake them with the optimizer's own filter and of the same model: "
+        "sx.grad(loss, wrt=optimizer.wrt)(optimizer.model, ...).",
+        separator="\n",
+        most=len(lines),  # all: each is a parameter
+    )
     return State.from_flat({path: gradients[path] for path in expected}, params.origins())
 
 
@@ -472,13 +479,6 @@ def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
         for leaf, value in zip(layout.leaves, separated.arrays, strict=True)
         if tuple(np.shape(value)) != leaf.shape
     ]
-    if wrong:
-        raise TrainError(
-            f"The transformation's update changed the shapes of its state: {_listed(wrong)}."
-        )
+    head = "The transformation's update changed the shapes of its state: "
+    raise_if_any(TrainError, sorted(wrong), head, ".")
     return separated.arrays
-
-
-def _listed(items: Sequence[str], limit: int = 8) -> str:
-    omitted = f", and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + omitted

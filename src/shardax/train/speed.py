@@ -19,6 +19,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from shardax._core.checks import Options
 from shardax._transforms.module_scopes import compiled_with_names
 from shardax.train.errors import TrainError
 
@@ -127,11 +128,9 @@ class Profile:
     def __init__(self, steps: Any, of: int, folder: Path) -> None:
         fits = isinstance(steps, tuple | list) and len(steps) == 2
         fits = fits and all(type(step) is int for step in steps) and 1 <= steps[0] <= steps[1] <= of
-        if not fits:
-            raise TrainError(
-                f"profile={steps!r} must be the first and the last step to trace, of 1 to {of}: "
-                f"profile=({min(10, of)}, {min(13, of)})."
-            )
+        expected = f"the first and the last step to trace, of 1 to {of}"
+        example = f"profile=({min(10, of)}, {min(13, of)})"
+        Options(TrainError).check("profile", steps, fits, f"{expected}: {example}")
         self.first, self.last = steps
         several = jax.process_count() > 1
         self.folder = folder / f"process-{jax.process_index()}" if several else folder

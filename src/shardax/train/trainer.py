@@ -27,6 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardax import distributed
+from shardax._core.checks import Options
 from shardax._core.state.split_merge import iter_modules
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.jit.retraces import Retrace, explain_retraces
@@ -117,35 +118,24 @@ class TrainerSettings:
             "check_replicas_every": "; 0: only at the start",
             "max_skipped_steps": "; 0: the first step that is not finite stops the run",
         }
-        peak = self.peak_flops
-        if peak is not None and not (isinstance(peak, int | float) and peak > 0):
-            raise TrainError(
-                f"TrainerSettings has peak_flops={peak!r}, but it must be a number above 0, such "
-                "as 989e12, or None."
-            )
-        if self.count is not None and not callable(self.count):
-            raise TrainError(
-                f"TrainerSettings has count={self.count!r}, but it is a function of a part of a "
-                'batch: count=lambda part: part["loss_mask"].sum().'
-            )
-        if isinstance(self.reduce_over, str):
-            raise TrainError(
-                f"TrainerSettings has reduce_over={self.reduce_over!r}, one string, but it is a "
-                f"tuple of mesh axes: reduce_over=({self.reduce_over!r},)."
-            )
-        if self.reduce_dtype is not None and not self.reduce_over:
-            raise TrainError(
-                f"TrainerSettings has reduce_dtype={self.reduce_dtype!r}, but no axes along which "
-                'gradients are summed. Name them: reduce_over=("data",).'
-            )
+        options = Options(TrainError, "TrainerSettings")
+        peak, over, dtype = self.peak_flops, self.reduce_over, self.reduce_dtype
+        is_peak = peak is None or (isinstance(peak, int | float) and peak > 0)
+        options.check("peak_flops", peak, is_peak, "a number above 0, such as 989e12, or None")
+        is_counter = self.count is None or callable(self.count)
+        example = 'count=lambda part: part["loss_mask"].sum()'
+        expected = f"a function of a part of a batch: {example}"
+        options.check("count", self.count, is_counter, expected)
+        expected = f"a tuple of mesh axes, not one string: reduce_over=({over!r},)"
+        options.check("reduce_over", over, not isinstance(over, str), expected)
+        expected = 'None without axes along which gradients are summed: reduce_over=("data",)'
+        options.check("reduce_dtype", dtype, dtype is None or bool(over), expected)
         other_types = ("count", "peak_flops", "reduce_over", "reduce_dtype")
         for name, value in vars(self).items():
-            least = 0 if name in at_zero else 1
-            if name not in other_types and (type(value) is not int or value < least):
-                raise TrainError(
-                    f"TrainerSettings has {name}={value!r}, but it must be an integer of at least "
-                    f"{least}{at_zero.get(name, '')}."
-                )
+            if name not in other_types:
+                least = 0 if name in at_zero else 1
+                expected = f"an integer of at least {least}{at_zero.get(name, '')}"
+                options.check(name, value, type(value) is int and value >= least, expected)
 
 
 @dataclass(frozen=True)
@@ -249,16 +239,11 @@ class Trainer:
         profile: tuple[int, int] | None = None,
         resumable: bool = True,
     ) -> None:
-        argument: Any
-        for name, argument, fits, expected in (
-            ("optimizer", optimizer, isinstance(optimizer, Optimizer), "Optimizer(model, tx)"),
-            ("loss", loss, callable(loss), "a function: loss(model, batch)"),
-            ("settings", settings, isinstance(settings, TrainerSettings), "TrainerSettings(...)"),
-            ("ema", ema, ema is None or isinstance(ema, EMA), "EMA(model, decay=0.999)"),
-        ):
-            if not fits:
-                kind = type(argument).__name__
-                raise TrainError(f"{name} is a {kind}, but a Trainer needs {expected}.")
+        options = Options(TrainError, "a Trainer")
+        options.instance("optimizer", optimizer, Optimizer, "Optimizer(model, tx)")
+        options.instance("loss", loss, Callable, "a function: loss(model, batch)")
+        options.instance("settings", settings, TrainerSettings, "TrainerSettings(...)")
+        options.instance("ema", ema, (EMA, type(None)), "EMA(model, decay=0.999)")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss

@@ -25,12 +25,14 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from shardax._core.checks import Options, is_integer
 from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
+OPTIONS = Options(DataError)
 _Int64Array = npt.NDArray[np.int64]
 
 
@@ -101,8 +103,7 @@ class TrainBatches:
 
     def __init__(self, part: TextPart, *, batch_size: int, seq_len: int, seed: int = 0) -> None:
         _check_sizes(part, batch_size, seq_len)
-        if not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64:
-            raise DataError(f"The seed must be in [0, 2**64), got {seed!r}.")
+        check_seed(seed)
         self.part = part
         self.batch_size = batch_size
         self.seq_len = seq_len
@@ -196,8 +197,7 @@ class TrainBatches:
         Raises:
             DataError: ``step`` is negative, or a row is not one of the batch.
         """
-        if step < 0:
-            raise DataError(f"A step is 0 or more, got {step}.")
+        OPTIONS.check("step", step, step >= 0, "0 or more")
         rows = row_numbers(rows, self.batch_size)
         epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
         starts = np.empty_like(rows)
@@ -279,8 +279,8 @@ class EvalBatches:
         self, part: TextPart, *, batch_size: int, seq_len: int, max_batches: int | None = None
     ) -> None:
         _check_sizes(part, batch_size, seq_len)
-        if max_batches is not None and max_batches < 1:
-            raise DataError(f"max_batches must be 1 or more, or None for all, got {max_batches}.")
+        fits = max_batches is None or max_batches >= 1
+        OPTIONS.check("max_batches", max_batches, fits, "1 or more, or None for all")
         self.batch_size = batch_size
         self.seq_len = seq_len
         predicted = part.ends - part.starts - 1
@@ -375,7 +375,7 @@ class RowBatches:
     """
 
     def __init__(self, read: Callable[[int, int], Any], *, batch_size: int, name: str = "") -> None:
-        check_size("batch_size", batch_size)
+        OPTIONS.integers(batch_size=batch_size)
         self.read = read
         self.batch_size = batch_size
         self.name = name
@@ -468,7 +468,7 @@ class WholeBatches(Held):
     """
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
-        check_size("batch_size", batch_size)
+        OPTIONS.integers(batch_size=batch_size)
         self.hold(batches)
         self.batch_size = batch_size
 
@@ -524,7 +524,7 @@ class LocalBatches(Held):
     """
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
-        check_size("batch_size", batch_size)
+        OPTIONS.integers(batch_size=batch_size)
         count = jax.process_count()
         if batch_size % count:
             raise DataError(
@@ -583,23 +583,18 @@ def _joined(*parts: Any) -> Any:
 
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether a value is an integer of 0 or more."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 0
+    return is_integer(value) and value >= 0
 
 
-def check_size(name: str, size: Any) -> None:
-    """Raises DataError unless a size is an integer of 1 or more."""
-    if not is_count(size) or size < 1:
-        raise DataError(f"{name} must be an integer of 1 or more, got {name}={size!r}.")
+def check_seed(seed: Any) -> None:
+    """Refuses what is no seed of an order."""
+    OPTIONS.check("seed", seed, is_count(seed) and seed < 1 << 64, "an integer in [0, 2**64)")
 
 
 def _check_sizes(part: Any, batch_size: int, seq_len: int) -> None:
-    if not isinstance(part, TextPart):
-        raise DataError(
-            f"part is a {type(part).__name__}, but windows are of a TextPart: text.whole, or one "
-            "of training, held_out = text.split(0.1)."
-        )
-    check_size("batch_size", batch_size)
-    check_size("seq_len", seq_len)
+    expected = "a TextPart: text.whole, or one of training, held_out = text.split(0.1)"
+    OPTIONS.instance("part", part, TextPart, expected)
+    OPTIONS.integers(batch_size=batch_size, seq_len=seq_len)
 
 
 def row_numbers(rows: Any, batch_size: int) -> Rows:

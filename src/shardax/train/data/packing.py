@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from shardax.train.data.batches import Arrays, Rows, check_size, is_count, row_numbers
+from shardax.train.data.batches import OPTIONS, Arrays, Rows, check_seed, is_count, row_numbers
 from shardax.train.data.sources import Positioned, go_on_without_end, host_batch, with_position
 from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataError
@@ -76,11 +76,11 @@ class PackedBatches:
         passes: int | None = None,
         key: str | None = None,
     ) -> None:
-        for name, size in (("batch_size", batch_size), ("seq_len", seq_len), ("passes", passes)):
-            if size is not None or name != "passes":
-                check_size(name, size)
-        if seed is not None and (not is_count(seed) or seed >= 1 << 64):
-            raise DataError(f"The seed must be in [0, 2**64) or None, got {seed!r}.")
+        OPTIONS.integers(batch_size=batch_size, seq_len=seq_len)
+        if passes is not None:
+            OPTIONS.integers(passes=passes)
+        if seed is not None:
+            check_seed(seed)
         self.documents = documents
         self.batch_size = batch_size
         self.seq_len = seq_len

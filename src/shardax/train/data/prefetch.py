@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardax._core.checks import Options
 from shardax._core.state.split_merge import iter_variables
 from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
@@ -260,8 +261,7 @@ class Prefetch:
     """
 
     def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
-        if not isinstance(depth, int) or depth < 1:
-            raise DataError(f"Prefetch needs an integer depth >= 1, got {depth!r}.")
+        Options(DataError).integers(depth=depth)
         self._source = with_position(batches)
         self._sharding = sharding
         self._iterator = placed_batches(self._source, sharding)

@@ -31,11 +31,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from shardax._core.checks import Options
 from shardax._files import PathNotFoundError, require_file
 from shardax.train.errors import DataError
 
 ByteArray = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
+_OPTIONS = Options(DataError)
 
 _LARGEST_BLOCK = 1 << 16
 _FULLY_HASHED = 1 << 28
@@ -67,11 +69,9 @@ class TokenData:
         self, held_out: float, block: int | None, argument: str
     ) -> tuple[TextPart, TextPart]:
         """Cuts into blocks, and holds some of them out."""
-        if not 0 < held_out <= 0.5:
-            raise DataError(
-                f"held_out must be a share above 0 and at most 0.5, got {held_out}. For example "
-                "text.split(held_out=0.05); text.whole is the text without a split."
-            )
+        expected = "a share above 0 and at most 0.5"
+        remedy = "For example text.split(held_out=0.05); text.whole is the text without a split."
+        _OPTIONS.check("held_out", held_out, 0 < held_out <= 0.5, expected, remedy)
         group_size = round(1 / held_out)
         if block is None:
             block = max(1, min(_LARGEST_BLOCK, len(self) // (4 * group_size)))

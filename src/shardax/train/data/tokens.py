@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardax._core.checks import Options
 from shardax._files import require_file
 from shardax.train.data.text import TextPart, TokenData
 from shardax.train.errors import DataError
@@ -97,8 +98,8 @@ class TokenFile(TokenData):
             )
         if data.size == 0:
             raise DataError(f"The token file {str(path)!r} is empty.")
-        if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
-            raise DataError(f"vocab_size={vocab_size!r} must be an integer of 1 or more.")
+        if vocab_size is not None:
+            Options(DataError).integers(vocab_size=vocab_size)
         for name, value in (("data", data), ("name", str(path)), ("vocab_size", vocab_size)):
             object.__setattr__(self, name, value)
         if header is not None and self.fingerprint != header["fingerprint"]:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardax._core._jax import varying_axes
+from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_variables, merge, split
@@ -27,7 +28,7 @@ from shardax._transforms.grad.grad import value_and_grad
 from shardax.nn.linear import at_least_float32
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
-from shardax.train.accumulation import accumulate, split_batch
+from shardax.train.accumulation import accumulate, split_batch, uneven_rows
 from shardax.train.errors import TrainError
 from shardax.train.gradients.sums import GradientPlan, Region, plan_of, sum_over
 from shardax.train.metrics import target_weights, weighted
@@ -102,17 +103,19 @@ def data_parallel_value_and_grad(
         True
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
-    if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) for a in axes):
-        raise TrainError(
-            f"over={over!r} names no data axes of a mesh. Give one or several, each once, the "
-            'slowest link first: over=("slice", "data").'
-        )
-    if reduce_dtype is not None and str(np.dtype(reduce_dtype)) not in _WIRE_DTYPES:
-        raise TrainError(
-            f"reduce_dtype={reduce_dtype!r} is not known; use "
-            f"{' or '.join(map(repr, _WIRE_DTYPES))}, or None. (float16 overflows.)"
-        )
+    options = Options(TrainError)
+    are_names = bool(axes) and len(set(axes)) == len(axes)
+    are_names = are_names and all(isinstance(axis, str) for axis in axes)
+    expected = "data axes of a mesh, one or several, each once, the slowest link first"
+    options.check("over", over, are_names, expected, 'For instance over=("slice", "data").')
     wire = None if reduce_dtype is None else np.dtype(reduce_dtype)
+    options.check(
+        "reduce_dtype",
+        reduce_dtype,
+        wire is None or str(wire) in _WIRE_DTYPES,
+        f"{', '.join(map(repr, _WIRE_DTYPES))} or None",
+        "float16 overflows.",
+    )
     accumulate(_nothing, steps, count=count)  # checks them
     differentiated = value_and_grad(function, has_aux=has_aux, wrt=wrt)
 
@@ -201,18 +204,13 @@ class _DeviceCall:
     def _check_rows(self, batch: Any) -> None:
         region, parts = self.region, self.region.count * self.steps
         split_batch(batch, 1)
-        wrong = [
-            f"batch{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"
-            for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
-            if np.shape(leaf)[0] % parts
-        ]
-        if wrong:
-            sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
-            raise TrainError(
-                f"Rows cannot be divided over {sizes}, in {self.steps} microbatches: "
-                f"{', '.join(wrong)}. Use a multiple of {parts} rows, or pass what has no rows "
-                "after the batch."
-            )
+        sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
+        raise_if_any(
+            TrainError,
+            uneven_rows(batch, parts),
+            f"Rows cannot be divided over {sizes}, in {self.steps} microbatches: ",
+            f". Use a multiple of {parts} rows, or pass what has no rows after the batch.",
+        )
 
     def _compute(self, values: Any, batch: Any, arrays: Any) -> tuple[Any, Any, Any, Any]:
         region = self.region
@@ -314,14 +312,15 @@ class _DeviceCall:
                 )
                 continue
             problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
-        if problems:
-            raise TrainError(
-                "Data-parallel devices cannot write these together:\n  "
-                + "\n  ".join(sorted(problems))
-                + "\nAverage over the devices where it is computed, jax.lax.pmean(statistic, "
-                f"{self.region.over}) (BatchNorm: axis_name={self.region.over}); or use "
-                "sx.value_and_grad, which sees the whole batch."
-            )
+        raise_if_any(
+            TrainError,
+            sorted(problems),
+            "Data-parallel devices cannot write these together:\n  ",
+            "\nAverage over the devices where it is computed, jax.lax.pmean(statistic, "
+            f"{self.region.over}) (BatchNorm: axis_name={self.region.over}); or use "
+            "sx.value_and_grad, which sees the whole batch.",
+            separator="\n  ",
+        )
         return written
 
     def _shown(self, path: Path) -> str:

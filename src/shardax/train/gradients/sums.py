@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax._core._jax import varying_axes
+from shardax._core.checks import raise_if_any
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
@@ -139,8 +140,8 @@ def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) ->
         chosen = rules.override(resolve_rules(target))
         final, problems = spec_for(axes, shape, region.mesh, chosen, path)
     errors = [str(problem) for problem in problems if problem.severity == "error"]
-    if errors:
-        raise TrainError("Gradients cannot be laid out so:\n  " + "\n  ".join(errors))
+    head = "Gradients cannot be laid out so:\n  "
+    raise_if_any(TrainError, errors, head, separator="\n  ")
     leaving = tuple(
         tuple(axis for axis in axes if axis in region.over)
         for axes in _by_dimension(final, len(shape))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from shardax._core.checks import raise_if_any
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.object import epoch
@@ -102,11 +103,13 @@ class Chunk:
                     continue
                 if sharding.device_set != stage_devices:
                     wrong.append(self.shown(path))
-        if wrong:
-            raise TrainError(
-                f"Not on the devices of the stage: {', '.join(wrong[:6])}. Lay it out again: "
-                f"sx.shard(step.stages[{self.number}], step.meshes[{self.number}], rules)."
-            )
+        raise_if_any(
+            TrainError,
+            wrong,
+            "Not on the devices of the stage: ",
+            ". Lay it out again: "
+            f"sx.shard(step.stages[{self.number}], step.meshes[{self.number}], rules).",
+        )
 
     def write_sown(self, sown: Mapping[Path, Any]) -> None:
         """Leaves the values sown last by the stage in its Modules."""
@@ -136,11 +139,8 @@ class Chunk:
             for path, variable in trained.items()
             if not jnp.issubdtype(variable.dtype, jnp.inexact)
         ]
-        if wrong:
-            raise TrainError(
-                f"Only real or complex numbers can be differentiated: {', '.join(wrong)}. Leave "
-                "others out by wrt=."
-            )
+        head = "Only real or complex numbers can be differentiated: "
+        raise_if_any(TrainError, wrong, head, ". Leave others out by wrt=.")
         if self._taken is None or self._taken.graphdef != graphdef:
             self._compiled.clear()
         self._taken = _TakenStage(graphdef, state.origins(), trained, untrained)
@@ -205,12 +205,13 @@ class Chunk:
                     )
                 elif not _is_key(value):  # as strongly typed as before
                     written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
-        if problems:
-            raise TrainError(
-                "A stage may write state of a lasting type, but here\n  "
-                + "\n  ".join(sorted(problems))
-                + "\nMake such Variables when the model is made, and keep their types."
-            )
+        raise_if_any(
+            TrainError,
+            sorted(problems),
+            "A stage may write state of a lasting type, but here\n  ",
+            "\nMake such Variables when the model is made, and keep their types.",
+            separator="\n  ",
+        )
         return written, sown
 
     def shown(self, path: Path) -> str:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from shardax._core.checks import Options
 from shardax.train.errors import TrainError
 
 KINDS = ("forward", "backward", "input", "weight")
+_OPTIONS = Options(TrainError)
 _LETTERS: Mapping[str, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 _TIMES: Mapping[str, float] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
 _COLORS = {"forward": "#8fb8de", "backward": "#8fcf9f", "input": "#8fcf9f", "weight": "#e3c27d"}
@@ -127,12 +129,9 @@ class Schedule:
             "interleaved": cls.interleaved,
             "zero-bubble": cls.zero_bubble,
         }
-        if name not in makers:
-            raise TrainError(
-                f"schedule={name!r} is not known; use {', '.join(map(repr, makers))}, or a "
-                "Schedule of your own."
-            )
-        _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+        expected = f"{', '.join(map(repr, makers))}, or a Schedule of your own"
+        _OPTIONS.check("schedule", name, name in makers, expected)
+        _OPTIONS.integers(stages=stages, microbatches=microbatches, chunks=chunks)
         if chunks % stages:
             raise TrainError(
                 f"{chunks} parts of a model cannot be divided over {stages} stages. Make a "
@@ -170,7 +169,7 @@ class Schedule:
             (0.273, (8, 8, 8, 8))
         """
         chunks = stages if chunks is None else chunks
-        _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+        _OPTIONS.integers(stages=stages, microbatches=microbatches, chunks=chunks)
         rows = [list[Operation]() for _ in range(stages)]
         for chunk in range(chunks):
             rows[chunk % stages] += [Operation("forward", m, chunk) for m in range(microbatches)]
@@ -200,7 +199,7 @@ class Schedule:
             >>> round(schedule.bubble_share(), 3), schedule.peak_microbatches()
             (0.273, (4, 3, 2, 1))
         """
-        _check_numbers(stages=stages, microbatches=microbatches)
+        _OPTIONS.integers(stages=stages, microbatches=microbatches)
         rows: list[tuple[Operation, ...]] = []
         for stage in range(stages):
             forward = [Operation("forward", m, stage) for m in range(microbatches)]
@@ -230,7 +229,7 @@ class Schedule:
             >>> round(Schedule.interleaved(4, 8, 8).bubble_share(), 3)
             0.158
         """
-        _check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+        _OPTIONS.integers(stages=stages, microbatches=microbatches, chunks=chunks)
         if chunks % stages or microbatches % stages:
             raise TrainError(
                 f"An interleaved schedule sends microbatches in groups of as many as stages, but "
@@ -280,7 +279,7 @@ class Schedule:
             >>> round(schedule.bubble_share(), 3), max(schedule.peak_microbatches())
             (0.111, 4)
         """
-        _check_numbers(stages=stages, microbatches=microbatches)
+        _OPTIONS.integers(stages=stages, microbatches=microbatches)
         rows: list[tuple[Operation, ...]] = []
         for stage in range(stages):
             forward, inputs, weights = (
@@ -533,9 +532,3 @@ def _in_turn(
     pairs = zip(forward[ahead:], backward, strict=False)
     middle = [operation for pair in pairs for operation in pair]
     return (*forward[:ahead], *middle, *backward[len(forward) - ahead :])
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise TrainError(f"{name}={value!r} is no number of {name}; use 1 or more.")

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
+from shardax._core.checks import raise_if_any
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
@@ -35,6 +36,7 @@ from shardax.partition.context import resolve_rules
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
+from shardax.train.accumulation import uneven_rows
 from shardax.train.errors import TrainError
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
@@ -301,13 +303,14 @@ def _check_stages(stages: Sequence[Any]) -> None:
             if not isinstance(variable, RngState):  # copies of keys are drawn from by each
                 owners.setdefault(id(variable), []).append(f"stages[{number}]{format_path(path)}")
     shared = [" and ".join(paths) for paths in owners.values() if len(paths) > 1]
-    if shared:
-        raise TrainError(
-            "Stages have devices of their own, so that they cannot share Variables:\n  "
-            + "\n  ".join(shared)
-            + "\nGive each stage its own, sx.clone(stage); or use nn.Stack with a rule for its "
-            "layers, around which an embedding can be shared with the head."
-        )
+    raise_if_any(
+        TrainError,
+        shared,
+        "Stages have devices of their own, so that they cannot share Variables:\n  ",
+        "\nGive each stage its own, sx.clone(stage); or use nn.Stack with a rule for its "
+        "layers, around which an embedding can be shared with the head.",
+        separator="\n  ",
+    )
 
 
 def _parts(mesh: Any, axis: str) -> list[Mesh]:
@@ -364,16 +367,12 @@ def _relative_weights(parts: list[Any]) -> list[Any]:
 
 def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
     """Cuts rows i, i + count, ... as microbatch i."""
-    wrong = [
-        f"{name}{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"
-        for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
-        if not np.shape(leaf) or np.shape(leaf)[0] % count
-    ]
-    if wrong:
-        raise TrainError(
-            f"Rows cannot be cut into {count} microbatches of equal size: {', '.join(wrong)}. The "
-            f"first dimension of every array must be a multiple of {count}."
-        )
+    raise_if_any(
+        TrainError,
+        uneven_rows(batch, count, name),
+        f"Rows cannot be cut into {count} microbatches of equal size: ",
+        f". The first dimension of every array must be a multiple of {count}.",
+    )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
         raise TrainError(
             "A PipelineStep queues programs of several parts of a mesh, so it cannot be inside of "
