@@ -17,7 +17,7 @@ from shardax._core.errors import ShardaxError, first_of
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an integer of Python or NumPy, and no boolean."""
+    """Whether a value is an integer, and no boolean."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -56,7 +56,7 @@ class Options:
         self.check(name, value, _is_among(value, choices), expected, remedy)
 
     def instance(self, name: str, value: object, kinds: Any, expected: str) -> None:
-        """Refuses a value of other classes; the text has its type, not the value."""
+        """Refuses a value of other classes, by the name of its type."""
         if not isinstance(value, kinds):
             needs = f"but {self.owner} needs" if self.owner else "not"
             raise self.error(f"{name} is a {type(value).__name__}, {needs} {expected}.")

@@ -31,11 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.checks import Options, raise_if_any
+from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Variable
-from shardax.distributed.errors import DistributedError
 
 # A process that has not been heard of for so long is dead, and all others end.
 HEARTBEAT_SECONDS = 15
@@ -47,6 +47,11 @@ _SHOWN = 12  # differences in a message
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 T = TypeVar("T")
+
+
+class DistributedError(ShardaxError, RuntimeError, ValueError):
+    """Processes cannot start together, do not answer, or differ."""
+
 
 # --- start and end --------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | N
 
 
 def uneven_rows(batch: Any, parts: int, name: str = "batch") -> list[str]:
-    """Paths and shapes of arrays whose rows cannot be cut into equal parts."""
+    """Arrays without equal parts of rows, by path and shape."""
     return [
         f"{name}{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"
         for key, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
