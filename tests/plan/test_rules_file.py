@@ -91,7 +91,7 @@ def test_handwritten_file_may_omit_layouts(tmp_path: Path) -> None:
         ('rules = [["a"]]', "Rule 0 is ['a'], not a pair"),
         ('rules = [["a", 3]]', "Rule 0 for 'a' has the target 3"),
         ('rules = [["a", ["x", "x"]]]', "which holds a mesh axis twice"),
-        ('rules = []\non_conflict = "last"', "on_conflict='last' is not a policy"),
+        ('rules = []\non_conflict = "last"', "on_conflict='last' must be 'first' or 'error'"),
         ("rules = []\nmesh = 8", "f.toml: mesh is 8, not sizes by mesh axis"),
         ("rules = []\nmesh = {data = 0}", "f.toml: mesh.data is 0; the size of a mesh axis"),
         ("rules = []\nmesh = {data = true}", "f.toml: mesh.data is True; the size"),

@@ -180,7 +180,7 @@ def test_packed_rows_train_a_model_and_judge_it(tmp_path: Path):
         ([{"input_ids": [1, 2]}], {}, r"with 'input_ids'\. Say which"),
         (iter(DOCUMENTS), {}, "no sequence, and have no position"),
         (DOCUMENTS, {"seq_len": 0}, "seq_len=0"),
-        (DOCUMENTS, {"seed": -1}, "The seed"),
+        (DOCUMENTS, {"seed": -1}, "seed=-1 must be"),
         (DOCUMENTS, {"passes": 0}, "passes=0"),
     ],
 )

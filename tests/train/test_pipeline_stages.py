@@ -372,7 +372,7 @@ def test_invalid_pipelines_are_refused_before_anything_moves() -> None:
         (layers, {"mesh": 3}, "the mesh has none"),
         ([*layers, jnp.sin, jnp.cos], {}, "one part of the model a stage"),
         ([*layers, jnp.tanh], {"schedule": "interleaved"}, "3 parts of a model"),
-        (layers, {"schedule": "2f2b"}, "'2f2b' is not known"),
+        (layers, {"schedule": "2f2b"}, "schedule='2f2b' must be 'gpipe', "),
         (layers, {"schedule": Schedule.gpipe(2, 8)}, "is for 2 parts of the mesh, 8 microbatches"),
         (layers, {"microbatches": 0}, "microbatches=0"),
         ([*layers, jnp.sin, jnp.cos], {"schedule": "interleaved", "microbatches": 3},

@@ -165,7 +165,7 @@ def test_a_refused_position_leaves_everything_where_it_was():
 
 
 def test_what_cannot_be_done_is_refused_clearly():
-    with pytest.raises(DataError, match="depth >= 1"):
+    with pytest.raises(DataError, match="depth=0 must be an integer of at least 1"):
         Prefetch(source(), depth=0)
     with Prefetch([np.array(0)]) as batches:
         with pytest.raises(DataError, match="list has none"):

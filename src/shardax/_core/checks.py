@@ -17,7 +17,7 @@ from shardax._core.errors import ShardaxError, first_of
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an integer of Python or NumPy, and no boolean."""
+    """Whether a value is an integer, and no boolean."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -36,21 +36,18 @@ class Options:
                 subject = f"{self.owner} has {subject}, but it"
             raise self.error(f"{subject} must be {expected}.{remedy and f' {remedy}'}")
 
-    def integers(
-        self,
-        least: int = 1,
-        most: int | None = None,
-        *,
-        optional: bool = False,
-        remedy: str = "",
-        **options: Any,
-    ) -> None:
-        """Refuses options, by name, that are no integers in a range."""
-        span = f"of at least {least}" if most is None else f"from {least} to {most}"
-        expected = f"an integer {span}{', or None' if optional else ''}"
+    def integers(self, least: int = 1, /, **options: Any) -> None:
+        """Refuses options, by name, below a least integer or of another type."""
         for name, value in options.items():
-            fits = is_integer(value) and least <= value and (most is None or value <= most)
-            self.check(name, value, fits or (optional and value is None), expected, remedy)
+            fits = is_integer(value) and least <= value
+            self.check(name, value, fits, f"an integer of at least {least}")
+
+    def positive(self, **options: Any) -> None:
+        """Refuses options, by name, other than positive numbers and None."""
+        for name, value in options.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = value is None or (is_number and value > 0)
+            self.check(name, value, fits, "a positive number")
 
     def choice(self, name: str, value: object, choices: Collection[Any], remedy: str = "") -> None:
         """Refuses what is none of some choices."""
@@ -59,10 +56,10 @@ class Options:
         self.check(name, value, _is_among(value, choices), expected, remedy)
 
     def instance(self, name: str, value: object, kinds: Any, expected: str) -> None:
-        """Refuses a value of other classes; the text has its type, not the value."""
+        """Refuses a value of other classes, by the name of its type."""
         if not isinstance(value, kinds):
-            needs = f"{self.owner or 'it'} needs"
-            raise self.error(f"{name} is a {type(value).__name__}, but {needs} {expected}.")
+            needs = f"but {self.owner} needs" if self.owner else "not"
+            raise self.error(f"{name} is a {type(value).__name__}, {needs} {expected}.")
 
 
 def _is_among(value: object, choices: Iterable[Any]) -> bool:
@@ -78,6 +75,6 @@ def raise_if_any(
     separator: str = ", ",
     most: int = 8,
 ) -> None:
-    """Raises an error with the first problems between two texts, if there are problems."""
+    """Raises an error that lists problems, if there are any."""
     if problems:
         raise error(f"{head}{first_of(problems, separator, most)}{tail}")

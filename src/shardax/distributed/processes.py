@@ -30,11 +30,12 @@ import jax
 import numpy as np
 
 from shardax._core._jax import is_prng_key
+from shardax._core.checks import Options, raise_if_any
+from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Variable
-from shardax.distributed.errors import DistributedError
 
 # A process that has not been heard of for so long is dead, and all others end.
 HEARTBEAT_SECONDS = 15
@@ -46,6 +47,11 @@ _SHOWN = 12  # differences in a message
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 T = TypeVar("T")
+
+
+class DistributedError(ShardaxError, RuntimeError, ValueError):
+    """Processes cannot start together, do not answer, or differ."""
+
 
 # --- start and end --------------------------------------------------------------------------------
 
@@ -79,19 +85,22 @@ def initialize(
         Traceback (most recent call last):
         shardax.errors.DistributedError: process=2 of processes=2: give one from 0 to 1.
     """
-    for name, number in (("processes", processes), ("process", process)):
-        if number is not None and (type(number) is not int or number < (name == "processes")):
-            raise DistributedError(f"{name}={number!r} is no number of processes.")
+    options = Options(DistributedError)
+    if processes is not None:
+        options.integers(processes=processes)
+    if process is not None:
+        options.integers(0, process=process)
     if processes is not None and process is not None and process >= processes:
         raise DistributedError(
             f"process={process} of processes={processes}: give one from 0 to {processes - 1}."
         )
-    if coordinator is not None and not (
-        re.fullmatch(r".+:\d{1,5}", coordinator) and _port(coordinator) < 2**16
-    ):
-        raise DistributedError(f"coordinator={coordinator!r} is no host:port.")
-    if isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and 0 < timeout < 10**6):
-        raise DistributedError(f"timeout={timeout!r} is no number of seconds, such as timeout=60.")
+    is_address = coordinator is None or (
+        bool(re.fullmatch(r".+:\d{1,5}", coordinator)) and _port(coordinator) < 2**16
+    )
+    options.check("coordinator", coordinator, is_address, "host:port, of a port below 65536")
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    is_time = is_number and 0 < timeout < 10**6
+    options.check("timeout", timeout, is_time, "a number of seconds, such as timeout=60")
     if jax.distributed.is_initialized():
         running = jax.process_count(), jax.process_index()
         if any(a not in (None, b) for a, b in zip((processes, process), running, strict=True)):
@@ -310,18 +319,17 @@ def compare(facts: Mapping[str, str], at: str) -> None:
     all_facts = [facts for _, facts in messages]
     names = sorted({name for facts in all_facts for name in facts})
     differing = [name for name in names if len({facts.get(name) for facts in all_facts}) > 1]
-    if differing:
-        lines = [
+    raise_if_any(
+        DistributedError,
+        [
             f"  {name}: {_by_process([facts.get(name, 'nothing') for facts in all_facts])}"
-            for name in differing[:_SHOWN]
-        ]
-        if len(differing) > _SHOWN:
-            lines.append(f"  and {len(differing) - _SHOWN} more")
-        raise DistributedError(
-            f"The {len(all_facts)} processes differ in\n"
-            + "\n".join(lines)
-            + "\nStart all of them with the same program, arguments, files and packages."
-        )
+            for name in differing
+        ],
+        f"The {len(all_facts)} processes differ in\n",
+        "\nStart all of them with the same program, arguments, files and packages.",
+        separator="\n",
+        most=_SHOWN,
+    )
 
 
 def compare_arguments(arguments: Mapping[str, Any], at: str) -> None:
@@ -544,13 +552,14 @@ def compare_replicas(tree: Any, at: str) -> None:
         column_digests = [rows[index, column].tobytes() for index in range(len(rows))]
         if len({digest for digest in column_digests if any(digest)}) > 1:
             facts.append(f"  {name}: {_by_process([digest.hex() for digest in column_digests])}")
-    if facts:
-        omitted = [f"  and {len(facts) - _SHOWN} more"] if len(facts) > _SHOWN else []
-        raise DistributedError(
-            "Copies of one array differ between processes, by checksum:\n"
-            + "\n".join(facts[:_SHOWN] + omitted)
-            + f"\nThis was found {at}. The values given to each process, or what it read, differ."
-        )
+    raise_if_any(
+        DistributedError,
+        facts,
+        "Copies of one array differ between processes, by checksum:\n",
+        f"\nThis was found {at}. The values given to each process, or what it read, differ.",
+        separator="\n",
+        most=_SHOWN,
+    )
 
 
 def _key(index: Any) -> tuple[Any, ...]:

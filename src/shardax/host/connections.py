@@ -30,6 +30,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardax._core.checks import Options
 from shardax.config.configure import configure
 from shardax.host import errors
 from shardax.host.calls import decode
@@ -501,10 +502,9 @@ class NamedProcess(GivenAddress):
     """A named process, found by a file of its user."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-            raise errors.WorkerError(
-                f"A worker cannot be named {name!r}. Use up to 64 letters, digits, '.', '_', '-'."
-            )
+        is_name = bool(re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name))
+        expected = "up to 64 letters, digits, '.', '_', '-'"
+        Options(errors.WorkerError).check("name", name, is_name, expected)
         self._where = f"the worker named {name!r}"
         self._options = options
         # The options as they are read from the file; how long starting may take differs freely.

@@ -9,15 +9,15 @@ from shardax._core.errors import ShardaxError
 
 
 class HostFunctionError(ShardaxError, RuntimeError, ValueError):
-    """A host function with wrong options or results, or one that raised in a program."""
+    """Wrong options or results of a host function, or its exception."""
 
 
 class ExportError(ShardaxError, ValueError, TypeError, RuntimeError):
-    """A function that cannot be exported, or an artifact that cannot be read or called."""
+    """A failed export of a function, or a failed load or call."""
 
 
 class WorkerError(ShardaxError, ValueError, TypeError, RuntimeError):
-    """A worker or call with wrong options, or values that cannot be sent."""
+    """Wrong options of a worker or call, or values unfit for sending."""
 
 
 class WorkerAuthenticationError(ShardaxError, PermissionError):

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import Tracer
+from shardax._core.checks import Options
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, is_eager, local
 from shardax._core.graph.flatten import flatten, is_object
@@ -112,10 +113,7 @@ def host_function(
     derivatives = {"vjp": vjp, "jvp": jvp, "nondiff": nondiff}
     options = {**derivatives, "out": out, "vmap": vmap}
     options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    if vmap not in callback.VMAP_METHODS:
-        raise HostFunctionError(
-            f"vmap={vmap!r} of host_function; use 'sequential' or 'vectorized'."
-        )
+    Options(HostFunctionError, "host_function").choice("vmap", vmap, tuple(callback.VMAP_METHODS))
     chosen = [name for name, value in derivatives.items() if value]
     if len(chosen) > 1:
         raise HostFunctionError(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardax._core.checks import Options
 from shardax.host import connections, errors
 from shardax.host.calls import check_size, decode, name_of, pack, run_packed
 
@@ -22,6 +23,9 @@ INFO_SECONDS = 10.0
 
 def _identity(value: Any) -> Any:
     return value
+
+
+_OPTIONS = Options(errors.WorkerError)
 
 
 class Worker(concurrent.futures.Executor):
@@ -93,7 +97,7 @@ class Worker(concurrent.futures.Executor):
         start_timeout: float = 120.0,
         log: str | os.PathLike[str] | None = None,
     ) -> None:
-        _check_positive(
+        _OPTIONS.positive(
             functions=functions, max_message=max_message, timeout=timeout, heartbeat=heartbeat,
             kill_after=kill_after, idle_timeout=idle_timeout, start_timeout=start_timeout,
         )  # fmt: skip
@@ -132,12 +136,8 @@ class Worker(concurrent.futures.Executor):
             WorkerAuthenticationError: If it has other credentials.
             WorkerCrashedError: If nothing listens there.
         """
-        _check_positive(timeout=timeout, heartbeat=heartbeat)
-        if not isinstance(authkey, bytes):
-            raise errors.WorkerError(
-                f"The credentials of a worker are bytes, not {type(authkey).__name__}: pass on "
-                f"worker.authkey."
-            )
+        _OPTIONS.positive(timeout=timeout, heartbeat=heartbeat)
+        _OPTIONS.instance("authkey", authkey, bytes, "bytes, such as worker.authkey")
         worker = cls.__new__(cls)
         worker._open(connections.GivenAddress(address, authkey), heartbeat, 0, timeout)
         return worker
@@ -233,7 +233,7 @@ class Worker(concurrent.futures.Executor):
         """
         from distributed.protocol.serialize import to_serialize
 
-        _check_positive(timeout=timeout)
+        _OPTIONS.positive(timeout=timeout)
         head, parts = pack(function, args, kwargs or {}, self._refer)
         check_size(parts, self._connection.max_message)
 
@@ -407,12 +407,6 @@ class Worker(concurrent.futures.Executor):
         return f"Worker({self.address!r}, {state})"
 
 
-def _check_positive(**options: float | None) -> None:
-    for name, value in options.items():
-        if value is not None and not (isinstance(value, (int, float)) and value > 0):
-            raise errors.WorkerError(f"{name}={value!r} is not a positive number.")
-
-
 class Remote:
     """A reference to a value kept in a worker.
 
@@ -581,11 +575,10 @@ def remote(
                 f"only, and the executor is a {type(executor).__name__}. Give that its own option, "
                 f"such as client.get_executor(retries=2) of dask.distributed."
             )
-        if not callable(getattr(executor, "submit", None)):
-            raise errors.WorkerError(
-                f"{executor!r} is no executor: it has no submit(f, *args). Pass sx.host.Worker(), "
-                f"or with dask.distributed client.get_executor()."
-            )
+        is_executor = callable(getattr(executor, "submit", None))
+        expected = "an executor, with submit(f, *args)"
+        remedy = "Pass sx.host.Worker(), or with dask.distributed client.get_executor()."
+        _OPTIONS.check("executor", executor, is_executor, expected, remedy)
     return RemoteFunction(f, executor, options)
 
 

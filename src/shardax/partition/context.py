@@ -24,6 +24,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from shardax._core.checks import Options
 from shardax.partition.errors import ParallelError, PartitionError
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, RulesLike, identity_rules
@@ -36,6 +37,7 @@ OnNoMesh = Literal["error", "ignore"]
 
 
 SCHEDULES = ("gpipe", "circular")
+_OPTIONS = Options(PartitionError)
 """The orders in which stages of a pipeline have layers."""
 
 
@@ -94,8 +96,7 @@ def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
     """The policy given, else the one in scope, else ``"error"``."""
     if on_no_mesh is None:
         return _settings_by_text[_current.value].on_no_mesh
-    if on_no_mesh not in ("error", "ignore"):
-        raise PartitionError(f"on_no_mesh={on_no_mesh!r} is not a policy; use 'error' or 'ignore'.")
+    _OPTIONS.choice("on_no_mesh", on_no_mesh, ("error", "ignore"))
     return on_no_mesh
 
 
@@ -216,22 +217,15 @@ def parallel(
         True
     """
     changes: dict[str, Any] = {}
+    options = Options(ParallelError)
     if microbatches is not None:
-        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-            raise ParallelError(
-                f"microbatches={microbatches!r} is not a number of microbatches; use an integer of "
-                "at least 1."
-            )
+        options.integers(microbatches=microbatches)
         changes["microbatches"] = microbatches
     if schedule is not None:
-        if schedule not in SCHEDULES:
-            raise ParallelError(f'schedule={schedule!r} is not known; use "gpipe" or "circular".')
+        options.choice("schedule", schedule, SCHEDULES)
         changes["schedule"] = schedule
     if context is not None:
-        if context not in ("all-gather", "ring", "ring-zigzag"):
-            raise ParallelError(
-                f'context={context!r} is not known; use "all-gather", "ring" or "ring-zigzag".'
-            )
+        options.choice("context", context, ("all-gather", "ring", "ring-zigzag"))
         changes["context"] = context
     return SettingsScope("parallel", **changes)
 

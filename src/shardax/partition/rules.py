@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from jax.sharding import AxisType, PartitionSpec
 
+from shardax._core.checks import Options
 from shardax._transforms.errors import NoMeshError
 from shardax.partition import errors
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
@@ -201,10 +202,7 @@ class Rules:
         ):
             if value is None:
                 value = policies[0] if base is None else getattr(base, name)
-            if value not in policies:
-                raise errors.PartitionError(
-                    f"{name}={value!r} is not a policy; use one of {policies}."
-                )
+            Options(errors.PartitionError).choice(name, value, policies)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pairs", checked)
 

@@ -44,7 +44,7 @@ from shardax.partition.mesh import resolve_mesh
 
 
 class DrawError(ShardaxError, ValueError, RuntimeError):
-    """A draw with a wrong shape, range or place, or inside a JAX transform."""
+    """A draw with wrong arguments, or inside a JAX transform."""
 
 
 WORD = 2**32  # a word of a key is below

@@ -92,12 +92,14 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Makes a function of (value, gradient) run in microbatches."""
     options = Options(TrainError)
-    options.integers(steps=steps, remedy="It is the number of microbatches.")
+    options.integers(steps=steps)
     options.choice("reduce", reduce, ("mean", "sum"))
-    weighs = count is None or (callable(count) and reduce == "mean")
-    expected = f"a function of a microbatch by which means are weighted (reduce={reduce!r})"
-    remedy = 'Write `count=lambda microbatch: microbatch["mask"].sum()`; sums have none.'
-    options.check("count", count, weighs, expected, remedy)
+    has_weights = count is None or reduce == "mean"
+    remedy = "By count means are weighted; sums are not."
+    options.check("count", count, has_weights, f"None with reduce={reduce!r}", remedy)
+    example = 'count=lambda microbatch: microbatch["mask"].sum()'
+    expected = f"a function of a microbatch, by which means are weighted: {example}"
+    options.check("count", count, count is None or callable(count), expected)
     if steps == 1:
         return _with_leading_dimension(function) if has_aux else function
 

@@ -190,11 +190,12 @@ class Callbacks:
     """Callbacks of a run, and their requests."""
 
     def __init__(self, callbacks: Any) -> None:
-        are_functions = not callable(callbacks) and all(callable(item) for item in callbacks)
+        functions: tuple[Any, ...] = () if callable(callbacks) else tuple(callbacks)
+        are_functions = not callable(callbacks) and all(map(callable, functions))
         example = "callbacks=(EarlyStopping('eval_loss', patience=3),)"
         expected = f"functions of an event, in a tuple or list: {example}"
         _OPTIONS.check("callbacks", callbacks, are_functions, expected)
-        self.functions: tuple[Any, ...] = tuple(callbacks)
+        self.functions = functions
         self.stopping = False
         self.saving = False
         self._asks = [False, False]

@@ -299,7 +299,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Any, *, keep: int | None = 3, every: int | None = None) -> None:
-        storage.OPTIONS.integers(optional=True, keep=keep, every=every)
+        numbers = {"keep": keep, "every": every}
+        storage.OPTIONS.integers(**{n: v for n, v in numbers.items() if v is not None})
         self.directory = storage.as_path(directory)
         self.keep = keep
         self.every = every

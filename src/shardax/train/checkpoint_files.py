@@ -46,7 +46,7 @@ DAMAGED = ".damaged"  # at the end of the name of one that was set aside
 _FIRST_DESCRIPTION = ("description", "metadata")  # of format version 1
 _DIGEST = ',"sha256":"{}"}}\n'  # the end of a description
 _DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
-OPTIONS = Options(errors.CheckpointError, "a checkpoint")
+OPTIONS = Options(errors.CheckpointError)
 
 
 def as_path(path: Any) -> Any:

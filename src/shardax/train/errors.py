@@ -15,7 +15,7 @@ class TrainError(ShardaxError, ValueError, RuntimeError):
 
 
 class CheckpointError(ShardaxError, ValueError, TypeError):
-    """A tree cannot be saved, or a checkpoint does not fit its target."""
+    """A tree cannot be saved, or restored from this checkpoint."""
 
 
 class CheckpointDamagedError(ShardaxError, ValueError):

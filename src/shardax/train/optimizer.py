@@ -482,8 +482,3 @@ def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
     head = "The transformation's update changed the shapes of its state: "
     raise_if_any(TrainError, sorted(wrong), head, ".")
     return separated.arrays
-
-
-def _listed(items: Sequence[str], limit: int = 8) -> str:
-    omitted = f", and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + omitted

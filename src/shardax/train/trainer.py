@@ -124,9 +124,8 @@ class TrainerSettings:
         options.check("peak_flops", peak, is_peak, "a number above 0, such as 989e12, or None")
         is_counter = self.count is None or callable(self.count)
         example = 'count=lambda part: part["loss_mask"].sum()'
-        options.check(
-            "count", self.count, is_counter, f"a function of a part of a batch: {example}"
-        )
+        expected = f"a function of a part of a batch: {example}"
+        options.check("count", self.count, is_counter, expected)
         expected = f"a tuple of mesh axes, not one string: reduce_over=({over!r},)"
         options.check("reduce_over", over, not isinstance(over, str), expected)
         expected = 'None without axes along which gradients are summed: reduce_over=("data",)'

@@ -32,7 +32,7 @@ from shardax.partition.specs import abstract
 
 
 class ViewError(ShardaxError, ValueError):
-    """Nothing to show: an array without a sharding, or a call without operations."""
+    """An array without a sharding, or a call without operations to count."""
 
 
 @dataclass(frozen=True)

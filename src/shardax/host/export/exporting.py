@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardax._core._jax import inner_jaxprs, jaxpr_as_fun, user_line
+from shardax._core.checks import raise_if_any
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths, is_object
@@ -356,11 +357,12 @@ def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
     foreign = [
         name for name, array in arrays.items() if not getattr(array, "is_fully_addressable", True)
     ]
-    if foreign:
-        raise ExportError(
-            f"Other processes hold parts of {', '.join(foreign[:4])}. Export from one process that "
-            "holds all: restore a checkpoint there."
-        )
+    raise_if_any(
+        ExportError,
+        foreign,
+        "Other processes hold parts of ",
+        ". Export from one process that holds all: restore a checkpoint there.",
+    )
     host_arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     plain = {name: _as_numbers(array) for name, array in host_arrays.items()}
     write_tensors(path, plain)
@@ -535,12 +537,13 @@ def check_random_state(graph: InputGraph) -> None:
         for path, leaf in zip(graph.flat.leaf_paths, graph.leaves, strict=True)
         if isinstance(leaf, RngState) and leaf.is_abstract
     ]
-    if unseeded:
-        raise ExportError(
-            f"Random state without a seed: {', '.join(unseeded)} are shapes only, and whoever "
-            "loads the artifact could not draw. Seed the model first: build it with sx.Rngs(0), or "
-            "restore a checkpoint into it."
-        )
+    raise_if_any(
+        ExportError,
+        unseeded,
+        "Random state without a seed: ",
+        " are shapes only, and whoever loads the artifact could not draw. Seed the model first: "
+        "build it with sx.Rngs(0), or restore a checkpoint into it.",
+    )
 
 
 def check_effects(effects: Effects, graphdef: GraphDef) -> None:

@@ -32,7 +32,7 @@ from shardax.train.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
-OPTIONS = Options(DataError, "an iterator of windows")
+OPTIONS = Options(DataError)
 _Int64Array = npt.NDArray[np.int64]
 
 

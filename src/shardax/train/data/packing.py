@@ -77,7 +77,8 @@ class PackedBatches:
         key: str | None = None,
     ) -> None:
         OPTIONS.integers(batch_size=batch_size, seq_len=seq_len)
-        OPTIONS.integers(optional=True, passes=passes)
+        if passes is not None:
+            OPTIONS.integers(passes=passes)
         if seed is not None:
             check_seed(seed)
         self.documents = documents
