@@ -43,6 +43,7 @@ class Figure:
 
     Attributes:
         value: The figure.
+        prior: What was expected before a fit.
         bounds: Least and largest plausible value.
         unit: Of the value.
         source: Of the value; "fit" is a fit to measured steps.
@@ -50,6 +51,7 @@ class Figure:
     """
 
     value: float
+    prior: float
     bounds: tuple[float, float]
     unit: str
     source: str
@@ -63,6 +65,7 @@ def figure_table() -> Mapping[str, Figure]:
     return {
         f"{section}.{name}": Figure(
             entry["value"],
+            entry["prior"],
             tuple(entry["bounds"]),
             entry["unit"],
             entry["source"],
