@@ -13,14 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.optimize
 
 from shardax.plan.errors import HardwareError, PlanInputError
 from shardax.plan.hardware.hardware import Hardware
-from shardax.plan.timing.figures import GENERATIONS, default_figures, figure_table, generation
+from shardax.plan.timing.figures import default_figures, figure_table, generation
 from shardax.plan.timing.rows import Row, read_row
 from shardax.plan.timing.step import step_parts
-from shardax.plan.timing.transformer import SOFTWARE, TrainingStep, TransformerShape
+from shardax.plan.timing.transformer import TrainingStep, TransformerShape
 
 _SPREAD = 0.08  # of a measurement, as a logarithm
 _PRIORS = 5.0  # spread of a prior between its bounds: one part of so many
@@ -161,6 +160,9 @@ def fit(
             matrix[len(measurements) + column, column] = 1 / spread[column]
         return matrix
 
+    # Slow to import, and needed by nothing else of the planner.
+    import scipy.optimize
+
     margin = 1e-6 * (high - low)
     result = scipy.optimize.least_squares(
         residuals,
@@ -172,7 +174,3 @@ def fit(
     )
     return dict(zip(names, np.exp(result.x).tolist(), strict=True))
 
-
-def sections_of_software() -> tuple[str, ...]:
-    """Returns the sections of figures that are of hardware generations or of software."""
-    return (*GENERATIONS, *SOFTWARE)
