@@ -31,3 +31,10 @@ from shardax.plan.rules_file import read_rules as read_rules
 from shardax.plan.rules_file import write_rules as write_rules
 from shardax.plan.searching.search import explore as explore
 from shardax.plan.searching.search import search as search
+from shardax.plan.timing.fit import calibrate as calibrate
+from shardax.plan.timing.predict import StepEstimate as StepEstimate
+from shardax.plan.timing.predict import predict as predict
+from shardax.plan.timing.rows import read_row as read_row
+from shardax.plan.timing.step import StepParts as StepParts
+from shardax.plan.timing.transformer import TrainingStep as TrainingStep
+from shardax.plan.timing.transformer import TransformerShape as TransformerShape

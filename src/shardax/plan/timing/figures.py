@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of kernels, links and software, and further hardware of the time model."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardax.plan.errors import HardwareError
+from shardax.plan.hardware.hardware import Hardware, find_hardware
+
+GENERATIONS = {
+    "volta": ("v100",),
+    "ampere": ("a100", "a800", "a10", "a6000"),
+    "hopper": ("h100", "h200", "h800", "h20", "gh200"),
+    "blackwell": ("b200", "b300", "b100", "gb200", "gb300"),
+    "mxu128": ("v2", "v3", "v4", "v5e", "v5p"),
+    "mxu256": ("v6e", "v7x"),
+}
+"""Hardware by generation: what its figures of kernels have in common."""
+
+CORES = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148}
+"""Streaming multiprocessors of a GPU."""
+
+PEAK_NAMES = {
+    "fp16": "f16",
+    "fp8": "f8",
+    "fp8-row": "f8",
+    "mxfp8": "f8",
+    "nvfp4": "f4",
+    "int8": "s8",
+}
+"""Dtype of ``Hardware.peak_flops``, by precision."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the time model.
+
+    Attributes:
+        value: The figure.
+        prior: What was expected before a fit.
+        bounds: Least and largest plausible value.
+        unit: Of the value.
+        source: Of the value; "fit" is a fit to measured steps.
+        what: Meaning.
+    """
+
+    value: float
+    prior: float
+    bounds: tuple[float, float]
+    unit: str
+    source: str
+    what: str
+
+
+@functools.cache
+def figure_table() -> Mapping[str, Figure]:
+    """Returns the figures of ``figures.toml`` by section and name, such as "links.torus_share"."""
+    tables = _read("figures.toml")
+    return {
+        f"{section}.{name}": Figure(
+            entry["value"],
+            entry["prior"],
+            tuple(entry["bounds"]),
+            entry["unit"],
+            entry["source"],
+            entry["what"],
+        )
+        for section, entries in tables.items()
+        for name, entry in entries.items()
+    }
+
+
+@functools.cache
+def default_figures() -> Mapping[str, float]:
+    """Returns the values of the figures."""
+    return {name: figure.value for name, figure in figure_table().items()}
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _further_chips() -> Mapping[str, Hardware]:
+    chips: dict[str, Hardware] = {}
+    for name, entry in _read("chips.toml").items():
+        changes = dict(entry)
+        base = changes.pop("like")
+        chip = chips.get(base) or find_hardware(base)
+        chips[name] = chip.like(name=name, **changes)
+    return chips
+
+
+def find_chip(name: str) -> Hardware:
+    """Returns hardware by its name, known to the compilers or not."""
+    short = name.lower().removesuffix("-sxm")
+    chip = _further_chips().get(short)
+    if chip is not None:
+        return chip
+    try:
+        return find_hardware(short)
+    except HardwareError as error:
+        further = ", ".join(_further_chips())
+        raise HardwareError(f"{error} Of the time model alone: {further}.") from None
+
+
+@functools.cache
+def generation(name: str, kind: str) -> str:
+    """Returns the generation of hardware; of an unknown name, that of its kind's middle."""
+    family = name.lower().partition("-")[0]
+    for title, families in GENERATIONS.items():
+        if family in families:
+            return title
+    return "mxu128" if kind == "tpu" else "hopper"
+
+
+def product_peak(chip: Hardware, precision: str, figures: Mapping[str, float]) -> float:
+    """Returns operations a second that large products reach in a precision."""
+    title = generation(chip.name, chip.kind)
+    peak = chip.peak_flops.get(PEAK_NAMES.get(precision, precision))
+    share = figures.get(f"{title}.{precision}_share")
+    if peak is None or share is None:
+        # A precision that the hardware lacks is computed in the next wider one.
+        wider = {"nvfp4": "mxfp8", "mxfp8": "fp8", "fp8-row": "fp8"}.get(precision)
+        if wider is not None:
+            return product_peak(chip, wider, figures)
+        share = figures[f"{title}.product_share"]
+        peak = chip.peak("bf16") if peak is None or precision == "f32" else peak
+        if precision == "f32":
+            peak = chip.peak("f32")
+    return peak * share

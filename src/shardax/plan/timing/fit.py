@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the time model, fitted to measured steps.
+
+Least squares over the logarithms of predicted over measured seconds, robust against single rows.
+Figures stay within their bounds and depart from their priors at a price, so that few rows change
+few figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardax.plan.errors import HardwareError, PlanInputError
+from shardax.plan.hardware.hardware import Hardware
+from shardax.plan.timing.figures import default_figures, figure_table, generation
+from shardax.plan.timing.rows import Row, read_row
+from shardax.plan.timing.step import step_parts
+from shardax.plan.timing.transformer import TrainingStep, TransformerShape
+
+_SPREAD = 0.08  # of a measurement, as a logarithm
+_PRIORS = 5.0  # spread of a prior between its bounds: one part of so many
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measured step.
+
+    Attributes:
+        model: Sizes of the transformer.
+        step: Its layout.
+        hardware: The hardware.
+        software: What ran it.
+        seconds: Measured.
+    """
+
+    model: TransformerShape
+    step: TrainingStep
+    hardware: Hardware
+    software: str
+    seconds: float
+
+    def predicted(self, figures: Mapping[str, float]) -> float:
+        """Returns the predicted seconds."""
+        parts = step_parts(self.model, self.step, self.hardware, self.software, figures)
+        return sum(vars(parts).values())
+
+    @property
+    def sections(self) -> set[str]:
+        """Sections of the figures that have a part in the prediction."""
+        family = generation(self.hardware.name, self.hardware.kind)
+        return {"kernels", "links", "jobs", family, self.software}
+
+
+def calibrate(
+    rows: Iterable[Row], *, from_priors: bool = False, rounds: int = 12
+) -> dict[str, float]:
+    """Fits the figures of the time model to measured steps.
+
+    Args:
+        rows: Measured steps in the form of published ones: ``arch``, ``layout``, ``hw``,
+            ``seq_len``, ``global_batch_seqs``, ``step_seconds`` and what else is known. Rows that
+            did not run, or lack a size, are left out.
+        from_priors: Whether the library's own fit is forgotten.
+        rounds: Steps of the fit at most.
+
+    Returns:
+        Figures for ``plan.predict(figures=...)``: those that have a part in the rows' predictions.
+
+    Raises:
+        PlanInputError: No row can be predicted.
+
+    Example:
+        >>> from shardax import plan
+        >>> row = {
+        ...     "arch": dict(layers=32, embed=4096, mlp_hidden=14336, heads=32, vocab=32000),
+        ...     "hw": "h100", "chips": 8, "seq_len": 4096, "global_batch_seqs": 16,
+        ...     "layout": {"dp": 8, "fsdp": 8, "zero": 3}, "step_seconds": 0.9,
+        ... }
+        >>> figures = plan.calibrate([row], rounds=2)
+        >>> 0 < figures["hopper.product_share"] < 1
+        True
+    """
+    measurements = read_measurements(rows)
+    if not measurements:
+        raise PlanInputError(
+            "No row can be predicted: each needs arch, hw, seq_len, global_batch_seqs and "
+            "step_seconds."
+        )
+    return fit(measurements, from_priors=from_priors, rounds=rounds)
+
+
+def read_measurements(rows: Iterable[Row]) -> list[Measurement]:
+    """Returns the rows that ran and say enough."""
+    measurements: list[Measurement] = []
+    for row in rows:
+        seconds = row.get("step_seconds")
+        if not seconds:
+            continue
+        try:
+            measurements.append(Measurement(*read_row(row), seconds))
+        except (PlanInputError, HardwareError):
+            continue
+    return measurements
+
+
+def fit(
+    measurements: Sequence[Measurement], *, from_priors: bool = False, rounds: int = 12
+) -> dict[str, float]:
+    """Returns the figures of the least sum of squares."""
+    table = figure_table()
+    sections = set().union(*(measurement.sections for measurement in measurements))
+    names = [
+        name
+        for name, figure in table.items()
+        if name.partition(".")[0] in sections and figure.source == "fit"
+    ]
+    base = dict(default_figures())
+    if from_priors:
+        base = {name: figure.prior for name, figure in table.items()}
+    center = np.log([base[name] for name in names])
+    low = np.log([table[name].bounds[0] for name in names])
+    high = np.log([table[name].bounds[1] for name in names])
+    spread = (high - low) / _PRIORS
+    rows_of = [
+        [
+            number
+            for number, measurement in enumerate(measurements)
+            if name.partition(".")[0] in measurement.sections
+        ]
+        for name in names
+    ]
+
+    def figures_at(point: np.ndarray) -> dict[str, float]:
+        return {**base, **dict(zip(names, np.exp(point).tolist(), strict=True))}
+
+    def errors(point: np.ndarray) -> np.ndarray:
+        figures = figures_at(point)
+        logs = [
+            math.log(measurement.predicted(figures) / measurement.seconds)
+            for measurement in measurements
+        ]
+        return np.array(logs) / _SPREAD
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(point), (point - center) / spread])
+
+    def derivatives(point: np.ndarray) -> np.ndarray:
+        figures = figures_at(point)
+        before = [measurement.predicted(figures) for measurement in measurements]
+        matrix = np.zeros((len(measurements) + len(names), len(names)))
+        for column, name in enumerate(names):
+            moved = {**figures, name: figures[name] * 1.01}
+            for row in rows_of[column]:
+                change = measurements[row].predicted(moved) / before[row]
+                matrix[row, column] = math.log(change) / math.log(1.01) / _SPREAD
+            matrix[len(measurements) + column, column] = 1 / spread[column]
+        return matrix
+
+    # Slow to import, and needed by nothing else of the planner.
+    import scipy.optimize
+
+    margin = 1e-6 * (high - low)
+    result = scipy.optimize.least_squares(
+        residuals,
+        np.clip(center, low + margin, high - margin),
+        jac=derivatives,  # pyright: ignore[reportArgumentType]
+        bounds=(low, high),
+        loss="soft_l1",
+        max_nfev=rounds,
+    )
+    return dict(zip(names, np.exp(result.x).tolist(), strict=True))
+

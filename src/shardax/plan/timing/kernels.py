@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of kernels: products, attention, and what is bound by the memory.
+
+A product takes operations over the peak that large ones reach, less by its shape: a GPU computes
+tiles in waves over its cores, a TPU pads to its matrix unit, and either needs a depth to get going.
+It takes at least the time of its operands in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardax.plan.hardware.hardware import Hardware
+from shardax.plan.timing.figures import CORES, generation, product_peak
+
+_TILE = (128, 256)  # rows and columns that a core of a GPU computes at a time
+_NARROW = {"fp8": 1.0, "fp8-row": 1.0, "mxfp8": 1.03, "nvfp4": 0.56, "int8": 1.0}
+_FORWARD_ATTENTION_BLOCK = 128  # keys of a block of fused attention; causal blocks are computed whole
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of one device.
+
+    Attributes:
+        chip: The hardware.
+        figures: Of kernels, by name.
+        precision: Of the products of layers.
+    """
+
+    chip: Hardware
+    figures: Mapping[str, float]
+    precision: str = "bf16"
+    family: str = field(init=False, default="")
+    wide_peak: float = field(init=False, default=0.0)
+    narrow_peak: float = field(init=False, default=0.0)
+    stream: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        family = generation(self.chip.name, self.chip.kind)
+        wide = self.precision if self.precision in ("f32", "fp16") else "bf16"
+        for name, value in {
+            "family": family,
+            "wide_peak": product_peak(self.chip, wide, self.figures),
+            "narrow_peak": product_peak(self.chip, self.precision, self.figures),
+            "stream": self.chip.memory_bandwidth * self.figures["kernels.memory_share"],
+        }.items():
+            object.__setattr__(self, name, value)
+
+    def product(
+        self, rows: float, columns: float, depth: float, *, wide: bool = False
+    ) -> float:
+        """Returns the seconds of one product; ``wide`` keeps it in bf16."""
+        if min(rows, columns, depth) <= 0:
+            return 0.0
+        narrow = self.precision in _NARROW and not wide
+        peak = self.narrow_peak if narrow else self.wide_peak
+        ramp = self.figures["kernels.depth_ramp"]
+        if narrow:  # the same start, in fewer seconds
+            ramp *= self.narrow_peak / self.wide_peak
+        cores = CORES.get(self.family)
+        if cores:
+            tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
+            tiles = min(tiles, math.ceil(rows / _TILE[1]) * math.ceil(columns / _TILE[0]))
+            waves = max(rows * columns / (_TILE[0] * _TILE[1]) / cores, 1e-3)
+            padded = math.ceil(tiles / cores) / waves
+            used = 1 + self.figures["kernels.wave_share"] * min(padded - 1, 4.0)
+        else:
+            unit = 256 if self.family == "mxu256" else 128
+            used = _padding(columns, unit) * _padding(depth, unit) * _padding(rows, 8)
+        seconds = 2 * rows * columns * depth / peak * used * (1 + ramp / depth)
+        width = _NARROW[self.precision] if narrow else 2.0
+        moved = width * (rows * depth + depth * columns) + 2.0 * rows * columns
+        return max(seconds, moved / self.stream)
+
+    def quantization(self, elements: float) -> float:
+        """Returns the seconds to narrow operands of products."""
+        if self.precision not in _NARROW or not elements:
+            return 0.0
+        passes = self.figures["kernels.row_quantize"] if self.precision == "fp8-row" else 1.0
+        return elements * passes * self.figures["kernels.quantize_bytes"] / self.stream
+
+    def attention(
+        self, tokens: float, context: float, heads: float, key_width: int, value_width: int
+    ) -> float:
+        """Returns the seconds of fused attention, forward."""
+        ramp = self.figures["kernels.attention_ramp"]
+        width = (key_width + value_width) / 2
+        share = self.figures[f"{self.family}.attention_share"] * (128 + ramp) / 128
+        share = min(share * width / (width + ramp), 0.95)
+        operations = 2 * tokens * (context + _FORWARD_ATTENTION_BLOCK / 2) * heads
+        peak = self.chip.peak("bf16")
+        return operations * (key_width + value_width) / (peak * share)
+
+    def attention_backward(self, forward: float) -> float:
+        """Returns the seconds of the derivative of fused attention: five products for two."""
+        return 2.5 * forward * self.figures["kernels.attention_backward"]
+
+    def plain_attention(
+        self, tokens: float, length: float, heads: float, key_width: int, value_width: int
+    ) -> float:
+        """Returns the seconds of unfused attention forward: products of whole squares, scores in
+        memory."""
+        operations = 2 * tokens * length * heads * (key_width + value_width)
+        ramp = 1 + self.figures["kernels.depth_ramp"] / key_width
+        passes = self.figures["kernels.scores_passes"] / 3
+        scores = tokens * length * heads * 2.0 * passes
+        return operations * ramp / self.wide_peak + scores / self.stream
+
+    def streamed(self, bytes_: float) -> float:
+        """Returns the seconds to move bytes between the memory and the device."""
+        return bytes_ / self.stream
+
+
+def _padding(size: float, unit: int) -> float:
+    return math.ceil(size / unit) * unit / size
+
+
+def both(first: float, second: float) -> float:
+    """Returns the seconds of two things at a time, smoothly the longer."""
+    longer, shorter = max(first, second), min(first, second)
+    return longer * (1 + (shorter / longer) ** 4) ** 0.25 if longer else 0.0

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published training steps as inputs of the time model.
+
+A row says model, layout and hardware in the words of its source; where it does not say something, the
+common default of its software stands in. Results in a row are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shardax.plan.errors import PlanInputError
+from shardax.plan.hardware.hardware import Hardware
+from shardax.plan.timing.figures import find_chip
+from shardax.plan.timing.transformer import TrainingStep, TransformerShape
+
+Row = Mapping[str, Any]
+
+
+def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
+    """Returns model, step, hardware and software of a row.
+
+    Raises:
+        PlanInputError: The row lacks a size that has no default.
+        HardwareError: The hardware is unknown.
+    """
+    sequence = _number(row, "seq_len")
+    batch = _number(row, "global_batch_seqs")
+    model = _model(row, int(sequence))
+    chip = _chip(row)
+    software = _software(row)
+    layout = row.get("layout") or {}
+
+    def degree(name: str) -> int:
+        return max(1, int(layout.get(name) or 1))
+
+    devices = int(row.get("devices") or row.get("chips") or 0)
+    tensor, context, pipeline = degree("tp"), degree("cp"), degree("pp")
+    data = int(layout.get("dp") or 0) or max(1, devices // (tensor * context * pipeline))
+    microbatch = row.get("seqs_per_dp_rank_per_microbatch") or 0
+    if not microbatch and row.get("grad_accum"):
+        microbatch = batch / data / row["grad_accum"]
+    zero = layout.get("zero")
+    zero = (3 if layout.get("fsdp") else 1) if zero is None else int(zero)
+    shards = int(layout.get("fsdp") or 0) if zero >= 2 else 0
+    if zero >= 2 and software.startswith("pytorch"):
+        shards *= context
+    precision = _precision(row)
+    pure = layout.get("mixed_precision_mode") == "PURE"
+    compact = software == "xla" or pure or precision in ("mxfp8", "nvfp4")
+    kernel = str(row.get("attention_kernel") or "flash").lower()
+    graphs = str(layout.get("cuda_graph_impl") or "") + str(layout.get("cuda_graph_scope") or "")
+    step = TrainingStep(
+        global_batch=batch,
+        sequence=int(sequence),
+        devices=devices,
+        data=data,
+        zero=zero,
+        shards=shards,
+        tensor=tensor,
+        sequence_parallel=bool(layout.get("sp")) or (software != "xla" and tensor > 1
+            and "flash" in kernel),
+        context=context,
+        pipeline=pipeline,
+        virtual=degree("vpp"),
+        expert=degree("ep"),
+        slices=degree("slices"),
+        microbatch=float(microbatch or 0),
+        precision=precision,
+        recompute=str(row.get("recompute") or "none"),
+        fused_attention="softmax" not in kernel,
+        gradient_bytes=2 if compact else 4,
+        state_bytes=16 if zero < 3 or software == "xla" else 12 if pure else 16,
+        overlap_tensor=bool(layout.get("async_tp")),
+        overlap_experts=bool(layout.get("moe_a2a_overlap")),
+        graphs="step" if "full_iteration" in graphs else "layer" if "[" in graphs
+            or "mlp" in graphs else "",
+        offloaded_layers=_offloaded(row),
+    )
+    return model, step, chip, software
+
+
+def _number(row: Row, name: str) -> float:
+    value = row.get(name)
+    if not isinstance(value, int | float) or value <= 0:
+        raise PlanInputError(f"The row says no {name} ({value!r}).")
+    return value
+
+
+def _model(row: Row, sequence: int) -> TransformerShape:
+    arch = row.get("arch") or {}
+    sizes = ("layers", "embed", "mlp_hidden", "heads", "vocab")
+    if missing := [name for name in sizes if not arch.get(name)]:
+        raise PlanInputError(f"The row says no {', '.join(missing)} of the model.")
+    latent = arch.get("attention_type") == "mla"
+    pattern = re.search(r"(\d+) local\D+(\d+) global", str(arch.get("local_global") or ""))
+    windowed = 0.5
+    if pattern:
+        local, whole = int(pattern[1]), int(pattern[2])
+        windowed = local / (local + whole)
+    return TransformerShape(
+        layers=arch["layers"],
+        embed=arch["embed"],
+        mlp_hidden=arch["mlp_hidden"],
+        heads=arch["heads"],
+        vocab=arch["vocab"],
+        kv_heads=arch.get("kv_heads") or 0,
+        head_dim=(arch.get("qk_nope") if latent else arch.get("head_dim")) or 0,
+        mlp_matrices=arch.get("mlp_mats") or 3,
+        tied=bool(arch.get("tied")),
+        experts=arch.get("experts") or 0,
+        top_k=arch.get("top_k") or (1 if arch.get("experts") else 0),
+        expert_hidden=arch.get("moe_mlp") or 0,
+        shared_experts=arch.get("shared_experts") or 0,
+        dense_layers=arch.get("first_dense") or 0,
+        q_rank=arch.get("q_lora_rank") or 0 if latent else 0,
+        kv_rank=arch.get("kv_lora_rank") or 0 if latent else 0,
+        rope_dim=arch.get("qk_rope") or 0 if latent else 0,
+        value_dim=arch.get("v_head") or 0 if latent else 0,
+        extra_layers=arch.get("mtp_layers") or 0,
+        window=arch.get("sliding_window") or 0,
+        windowed_share=windowed if arch.get("sliding_window") else 0.0,
+        learned_positions=sequence if "learned" in str(arch.get("pos") or "") else 0,
+    )
+
+
+def _chip(row: Row) -> Hardware:
+    chip = find_chip(str(row.get("hw")))
+    note = str(row.get("hw_note") or "")
+    node = re.search(r"(\d+) x (\d+) Gb\b", note) or re.search(r"(\d+) x HDR (\d+) Gb", note)
+    changes: dict[str, Any] = {}
+    size = re.search(r"nodes x (\d+) V100", note)
+    if chip.name.startswith("v100"):
+        changes["node_size"] = int(size[1]) if size else 4
+    if chip.kind == "gpu" and node:
+        per_node = int(node[1]) * int(node[2]) * 1e9 / 8
+        changes["network_bandwidth"] = per_node / changes.get("node_size", chip.node_size)
+    elif total := re.search(r"(\d+) Gbps node-node", note):
+        changes["network_bandwidth"] = int(total[1]) * 1e9 / 8 / chip.node_size
+    return chip.like(**changes) if changes else chip
+
+
+def _software(row: Row) -> str:
+    source = str(row.get("source") or "").lower() + " " + str(row.get("group") or "").lower()
+    if row.get("kind") == "tpu":
+        return "xla"
+    for words, software in (
+        (("torchtitan",), "pytorch-compile"),
+        (("mosaicml", "llm-foundry", "internlm", "nanotron", "pytorch", "levanter"), "pytorch"),
+        (("maxtext", "axlearn", "levanter", "easydel", "jax"), "xla"),
+        (("megatron", "nemo", "nvidia", "bigscience"), "megatron"),
+    ):
+        if any(word in source for word in words):
+            return software
+    return "pytorch" if "FSDP" in str(row.get("form")) else "megatron"
+
+
+def _precision(row: Row) -> str:
+    text = str(row.get("precision") or "bf16").lower()
+    if "nvfp4" in text or "fp4" in text:
+        return "nvfp4"
+    if "mxfp8" in text or "fp8-mx" in text:
+        return "mxfp8"
+    if "fp8" in text and "int8" not in text:
+        return "fp8-row" if "rowwise" in text else "fp8"
+    if "int8" in text:
+        return "int8"
+    if text.startswith("fp16"):
+        return "fp16"
+    return "f32" if text in ("fp32", "f32", "float32") else "bf16"
+
+
+def _offloaded(row: Row) -> int:
+    match = re.search(r"(\d+) layers", str(row.get("offload") or ""))
+    return int(match[1]) if match else 0

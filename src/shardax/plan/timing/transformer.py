@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers and their training steps, as sizes.
+
+``TransformerShape`` has the sizes of a decoder, and counts its parameters. ``TrainingStep`` says how
+a step of it is laid out: degrees of parallelism, batch, precision and recomputation. Neither holds
+an array, and neither depends on a library's model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from shardax.plan.errors import PlanInputError
+
+PRECISIONS = ("f32", "bf16", "fp16", "fp8", "fp8-row", "mxfp8", "nvfp4", "int8")
+SOFTWARE = ("xla", "megatron", "pytorch", "pytorch-compile")
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """Sizes of a decoder.
+
+    Attributes:
+        layers: Blocks of attention and MLP.
+        embed: Width of the residual stream.
+        mlp_hidden: Hidden width of a dense MLP.
+        heads: Query heads.
+        kv_heads: Heads of keys and values; 0 for as many as ``heads``.
+        head_dim: Width of a head; 0 for ``embed / heads``.
+        vocab: Rows of the embedding.
+        mlp_matrices: 3 with a gate, 2 without.
+        tied: Whether the output layer is the embedding.
+        experts: Experts of a layer; 0 is a dense model.
+        top_k: Experts of a token.
+        expert_hidden: Hidden width of an expert; 0 for ``mlp_hidden``.
+        shared_experts: Experts of every token.
+        dense_layers: First layers of a sparse model with a dense MLP.
+        q_rank: Rank of compressed queries (latent attention); 0 if they are not.
+        kv_rank: Rank of compressed keys and values; 0 is ordinary attention.
+        rope_dim: Of latent attention: width of the rotated part of a head, beside ``head_dim``.
+        value_dim: Width of a value head; 0 for ``head_dim``.
+        extra_layers: Layers that predict further tokens, each with an output layer of its own run.
+        window: Tokens that a windowed layer attends to; 0 for all.
+        windowed_share: Share of the layers with a window.
+        learned_positions: Whether positions have parameters, as many as the sequence is long.
+
+    Raises:
+        PlanInputError: A size is not positive, or ``top_k`` is more than ``experts``.
+
+    Example:
+        >>> from shardax import plan
+        >>> llama = plan.TransformerShape(
+        ...     layers=32, embed=4096, mlp_hidden=14336, heads=32, kv_heads=8, vocab=128256
+        ... )
+        >>> round(llama.parameters / 1e9, 2)
+        8.03
+    """
+
+    layers: int
+    embed: int
+    mlp_hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    mlp_matrices: int = 3
+    tied: bool = False
+    experts: int = 0
+    top_k: int = 0
+    expert_hidden: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
+    extra_layers: int = 0
+    window: int = 0
+    windowed_share: float = 0.0
+    learned_positions: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "embed", "mlp_hidden", "heads", "vocab"):
+            if getattr(self, name) < 1:
+                raise PlanInputError(f"{name} is {getattr(self, name)!r}; it is at least 1.")
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise PlanInputError(
+                f"top_k is {self.top_k!r} of {self.experts} experts; it is at least 1 and at most "
+                "their number."
+            )
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def key_width(self) -> int:
+        """Width of a query's and a key's head, the rotated part of latent attention included."""
+        return (self.head_dim or self.embed // self.heads) + (
+            self.rope_dim if self.kv_rank else 0
+        )
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value's head."""
+        return self.value_dim or self.head_dim or self.embed // self.heads
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of an expert."""
+        return self.expert_hidden or self.mlp_hidden
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the attention of a layer."""
+        return sum(inputs * outputs for inputs, outputs in self.attention_products())
+
+    @property
+    def dense_mlp_parameters(self) -> int:
+        """Parameters of a dense MLP."""
+        return self.mlp_matrices * self.embed * self.mlp_hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of an expert."""
+        return self.mlp_matrices * self.embed * self.expert_width
+
+    @property
+    def shared_parameters(self) -> int:
+        """Parameters of a sparse layer that every token uses, without attention."""
+        return self.embed * self.experts + self.shared_experts * self.expert_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embeddings, and of the output layer if it has its own."""
+        tables = self.vocab * (1 if self.tied else 2) + self.learned_positions
+        return tables * self.embed
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self._total(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters used by a token."""
+        return self._total(self.top_k)
+
+    def _total(self, experts: int) -> int:
+        layers = self.layers + self.extra_layers
+        sparse = self.sparse_layers + (self.extra_layers if self.experts else 0)
+        norms = 2 * self.embed * layers + self.embed
+        return (
+            layers * self.attention_parameters
+            + (layers - sparse) * self.dense_mlp_parameters
+            + sparse * (experts * self.expert_parameters + self.shared_parameters)
+            + norms
+            + self.embedding_parameters
+        )
+
+    def attention_products(self, shards: int = 1) -> list[tuple[float, float]]:
+        """Returns inputs and outputs of the projections of attention, of one tensor shard."""
+        queries = self.heads * self.key_width / shards
+        values = self.heads * self.value_width / shards
+        if not self.kv_rank:
+            # Fewer key heads than shards are repeated.
+            keys = max(self.key_heads / shards, 1) * (self.key_width + self.value_width)
+            return [(self.embed, queries + keys), (values, self.embed)]
+        nope = self.key_width - self.rope_dim
+        query = [(self.embed, self.q_rank), (self.q_rank, queries)]
+        return [
+            *(query if self.q_rank else [(self.embed, queries)]),
+            (self.embed, self.kv_rank + self.rope_dim),
+            (self.kv_rank, self.heads * (nope + self.value_width) / shards),
+            (values, self.embed),
+        ]
+
+    def mean_context(self, length: int) -> float:
+        """Returns the mean number of tokens that a token attends to, over causal layers."""
+        whole = (length + 1) / 2
+        if not self.window or self.window >= length:
+            return whole
+        windowed = self.window - self.window * (self.window - 1) / (2 * length)
+        return self.windowed_share * windowed + (1 - self.windowed_share) * whole
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Shares of the forward pass that the backward pass repeats, from 0 to 1.
+
+    Attributes:
+        projections: Of the projections of attention.
+        attention: Of attention itself.
+        mlp: Of the MLP's products.
+        elementwise: Of norms and activations.
+
+    Example:
+        >>> Recompute.parse("full").mlp
+        1.0
+    """
+
+    projections: float = 0.0
+    attention: float = 0.0
+    mlp: float = 0.0
+    elementwise: float = 0.0
+
+    @staticmethod
+    def parse(text: str | None, *, matrices: int = 3) -> Recompute:
+        """Returns the shares of a policy as frameworks name it; of an unknown one, none.
+
+        Args:
+            text: Such as ``"full"``, ``"selective"``, ``"minimal"``, or the names of modules.
+            matrices: Of the MLP.
+        """
+        policy = (text or "none").lower()
+        if policy.startswith(("none", "no ", "off", "false")):
+            return Recompute()
+        if policy.startswith("custom") or "qkv_proj" in policy:
+            return _named_policy(policy, matrices)
+        if policy.startswith("minimal"):  # products are saved
+            return Recompute(elementwise=1.0, attention=1.0)
+        if "per op" in policy or "selective op" in policy or policy == "selective":
+            # Every second product is saved, and attention is.
+            return Recompute(projections=0.5, mlp=0.5, elementwise=1.0)
+        if "selective layer" in policy:
+            return Recompute(0.5, 0.5, 0.5, 0.5)
+        if policy.startswith("selective"):
+            return _modules(policy)
+        return Recompute(1.0, 1.0, 1.0, 1.0)
+
+
+def _modules(policy: str) -> Recompute:
+    """Shares of a list of modules that are repeated."""
+    names = set(policy.partition(":")[2].replace(",", " ").split())
+    whole_mlp = bool(names & {"mlp", "moe"})
+    elementwise = 0.35 * bool(names & {"layernorm", "norm"}) + 0.4 * bool(
+        names & {"moe_act", "act"}
+    )
+    return Recompute(
+        projections=0.3 if "mla_up_proj" in names else 0.0,
+        attention=float(bool(names & {"core_attn", "attention"})),
+        mlp=1.0 if whole_mlp else 0.0,
+        elementwise=min(1.0, elementwise + 0.4 * whole_mlp),
+    )
+
+
+def _named_policy(policy: str, matrices: int) -> Recompute:
+    """Shares of MaxText's policies, which name what is saved (on the device or the host)."""
+
+    def saved(*names: str) -> bool:
+        return any(f"{name}={place}" in policy for name in names for place in ("device", "offload"))
+
+    heads = saved("query_proj", "qkv_proj") or "qkv_proj" in policy.partition("=")[0]
+    output = saved("out_proj")
+    up = saved("mlpwi", "mlpwi_0", "mlpwi_1")
+    # What the last product of a layer gives is needed by no derivative.
+    mlp = 0.0 if up else (matrices - 1) / matrices
+    return Recompute(
+        projections=0.6 * (not heads) + 0.4 * (not output),
+        attention=0.0 if saved("context") else 1.0,
+        mlp=mlp,
+        elementwise=1.0,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A training step's layout: degrees of parallelism, batch, precision and recomputation.
+
+    Attributes:
+        global_batch: Sequences of a step, over all devices.
+        sequence: Tokens of a sequence.
+        devices: How many; 0 for the product of the degrees.
+        data: Batch shards.
+        zero: 0 for whole parameters and optimizer state on each device, 1 for sharded optimizer
+            state, 2 with gradients, 3 with parameters (FSDP).
+        shards: Devices over which ``zero`` shards; 0 for all of ``data`` times ``context``.
+        tensor: Shards of heads and hidden units.
+        sequence_parallel: Whether norms are split over the tensor axis too.
+        context: Shards of the sequence.
+        pipeline: Stages.
+        virtual: Parts of the model on each stage.
+        expert: Shards of the experts, of the devices of ``data`` and ``context``.
+        slices: TPU slices, joined by the network.
+        microbatch: Sequences of a device (its tensor, context and pipeline group) at a time; 0
+            for all.
+        precision: Of the products, one of ``f32``, ``bf16``, ``fp16``, ``fp8``, ``fp8-row``,
+            ``mxfp8``, ``nvfp4``, ``int8``.
+        recompute: Policy, as ``Recompute.parse`` reads it.
+        fused_attention: Whether scores stay on the chip.
+        state_bytes: Bytes of a parameter with its gradient and optimizer state.
+        gradient_bytes: Bytes of a gradient that devices send.
+        overlap_tensor: Whether tensor collectives are split to run beside products.
+        overlap_experts: Whether all-to-alls run beside another microbatch.
+        graphs: Whether layers (``"layer"``) or the whole step (``"step"``) are launched as CUDA
+            graphs.
+        offloaded_layers: Layers whose activations are moved to the host.
+
+    Raises:
+        PlanInputError: A degree is below 1, or the batch does not divide.
+
+    Example:
+        >>> from shardax import plan
+        >>> step = plan.TrainingStep(global_batch=64, sequence=8192, data=8, zero=3, tensor=2)
+        >>> step.device_count, step.microbatches
+        (16, 1)
+    """
+
+    global_batch: float
+    sequence: int
+    devices: int = 0
+    data: int = 1
+    zero: int = 0
+    shards: int = 0
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    slices: int = 1
+    microbatch: float = 0
+    precision: str = "bf16"
+    recompute: str = "none"
+    fused_attention: bool = True
+    state_bytes: float = 16
+    gradient_bytes: float = 4
+    overlap_tensor: bool = False
+    overlap_experts: bool = False
+    graphs: str = ""
+    offloaded_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
+            if getattr(self, name) < 1:
+                raise PlanInputError(f"{name} is {getattr(self, name)!r}; a degree is at least 1.")
+        if self.global_batch <= 0 or self.sequence < 1:
+            raise PlanInputError(
+                f"A step of {self.global_batch!r} sequences of {self.sequence!r} tokens has no work."
+            )
+        if self.precision not in PRECISIONS:
+            raise PlanInputError(
+                f"precision is {self.precision!r}; it is one of {', '.join(PRECISIONS)}."
+            )
+
+    @property
+    def device_count(self) -> int:
+        """Devices of the step."""
+        return self.devices or self.data * self.tensor * self.context * self.pipeline
+
+    @property
+    def replica_batch(self) -> float:
+        """Sequences of one batch shard in a step."""
+        return self.global_batch / self.data
+
+    @property
+    def sequences(self) -> float:
+        """Sequences of one batch shard in a microbatch."""
+        return min(self.microbatch or self.replica_batch, self.replica_batch)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return max(1, math.ceil(self.replica_batch / self.sequences - 1e-6))
+
+    @property
+    def shard_count(self) -> int:
+        """Devices over which ``zero`` shards."""
+        return (self.shards or self.data * self.context) if self.zero else 1
+
+    def like(self, **changes: object) -> TrainingStep:
+        """Returns the step with some attributes changed."""
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
