@@ -202,7 +202,8 @@ class Rules:
         ):
             if value is None:
                 value = policies[0] if base is None else getattr(base, name)
-            Options(errors.PartitionError).choice(name, value, policies)
+            else:
+                Options(errors.PartitionError).choice(name, value, policies)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pairs", checked)
 

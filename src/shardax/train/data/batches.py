@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from shardax._core.checks import Options, is_integer
+from shardax._core.checks import Options, is_integer, raise_if_any
 from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataError
@@ -165,23 +165,16 @@ class TrainBatches:
                 "with a step of 0 or more; pass what batches.state() returned."
             )
         differing = [name for name in position if name != "step" and saved[name] != position[name]]
-        if differing:
-            advice = (
-                "The text is not the one that was trained on (or is split otherwise): open the "
-                "same text and split it with the same arguments, or start the data anew by not "
-                "restoring its position."
-            )
-            if "fingerprint" not in differing:
-                arguments = ", ".join(f"{name}=<saved>" for name in differing)
-                advice = (
-                    "Make the batches with the saved values, TrainBatches(part, ..., "
-                    f"{arguments}), and restore again."
-                )
-            lines = [f"  {key}: saved {saved[key]!r}, here {position[key]!r}" for key in differing]
-            raise DataError(
-                "The saved data position cannot be continued with these batches, because they "
-                "would not be the ones that followed:\n" + "\n".join([*lines, advice])
-            )
+        arguments = ", ".join(f"{name}=<saved>" for name in differing)
+        remedy = (
+            "The text is not the one that was trained on (or is split otherwise): open the same "
+            "text and split it with the same arguments, or start the data anew by not restoring "
+            "its position."
+            if "fingerprint" in differing
+            else f"Make the batches with the saved values, TrainBatches(part, ..., {arguments}), "
+            "and restore again."
+        )
+        require_same_data(differing, saved, position, remedy)
         self.step = int(saved["step"])
 
     def batch_at(self, step: int, rows: Rows | None = None) -> Arrays:
@@ -584,6 +577,20 @@ def _joined(*parts: Any) -> Any:
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether a value is an integer of 0 or more."""
     return is_integer(value) and value >= 0
+
+
+def require_same_data(
+    differing: Iterable[str], saved: Mapping[str, Any], position: Mapping[str, Any], remedy: str
+) -> None:
+    """Refuses a saved position of other data; lists all differences."""
+    raise_if_any(
+        DataError,
+        [f"  {name}: saved {saved[name]!r}, here {position[name]!r}" for name in differing],
+        "The saved data position cannot be continued with these batches, because they would not "
+        "be the ones that followed:\n",
+        f"\n{remedy}",
+        separator="\n",
+    )
 
 
 def check_seed(seed: Any) -> None:

@@ -20,7 +20,15 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from shardax.train.data.batches import OPTIONS, Arrays, Rows, check_seed, is_count, row_numbers
+from shardax.train.data.batches import (
+    OPTIONS,
+    Arrays,
+    Rows,
+    check_seed,
+    is_count,
+    require_same_data,
+    row_numbers,
+)
 from shardax.train.data.sources import Positioned, go_on_without_end, host_batch, with_position
 from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataError
@@ -135,14 +143,8 @@ class PackedBatches:
                 f"Not a position of packed batches: {state!r}. Pass what batches.state() returned."
             )
         differing = [name for name in self._identity if state[name] != self._identity[name]]
-        if differing:
-            lines = [f"  {key}: saved {state[key]!r}, here {position[key]!r}" for key in differing]
-            raise DataError(
-                "The saved data position cannot be continued with these batches, because they "
-                "would not be the ones that followed:\n"
-                + "\n".join(lines)
-                + "\nPack the same documents with the saved arguments."
-            )
+        remedy = "Pack the same documents with the saved arguments."
+        require_same_data(differing, state, position, remedy)
         self._order.restore(state["documents_at"])
         self._before, self._next = state["documents_at"], None
         self.step, self._used = int(state["step"]), int(state["used"])
