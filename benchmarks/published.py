@@ -84,7 +84,7 @@ def pairs_in_order(
         for (first, guess), (second, guess_2) in itertools.combinations(times, 2):
             if max(first, second) > (1 + CLEAR) * min(first, second):
                 total += 1
-                right += (first < second) == (guess < guess_2)
+                right += (first - second) * (guess - guess_2) > 0
     return right, total
 
 

@@ -60,8 +60,9 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         zero=zero,
         shards=shards,
         tensor=tensor,
-        sequence_parallel=bool(layout.get("sp")) or (software != "xla" and tensor > 1
-            and "flash" in kernel),
+        sequence_parallel=bool(layout.get("sp"))
+        or (software != "xla" and tensor > 1 and "flash" in kernel),
+        split_stream=software == "xla",
         context=context,
         pipeline=pipeline,
         virtual=degree("vpp"),
@@ -75,8 +76,11 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         state_bytes=16 if zero < 3 or software == "xla" else 12 if pure else 16,
         overlap_tensor=bool(layout.get("async_tp")),
         overlap_experts=bool(layout.get("moe_a2a_overlap")),
-        graphs="step" if "full_iteration" in graphs else "layer" if "[" in graphs
-            or "mlp" in graphs else "",
+        graphs="step"
+        if "full_iteration" in graphs
+        else "layer"
+        if "[" in graphs or "mlp" in graphs
+        else "",
         offloaded_layers=_offloaded(row),
     )
     return model, step, chip, software

@@ -99,9 +99,7 @@ class TransformerShape:
     @property
     def key_width(self) -> int:
         """Width of a query's and a key's head, the rotated part of latent attention included."""
-        return (self.head_dim or self.embed // self.heads) + (
-            self.rope_dim if self.kv_rank else 0
-        )
+        return (self.head_dim or self.embed // self.heads) + (self.rope_dim if self.kv_rank else 0)
 
     @property
     def value_width(self) -> int:
@@ -285,6 +283,8 @@ class TrainingStep:
         shards: Devices over which ``zero`` shards; 0 for all of ``data`` times ``context``.
         tensor: Shards of heads and hidden units.
         sequence_parallel: Whether norms are split over the tensor axis too.
+        split_stream: Whether activations between layers are split over the tensor axis, as a
+            partitioner does it, without sequence parallelism.
         context: Shards of the sequence.
         pipeline: Stages.
         virtual: Parts of the model on each stage.
@@ -322,6 +322,7 @@ class TrainingStep:
     shards: int = 0
     tensor: int = 1
     sequence_parallel: bool = False
+    split_stream: bool = False
     context: int = 1
     pipeline: int = 1
     virtual: int = 1
