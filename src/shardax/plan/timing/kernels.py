@@ -104,8 +104,10 @@ class Kernels:
     def plain_attention(
         self, tokens: float, length: float, heads: float, key_width: int, value_width: int
     ) -> float:
-        """Returns the seconds of unfused attention forward: products of whole squares, scores in
-        memory."""
+        """Returns the seconds of unfused attention forward.
+
+        Its products are of whole squares, and its scores pass through the memory.
+        """
         operations = 2 * tokens * length * heads * (key_width + value_width)
         ramp = 1 + self.figures["kernels.depth_ramp"] / key_width
         passes = self.figures["kernels.scores_passes"] / 3

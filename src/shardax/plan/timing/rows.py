@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published training steps as inputs of the time model.
 
-A row says model, layout and hardware in the words of its source; where it does not say something, the
-common default of its software stands in. Results in a row are not read.
+A row says model, layout and hardware in the words of its source; where it does not say something,
+the common default of its software stands in. Results in a row are not read.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """Seconds of a training step: layers, pipelines, collectives and what they overlap with.
 
 The unit is a layer of a microbatch on one device. Its kernels run one after another; the host
-launches them beside. Collectives of sharded parameters (FSDP) run beside the layer's arithmetic, those
-of tensor and expert shards in sequence, as far as the software does not split them. A pipeline adds
-its bubble, and sums of gradients hide behind the last backward pass.
+launches them beside. Collectives of sharded parameters (FSDP) run beside the layer's arithmetic,
+those of tensor and expert shards in sequence, as far as the software does not split them. A
+pipeline adds its bubble, and sums of gradients hide behind the last backward pass.
 """
 
 from __future__ import annotations

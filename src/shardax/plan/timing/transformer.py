@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers and their training steps, as sizes.
 
-``TransformerShape`` has the sizes of a decoder, and counts its parameters. ``TrainingStep`` says how
-a step of it is laid out: degrees of parallelism, batch, precision and recomputation. Neither holds
-an array, and neither depends on a library's model.
+``TransformerShape`` has the sizes of a decoder, and counts its parameters. ``TrainingStep`` says
+how a step of it is laid out: degrees of parallelism, batch, precision and recomputation. Neither
+holds an array, and neither depends on a library's model.
 """
 
 from __future__ import annotations
@@ -345,7 +345,8 @@ class TrainingStep:
                 raise PlanInputError(f"{name} is {getattr(self, name)!r}; a degree is at least 1.")
         if self.global_batch <= 0 or self.sequence < 1:
             raise PlanInputError(
-                f"A step of {self.global_batch!r} sequences of {self.sequence!r} tokens has no work."
+                f"A step of {self.global_batch!r} sequences of {self.sequence!r} tokens has no "
+                "work."
             )
         if self.precision not in PRECISIONS:
             raise PlanInputError(
