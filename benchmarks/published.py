@@ -57,7 +57,8 @@ def predict_row(row: Row, figures: Mapping[str, float] | None = None) -> Predict
         "fits": estimate.fits,
         "software": software,
         "waits_for": estimate.waits_for,
-        "rule_of_thumb": estimate.seconds * estimate.mfu / RULE_OF_THUMB,
+        # Rounded, so that equal work stays equal.
+        "rule_of_thumb": float(f"{estimate.seconds * estimate.mfu / RULE_OF_THUMB:.9g}"),
     }
 
 
