@@ -183,9 +183,9 @@ def test_impossible_steps_are_refused() -> None:
 def test_calibration_moves_towards_measured_seconds() -> None:
     model, step, hardware, software = plan.read_row(ROW)
     measured = 1.3 * plan.predict(model, step, hardware, software=software).seconds
-    figures = plan.calibrate([{**ROW, "step_seconds": measured}] * 4, rounds=4)
+    figures = plan.calibrate([{**ROW, "step_seconds": measured}] * 40, rounds=10)
     fitted = plan.predict(model, step, hardware, software=software, figures=figures).seconds
-    assert fitted == pytest.approx(measured, rel=0.05)
+    assert fitted == pytest.approx(measured, rel=0.1)
 
 
 def test_row_is_predicted_without_its_result(published: ModuleType) -> None:
