@@ -2,16 +2,18 @@
 """Predicted training steps beside published, measured ones.
 
 Every row says a model, a layout and hardware; `plan.predict` gets these and never the row's result.
-The opponent is the rule of thumb: 6 N operations a token plus attention, at 45 % of the peak in bf16.
+The opponent is the rule of thumb: 6 N operations a token plus attention, at 45 % of the peak in
+bf16.
+
+Words: *error* is the absolute difference over the measured seconds. A *pair* is two rows of one
+model on one hardware whose seconds a token and chip differ by over 15 %; it is in order if the
+prediction puts the same one first. A *half* is every second group; groups are sources, or pairs of
+a model and hardware.
 
     python benchmarks/published.py --rows steps.jsonl                  # the tables
     python benchmarks/published.py --rows steps.jsonl --json out.json  # one prediction a row
-    python benchmarks/published.py --rows steps.jsonl --halves         # fit on halves, test on others
-    python benchmarks/published.py --rows steps.jsonl --fit figures.toml  # fit all, write the figures
-
-Words: *error* is the absolute difference over the measured seconds. A *pair* is two rows of one model
-on one hardware whose steps of one token differ by over 15 %; it is in order if the prediction puts the
-same one first. A *half* is every second group; groups are sources, or pairs of a model and hardware.
+    python benchmarks/published.py --rows steps.jsonl --halves         # errors of fits on halves
+    python benchmarks/published.py --rows steps.jsonl --fit FIGURES    # fit all, write the figures
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def predict_row(row: Row, figures: Mapping[str, float] | None = None) -> Predict
         "fits": estimate.fits,
         "software": software,
         "waits_for": estimate.waits_for,
-        "rule_of_thumb": estimate.seconds * estimate.mfu / RULE_OF_THUMB,
+        # Rounded, so that equal work stays equal.
+        "rule_of_thumb": float(f"{estimate.seconds * estimate.mfu / RULE_OF_THUMB:.9g}"),
     }
 
 
@@ -84,7 +87,7 @@ def pairs_in_order(
         for (first, guess), (second, guess_2) in itertools.combinations(times, 2):
             if max(first, second) > (1 + CLEAR) * min(first, second):
                 total += 1
-                right += (first < second) == (guess < guess_2)
+                right += (first - second) * (guess - guess_2) > 0
     return right, total
 
 
@@ -177,7 +180,8 @@ def print_tables(rows: Sequence[Row], predictions: Sequence[Prediction]) -> None
     for row, prediction in sorted(ran, key=lambda pair: -error_of(*pair))[:10]:
         print(
             f"{row['id']:26} {prediction['seconds']:9.3f} {row['step_seconds']:9.3f}  "
-            f"{prediction['waits_for']}: {row['model']}, {row['hw']} x {row['chips']}, {row['form']}"
+            f"{prediction['waits_for']}: "
+            f"{row['model']}, {row['hw']} x {row['chips']}, {row['form']}"
         )
     for row, prediction in zip(rows, predictions, strict=True):
         if prediction["skipped"]:

@@ -173,4 +173,3 @@ def fit(
         max_nfev=rounds,
     )
     return dict(zip(names, np.exp(result.x).tolist(), strict=True))
-

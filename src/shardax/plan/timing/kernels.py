@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardax.plan.hardware.hardware import Hardware
-from shardax.plan.timing.figures import CORES, generation, product_peak
+from shardax.plan.timing.figures import CORES, PEAK_NAMES, generation, product_peak
 
 _TILE = (128, 256)  # rows and columns that a core of a GPU computes at a time
 _NARROW = {"fp8": 1.0, "fp8-row": 1.0, "mxfp8": 1.03, "nvfp4": 0.56, "int8": 1.0}
-_FORWARD_ATTENTION_BLOCK = 128  # keys of a block of fused attention; causal blocks are computed whole
+_FORWARD_ATTENTION_BLOCK = (
+    128  # keys of a block of fused attention; causal blocks are computed whole
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Kernels:
     family: str = field(init=False, default="")
     wide_peak: float = field(init=False, default=0.0)
     narrow_peak: float = field(init=False, default=0.0)
+    narrow_ratio: float = field(init=False, default=1.0)
     stream: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -45,13 +48,13 @@ class Kernels:
             "family": family,
             "wide_peak": product_peak(self.chip, wide, self.figures),
             "narrow_peak": product_peak(self.chip, self.precision, self.figures),
+            "narrow_ratio": self.chip.peak(PEAK_NAMES.get(self.precision, self.precision))
+            / self.chip.peak("bf16"),
             "stream": self.chip.memory_bandwidth * self.figures["kernels.memory_share"],
         }.items():
             object.__setattr__(self, name, value)
 
-    def product(
-        self, rows: float, columns: float, depth: float, *, wide: bool = False
-    ) -> float:
+    def product(self, rows: float, columns: float, depth: float, *, wide: bool = False) -> float:
         """Returns the seconds of one product; ``wide`` keeps it in bf16."""
         if min(rows, columns, depth) <= 0:
             return 0.0
@@ -59,7 +62,7 @@ class Kernels:
         peak = self.narrow_peak if narrow else self.wide_peak
         ramp = self.figures["kernels.depth_ramp"]
         if narrow:  # the same start, in fewer seconds
-            ramp *= self.narrow_peak / self.wide_peak
+            ramp *= self.narrow_ratio
         cores = CORES.get(self.family)
         if cores:
             tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
@@ -101,8 +104,10 @@ class Kernels:
     def plain_attention(
         self, tokens: float, length: float, heads: float, key_width: int, value_width: int
     ) -> float:
-        """Returns the seconds of unfused attention forward: products of whole squares, scores in
-        memory."""
+        """Returns the seconds of unfused attention forward.
+
+        Its products are of whole squares, and its scores pass through the memory.
+        """
         operations = 2 * tokens * length * heads * (key_width + value_width)
         ramp = 1 + self.figures["kernels.depth_ramp"] / key_width
         passes = self.figures["kernels.scores_passes"] / 3

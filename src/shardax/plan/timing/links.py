@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of collectives, by algorithm, size, group and network.
 
-A group is ``size`` devices at a ``stride``: neighbors have stride 1, and the groups of the outermost
-axis the largest. On GPUs a group lies within a node as far as that has room, and then each device
-sends its own part over its adapter. On TPUs it takes its share of the torus's dimensions.
+A group is ``size`` devices at a ``stride``: neighbors have stride 1, and the groups of the
+outermost axis the largest. On GPUs a group lies within a node as far as that has room, and then
+each device sends its own part over its adapter. On TPUs it takes its share of the torus's
+dimensions.
 """
 
 from __future__ import annotations

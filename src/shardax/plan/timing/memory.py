@@ -8,7 +8,7 @@ from shardax.plan.timing.step import layer_parameters, local_parameters
 from shardax.plan.timing.transformer import Recompute, TrainingStep, TransformerShape
 
 _RUNTIME_BYTES = {"gpu": 2.5e9, "tpu": 0.5e9, "cpu": 0.0}  # CUDA's context, collectives' buffers
-_FRAGMENTS = {"gpu": 1.06, "tpu": 1.0, "cpu": 1.0}  # what an allocator holds over what is in use
+_FRAGMENTS = {"gpu": 1.04, "tpu": 1.0, "cpu": 1.0}  # what an allocator holds over what is in use
 
 
 def state_bytes(model: TransformerShape, step: TrainingStep) -> float:
@@ -33,7 +33,9 @@ def activation_bytes(model: TransformerShape, step: TrainingStep) -> float:
     """Returns the bytes of saved activations of a device, at the peak."""
     tokens = step.sequences * step.sequence / step.context
     again = Recompute.parse(step.recompute, matrices=model.mlp_matrices)
-    stream_shards = step.tensor if step.sequence_parallel else 1
+    # A partitioner splits the residual stream as it splits the products beside it.
+    is_split = step.sequence_parallel or step.split_stream
+    stream_shards = step.tensor if is_split else 1
     width = model.embed
     heads = (model.heads + 2 * model.key_heads) * model.key_width / step.tensor
     output = model.heads * model.value_width / step.tensor
@@ -46,19 +48,23 @@ def activation_bytes(model: TransformerShape, step: TrainingStep) -> float:
     scores = 0.0
     if not step.fused_attention:
         scores = 5 * model.heads / step.tensor * step.sequence / 2
-    whole = (
-        4 * width / stream_shards * (1 - 0.75 * again.elementwise)
+    narrow = 0.6 if step.precision in ("mxfp8", "nvfp4", "fp8") and again.mlp < 1 else 1.0
+    whole = narrow * (
+        3 * width / stream_shards * (1 - 0.75 * again.elementwise)
         + (heads + output) * (1 - again.projections)
         + hidden * (1 - again.mlp)
         + scores * (1 - again.attention)
     )
     boundary = width / stream_shards
+    if "offload" in step.recompute:  # saved on the host
+        whole = 0.5 * boundary if "input=offload" in step.recompute else boundary
+        boundary = min(boundary, whole)
     saved = 2 * tokens * max(boundary, whole)
     layers = model.layers / step.pipeline
     in_flight = min(step.microbatches, step.pipeline)
     if step.virtual > 1 and step.microbatches > 1:
         in_flight *= 1 + (step.pipeline - 1) / (step.pipeline * step.virtual)
-    live = 2 * tokens * (4 * width / stream_shards + heads + output + 2 * hidden + scores)
+    live = tokens * (4 * width / stream_shards + heads + output + 2 * hidden + scores)
     offloaded = min(step.offloaded_layers, layers)
     return saved * (layers - offloaded) * in_flight + live
 
@@ -66,7 +72,7 @@ def activation_bytes(model: TransformerShape, step: TrainingStep) -> float:
 def memory_bytes(model: TransformerShape, step: TrainingStep, chip: Hardware) -> float:
     """Returns the bytes that a device needs, with those of the runtime and the allocator."""
     tokens = step.sequences * step.sequence / step.context
-    logits = 8.0 * tokens * model.vocab / step.tensor
+    logits = (4.0 if chip.kind == "tpu" else 6.0) * tokens * model.vocab / step.tensor
     if step.pipeline > 1:
         logits *= 0.5  # the last stage has fewer microbatches in flight
     gathered = 0.0

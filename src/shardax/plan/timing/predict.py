@@ -16,7 +16,7 @@ from shardax.plan.timing.step import StepParts, step_parts
 from shardax.plan.timing.transformer import SOFTWARE, TrainingStep, TransformerShape
 
 # Half-widths of the band, as logarithms: of every step, and of parts that are least sure.
-_BAND = 0.11
+_BAND = 0.12
 _UNSURE = {"host": 0.35, "experts": 0.35, "parameters": 0.25, "gradients": 0.25, "bubble": 0.2}
 
 

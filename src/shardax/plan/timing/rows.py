@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published training steps as inputs of the time model.
 
-A row says model, layout and hardware in the words of its source; where it does not say something, the
-common default of its software stands in. Results in a row are not read.
+A row says model, layout and hardware in the words of its source; where it does not say something,
+the common default of its software stands in. Results in a row are not read.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         zero=zero,
         shards=shards,
         tensor=tensor,
-        sequence_parallel=bool(layout.get("sp")) or (software != "xla" and tensor > 1
-            and "flash" in kernel),
+        sequence_parallel=bool(layout.get("sp"))
+        or (software != "xla" and tensor > 1 and "flash" in kernel),
+        split_stream=software == "xla",
         context=context,
         pipeline=pipeline,
         virtual=degree("vpp"),
@@ -75,8 +76,11 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         state_bytes=16 if zero < 3 or software == "xla" else 12 if pure else 16,
         overlap_tensor=bool(layout.get("async_tp")),
         overlap_experts=bool(layout.get("moe_a2a_overlap")),
-        graphs="step" if "full_iteration" in graphs else "layer" if "[" in graphs
-            or "mlp" in graphs else "",
+        graphs="step"
+        if "full_iteration" in graphs
+        else "layer"
+        if "[" in graphs or "mlp" in graphs
+        else "",
         offloaded_layers=_offloaded(row),
     )
     return model, step, chip, software

@@ -2,9 +2,9 @@
 """Seconds of a training step: layers, pipelines, collectives and what they overlap with.
 
 The unit is a layer of a microbatch on one device. Its kernels run one after another; the host
-launches them beside. Collectives of sharded parameters (FSDP) run beside the layer's arithmetic, those
-of tensor and expert shards in sequence, as far as the software does not split them. A pipeline adds
-its bubble, and sums of gradients hide behind the last backward pass.
+launches them beside. Collectives of sharded parameters (FSDP) run beside the layer's arithmetic,
+those of tensor and expert shards in sequence, as far as the software does not split them. A
+pipeline adds its bubble, and sums of gradients hide behind the last backward pass.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class LayerModel:
             for inputs, outputs in model.attention_products(step.tensor)
         ]
         gates = model.mlp_matrices - 1
-        hidden = (model.expert_width * model.shared_experts if sparse else model.mlp_hidden)
+        hidden = model.expert_width * model.shared_experts if sparse else model.mlp_hidden
         hidden /= step.tensor
         if hidden:
             groups += [
@@ -291,9 +291,11 @@ def step_parts(
         backward_seconds += count * backward.arithmetic
         if step.zero >= 2 and step.shard_count > 1:
             dense, experts = layer_parameters(model, step, sparse=sparse)
-            width = 1.0 if step.precision.startswith(("fp8", "mxfp8")) and (
-                software == "pytorch-compile"
-            ) else 2.0
+            width = (
+                1.0
+                if step.precision.startswith(("fp8", "mxfp8")) and (software == "pytorch-compile")
+                else 2.0
+            )
             group = step.shard_count
             inner = step.tensor
             expert_group = max(1, group // step.expert)
@@ -325,17 +327,20 @@ def step_parts(
     if step.pipeline > 1:
         bubble = steady / microbatches * (step.pipeline - 1) / step.virtual
         message = links.send(2 * layers.tokens * model.embed / step.tensor, stride * step.data)
-        bubble += 2 * message * (
-            step.pipeline - 1 + 0.5 * microbatches * (step.virtual if step.virtual > 1 else 1)
+        bubble += (
+            2
+            * message
+            * (step.pipeline - 1 + 0.5 * microbatches * (step.virtual if step.virtual > 1 else 1))
         )
     gradients = _gradient_sums(model, step, links, backward_seconds / step.pipeline, contention)
     if step.offloaded_layers:
         moved = 2 * layers.tokens * model.embed * step.offloaded_layers * 2 / step.tensor
         seconds = moved / figures["links.host_bandwidth"] * microbatches / step.pipeline
         host += max(0.0, seconds - 0.5 * steady) / max(scale, 1e-9)
-    optimizer = layers.kernels.streamed(
-        _MASTER_BYTES * local_parameters(model, step, optimizer=True)
-    ) + figures["jobs.step_overhead"]
+    optimizer = (
+        layers.kernels.streamed(_MASTER_BYTES * local_parameters(model, step, optimizer=True))
+        + figures["jobs.step_overhead"]
+    )
     parts = {
         "products": work.products * scale,
         "attention": work.attention * scale,

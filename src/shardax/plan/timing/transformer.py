@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers and their training steps, as sizes.
 
-``TransformerShape`` has the sizes of a decoder, and counts its parameters. ``TrainingStep`` says how
-a step of it is laid out: degrees of parallelism, batch, precision and recomputation. Neither holds
-an array, and neither depends on a library's model.
+``TransformerShape`` has the sizes of a decoder, and counts its parameters. ``TrainingStep`` says
+how a step of it is laid out: degrees of parallelism, batch, precision and recomputation. Neither
+holds an array, and neither depends on a library's model.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ class TransformerShape:
     @property
     def key_width(self) -> int:
         """Width of a query's and a key's head, the rotated part of latent attention included."""
-        return (self.head_dim or self.embed // self.heads) + (
-            self.rope_dim if self.kv_rank else 0
-        )
+        return (self.head_dim or self.embed // self.heads) + (self.rope_dim if self.kv_rank else 0)
 
     @property
     def value_width(self) -> int:
@@ -285,6 +283,8 @@ class TrainingStep:
         shards: Devices over which ``zero`` shards; 0 for all of ``data`` times ``context``.
         tensor: Shards of heads and hidden units.
         sequence_parallel: Whether norms are split over the tensor axis too.
+        split_stream: Whether activations between layers are split over the tensor axis, as a
+            partitioner does it, without sequence parallelism.
         context: Shards of the sequence.
         pipeline: Stages.
         virtual: Parts of the model on each stage.
@@ -322,6 +322,7 @@ class TrainingStep:
     shards: int = 0
     tensor: int = 1
     sequence_parallel: bool = False
+    split_stream: bool = False
     context: int = 1
     pipeline: int = 1
     virtual: int = 1
@@ -344,7 +345,8 @@ class TrainingStep:
                 raise PlanInputError(f"{name} is {getattr(self, name)!r}; a degree is at least 1.")
         if self.global_batch <= 0 or self.sequence < 1:
             raise PlanInputError(
-                f"A step of {self.global_batch!r} sequences of {self.sequence!r} tokens has no work."
+                f"A step of {self.global_batch!r} sequences of {self.sequence!r} tokens has no "
+                "work."
             )
         if self.precision not in PRECISIONS:
             raise PlanInputError(

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted steps: what is counted by hand, what grows with what, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shardax import plan
+from shardax.errors import PlanInputError
+from shardax.plan.timing.figures import default_figures, figure_table
+from shardax.plan.timing.links import Links
+from shardax.plan.timing.memory import state_bytes
+
+LLAMA = plan.TransformerShape(
+    layers=32, embed=4096, mlp_hidden=14336, heads=32, kv_heads=8, vocab=128256
+)
+MIXTURE = plan.TransformerShape(
+    layers=4, embed=64, mlp_hidden=96, heads=4, vocab=100, experts=8, top_k=2, expert_hidden=32
+)
+STEP = plan.TrainingStep(global_batch=64, sequence=4096, data=8, zero=3, microbatch=2)
+ROW = {  # github.com/mosaicml/llm-foundry, scripts/train/benchmarking, H100 80GB BF16
+    "id": "published",
+    "complete_strict": True,
+    "source": "mosaicml/llm-foundry",
+    "group": "llm-foundry",
+    "kind": "gpu",
+    "hw": "h100-sxm",
+    "chips": 8,
+    "model": "mpt-7b",
+    "form": "FSDP",
+    "outcome": "ran",
+    "arch": {
+        "layers": 32, "embed": 4096, "mlp_hidden": 16384, "heads": 32, "vocab": 50368,
+        "mlp_mats": 2, "tied": True,
+    },
+    "seq_len": 4096,
+    "global_batch_seqs": 256,
+    "seqs_per_dp_rank_per_microbatch": 16,
+    "layout": {"dp": 8, "fsdp": 8, "zero": 3},
+    "precision": "amp_bf16",
+    "recompute": "full activation checkpointing",
+    "step_seconds": 15.2204,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "published.py"
+    spec = importlib.util.spec_from_file_location("published", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["published"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def seconds(step: plan.TrainingStep, hardware: str = "h100", **options: str) -> float:
+    return plan.predict(LLAMA, step, hardware, **options).seconds
+
+
+def test_parameters_of_llama_8b_by_hand() -> None:
+    attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
+    layer = attention + 3 * 4096 * 14336 + 2 * 4096
+    assert LLAMA.parameters == 32 * layer + 4096 + 2 * 128256 * 4096
+
+
+def test_tokens_use_their_experts_only() -> None:
+    idle = 4 * (8 - 2) * 3 * 64 * 32
+    assert MIXTURE.parameters - MIXTURE.active_parameters == idle
+
+
+def test_window_shortens_mean_context() -> None:
+    windowed = dataclasses.replace(LLAMA, window=2, windowed_share=1.0)
+    # Of four tokens the first sees one, all others two.
+    assert windowed.mean_context(4) == 7 / 4
+    assert LLAMA.mean_context(4) == 10 / 4
+
+
+def test_mfu_counts_operations_of_the_model() -> None:
+    estimate = plan.predict(LLAMA, STEP, "h100")
+    products = LLAMA.parameters - 128256 * 4096
+    attention = 32 * 4097 / 2 * 4096 * 2
+    operations = 6 * 64 * 4096 * (products + attention)
+    peak = 8 * 9.89e14
+    assert estimate.mfu == pytest.approx(operations / estimate.seconds / peak)
+
+
+def test_parts_sum_to_the_step() -> None:
+    estimate = plan.predict(LLAMA, STEP, "h100")
+    assert sum(vars(estimate.parts).values()) == pytest.approx(estimate.seconds)
+    assert estimate.low < estimate.seconds < estimate.high
+
+
+@pytest.mark.parametrize(("virtual", "share"), [(1, 3 / 16), (2, 3 / 32)])
+def test_bubble_is_stages_over_microbatches(virtual: int, share: float) -> None:
+    step = plan.TrainingStep(
+        global_batch=16, sequence=4096, pipeline=4, microbatch=1, virtual=virtual
+    )
+    figures = {"links.network_share": 0.95, "links.switch_share": 0.95}
+    parts = plan.predict(LLAMA, step, "h100", figures=figures).parts
+    steady = sum(vars(parts).values()) - parts.bubble - parts.optimizer - parts.gradients
+    assert parts.bubble / (steady - parts.stragglers) == pytest.approx(share, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("zero", "bytes_"), [(0, 16), (1, 2 + 4 + 10 / 8), (2, 2 + 14 / 8), (3, 16 / 8)]
+)
+def test_zero_stages_divide_state(zero: int, bytes_: float) -> None:
+    held = state_bytes(LLAMA, STEP.like(zero=zero)) / state_bytes(LLAMA, STEP.like(zero=0))
+    assert held == pytest.approx(bytes_ / 16)
+
+
+def test_gather_sends_all_parts_but_its_own() -> None:
+    figures = {**default_figures(), "links.switch_share": 0.5, "links.switch_latency": 0.0}
+    chip = plan.find_hardware("h100")
+    links = Links(chip, figures, devices=8)
+    assert links.gather(8e9, 8) == pytest.approx(7e9 / (0.5 * chip.link_bandwidth))
+    assert links.reduce(8e9, 8) == pytest.approx(2 * links.gather(8e9, 8))
+    assert links.gather(8e9, 1) == 0
+
+
+def test_more_work_takes_more_time() -> None:
+    base = seconds(STEP)
+    assert base < seconds(STEP.like(global_batch=128))
+    assert base < seconds(STEP.like(sequence=8192))
+    assert base < seconds(STEP.like(recompute="full"))
+    assert base < seconds(STEP.like(fused_attention=False))
+    assert base < seconds(STEP, "a100-80")
+    assert base > seconds(STEP.like(precision="fp8"))
+
+
+def test_virtual_stages_shorten_pipelines() -> None:
+    step = plan.TrainingStep(global_batch=16, sequence=4096, pipeline=8, microbatch=1)
+    bubbles = [
+        plan.predict(LLAMA, step.like(virtual=parts), "h100").parts.bubble for parts in (1, 2, 4)
+    ]
+    assert bubbles == sorted(bubbles, reverse=True)
+
+
+def test_recomputation_needs_less_memory() -> None:
+    whole = plan.predict(LLAMA, STEP, "h100").memory_bytes
+    assert plan.predict(LLAMA, STEP.like(recompute="full"), "h100").memory_bytes < whole
+
+
+def test_step_without_room_does_not_fit() -> None:
+    step = plan.TrainingStep(global_batch=8, sequence=4096)
+    assert not plan.predict(LLAMA, step, "h100").fits
+    assert plan.predict(LLAMA, STEP.like(data=64, recompute="full"), "h100").fits
+
+
+def test_figures_have_units_and_lie_within_bounds() -> None:
+    for name, figure in figure_table().items():
+        low, high = figure.bounds
+        assert low <= figure.value <= high and low <= figure.prior <= high, name
+        assert figure.unit and figure.source and figure.what, name
+
+
+def test_software_has_at_most_six_figures() -> None:
+    sections = [name.partition(".")[0] for name in figure_table()]
+    for software in ("xla", "megatron", "pytorch", "pytorch-compile"):
+        assert sections.count(software) <= 6
+
+
+def test_unknown_software_is_refused() -> None:
+    with pytest.raises(PlanInputError, match="'xla', 'megatron'"):
+        seconds(STEP, software="keras")
+
+
+def test_impossible_steps_are_refused() -> None:
+    with pytest.raises(PlanInputError, match="tensor is 0"):
+        plan.TrainingStep(global_batch=1, sequence=8, tensor=0)
+    with pytest.raises(PlanInputError, match="precision is 'int3'"):
+        plan.TrainingStep(global_batch=1, sequence=8, precision="int3")
+
+
+def test_calibration_moves_towards_measured_seconds() -> None:
+    model, step, hardware, software = plan.read_row(ROW)
+    measured = 1.3 * plan.predict(model, step, hardware, software=software).seconds
+    figures = plan.calibrate([{**ROW, "step_seconds": measured}] * 40, rounds=10)
+    fitted = plan.predict(model, step, hardware, software=software, figures=figures).seconds
+    assert fitted == pytest.approx(measured, rel=0.1)
+
+
+def test_row_is_predicted_without_its_result(published: ModuleType) -> None:
+    prediction = published.predict_row(ROW)
+    assert prediction == published.predict_row({**ROW, "step_seconds": None})
+    assert prediction["seconds"] == pytest.approx(ROW["step_seconds"], rel=0.2)
+
+
+def test_command_writes_skipped_rows_with_reasons(published: ModuleType, tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "id": "bare", "arch": None}, {**ROW, "id": "odd", "hw": "abacus"}]
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.json"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    assert published.main(["--rows", str(source), "--json", str(out)]) == 0
+    first, bare, odd = json.loads(out.read_text())
+    assert list(first) == ["id", "seconds", "low", "high", "memory_bytes", "skipped"]
+    assert first["skipped"] is None and first["low"] < first["seconds"] < first["high"]
+    assert bare["seconds"] is None and "layers" in bare["skipped"]
+    assert odd["seconds"] is None and "abacus" in odd["skipped"]
+
+
+def test_command_prints_worst_rows(
+    published: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps(ROW))
+    assert published.main(["--rows", str(source)]) == 0
+    text = capsys.readouterr().out
+    assert "median error" in text and "worst ten" in text and "mpt-7b, h100-sxm x 8" in text
