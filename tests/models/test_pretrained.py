@@ -383,9 +383,9 @@ def test_model_unlike_its_config_is_not_written(tmp_path: Path):
 
 
 def test_registered_type_is_read_by_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from shardax.models import families
+    from shardax.models.families import registry
 
-    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     peers.make(tmp_path, "llama")
     expected = run(from_pretrained(tmp_path), TOKENS, MASK)
     change_config(tmp_path, model_type="capped", cap=1.5, note="a")
