@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A type of published models, and the reading of its ``config.json``.
 
-What a ``config.json`` says and its family does not know is refused by name: a field either changes the model, is known
-to change nothing, or may only have the value that changes nothing.
+What a ``config.json`` says and its family does not know is refused by name: a field either changes
+the model, is known to change nothing, or may only have the value that changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shardax._core.errors import ShardaxError
@@ -253,13 +253,13 @@ class Family:
     # Fields of ``config.json`` with a meaning together.
     groups: Sequence[FieldGroup] = ()
     # Fields of ``TransformerConfig`` that all models of the family share.
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Values of fields of ``config.json`` that may be left out, before those of fields and groups.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # By name of the class the fields of ``TransformerConfig`` that it sets.
-    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    architectures: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # Fields of ``config.json`` that may only have one of these values.
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     # Fields that change nothing.
     harmless: Iterable[str] = ()
     # Of the names of tensors, in all models but those without a head.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published weights: straight into shards, and back into files.
 
-The descriptions in ``shardax.models.families`` say where each parameter stands. A parameter is read by
-the slices that the devices of this process hold, one after the other, so that host memory holds
+The descriptions in ``shardax.models.families`` say where each parameter stands. A parameter is read
+by the slices that the devices of this process hold, one after the other, so that host memory holds
 what this process keeps and one slice besides.
 """
 
@@ -383,7 +383,7 @@ class _Table:
                 self.by_name.setdefault(entry.name(layer, expert), []).append(place)
 
     def check_complete(self) -> None:
-        """Raises if there are parameters without a row."""
+        """Raises if there are parameters without a tensor."""
         if self.unknown:
             raise PretrainedError(
                 f"The model has parameters that its family has no tensors for: "
@@ -742,12 +742,12 @@ def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequenc
     ):
         index.append(slice(offset, offset + size))
         for part in axis.parts:
-            shape.append(entry.sizes[part] if isinstance(part, str) else part[1])
+            shape.append(entry.sizes[part] if isinstance(part, str) else part.count)
             names.append(part)
-    place = tuple(slice(None) if isinstance(part, str) else part[0] for part in names)
+    place = tuple(slice(None) if isinstance(part, str) else part.index for part in names)
     axis_names = [part for part in names if isinstance(part, str)]
     block = result[tuple(index)]
-    view = block.reshape(shape)  # a copy where a joined axis is cut
+    view = block.reshape(shape)  # a copy where a concatenated axis is cut
     view[place] = value.transpose([own_axes.index(name) for name in axis_names])
     if not np.shares_memory(view, result):
         result[tuple(index)] = view.reshape(block.shape)

@@ -123,7 +123,10 @@ GEMMA = Family(
     fixed={"norm": "rms_offset"},
     groups=[Rotary(max_positions=8192), ScaledEmbedding(), Activation("hidden_act")],
     architectures=causal_lm("Gemma"),
-    tensors=(*ends(), *in_layers("model.layers", pre_norms(), attention(), gated_mlp())),
+    tensors=(
+        *ends(),
+        *in_layers("model.layers", pre_norms(), attention(), head_norms(), gated_mlp()),
+    ),
 )
 
 # --- the second -----------------------------------------------------------------------------------
@@ -145,7 +148,10 @@ GEMMA2 = Family(
     ],
     architectures=causal_lm("Gemma2"),
     harmless=("cache_implementation",),
-    tensors=(*ends(), *in_layers("model.layers", _sandwich_norms(), attention(), gated_mlp())),
+    tensors=(
+        *ends(),
+        *in_layers("model.layers", _sandwich_norms(), attention(), head_norms(), gated_mlp()),
+    ),
 )
 
 # --- the third ------------------------------------------------------------------------------------
@@ -159,12 +165,13 @@ class AlternatingWindows(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         period = take("sliding_window_pattern", None, kind=SIZE.or_null) or 6
         newer_period = take("_sliding_window_pattern", None, kind=SIZE.or_null)
+        windows = read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
         if take("layer_types", None) is None and newer_period not in (None, period):
             raise PretrainedError(
                 f"_sliding_window_pattern={newer_period!r} is not supported without layer_types, "
                 f"as transformers takes no notice of it: write sliding_window_pattern"
             )
-        return read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
+        return windows
 
     def write(self, edit: ConfigEdit) -> None:
         write_windows(edit)

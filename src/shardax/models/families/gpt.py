@@ -43,7 +43,6 @@ from shardax.models.tensors import (
     embedding,
     in_layers,
     linear,
-    norm,
     part,
 )
 

@@ -17,6 +17,7 @@ from shardax.models.families.shared import (
     ends,
     experts,
     gated_mlp,
+    head_norms,
     pre_norms,
 )
 from shardax.models.family import Family, Field
@@ -26,14 +27,20 @@ LLAMA = Family(
     fields={**GATED_DECODER, **ATTENTION_BIAS, "mlp_bias": Field("mlp_bias", default=False)},
     groups=[Rotary()],
     architectures=causal_lm("Llama"),
-    tensors=(*ends(), *in_layers("model.layers", pre_norms(), attention(), gated_mlp())),
+    tensors=(
+        *ends(),
+        *in_layers("model.layers", pre_norms(), attention(), head_norms(), gated_mlp()),
+    ),
 )
 
 MISTRAL = Family(
     fields={**GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
     groups=[Rotary(max_positions=131_072), Window(4096)],
     architectures=causal_lm("Mistral"),
-    tensors=(*ends(), *in_layers("model.layers", pre_norms(), attention(), gated_mlp())),
+    tensors=(
+        *ends(),
+        *in_layers("model.layers", pre_norms(), attention(), head_norms(), gated_mlp()),
+    ),
 )
 
 MIXTRAL = Family(
@@ -55,6 +62,7 @@ MIXTRAL = Family(
             "model.layers",
             pre_norms(),
             attention(),
+            head_norms(),
             experts(
                 router="block_sparse_moe.gate.weight",
                 gate="block_sparse_moe.experts.{expert}.w1.weight",

@@ -81,7 +81,10 @@ QWEN2 = Family(
     fixed={"qkv_bias": True},
     groups=[Rotary(max_positions=32_768), UpperWindows()],
     architectures=causal_lm("Qwen2"),
-    tensors=(*ends(), *in_layers("model.layers", pre_norms(), attention(), gated_mlp())),
+    tensors=(
+        *ends(),
+        *in_layers("model.layers", pre_norms(), attention(), head_norms(), gated_mlp()),
+    ),
 )
 
 QWEN3 = Family(

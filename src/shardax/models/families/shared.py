@@ -184,7 +184,8 @@ def attention(
 
 
 def head_norms(q: str = "self_attn.q_norm", k: str = "self_attn.k_norm") -> Tensors:
-    """Describes the norms of each head of queries and keys."""
+    """Describes the norms of each head, for models with ``qk_norm``."""
+    # Families without such norms have them for types of users that are like them.
     return (
         Tensor(f"{q}.weight", "attn.query_norm.scale", ("head_dim",)),
         Tensor(f"{k}.weight", "attn.key_norm.scale", ("head_dim",)),
