@@ -394,6 +394,25 @@ def test_registered_type_is_read_by_its_tables(tmp_path: Path, monkeypatch: pyte
     np.testing.assert_allclose(found, 1.5 * np.tanh(expected / 1.5), rtol=0, atol=1e-6)
 
 
+def test_a_table_of_tensors_as_text_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from shardax.models.families import registry
+
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
+    row = "layers.attn.q.kernel | model.layers.#.x.weight | (h 1/3 d) +e -> e h d"
+    with pytest.warns(DeprecationWarning, match="parse_table"):
+        sx.models.register("older", like="llama", tensors=row)
+    axes = (("heads", sx.models.tensors.part(1, of=3), "head_dim"),)
+    axes += (sx.models.tensors.concatenated("embed"),)
+    (tensor,) = registry.FAMILIES["older"].tensors
+    today = sx.models.tensors.Tensor("", "", axes, ("embed", "heads", "head_dim"))
+    assert (tensor.name, tensor.to) == ("model.layers.{layer}.x.weight", "layers.attn.q.kernel")
+    short = {"heads": "h", "head_dim": "d", "embed": "e"}
+    assert [axis.is_concatenated for axis in tensor.tensor_axes] == [False, True]
+    assert [list(axis.parts) for axis in tensor.tensor_axes] == [
+        [short.get(str(part), part) for part in axis.parts] for axis in today.tensor_axes
+    ]
+
+
 def test_decoder_is_written_as_llama_for_transformers(tmp_path: Path):
     import transformers
 
