@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 from tests.models import peers
 from tests.values import with_values
 
@@ -399,18 +400,15 @@ def test_a_table_of_tensors_as_text_warns(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     row = "layers.attn.q.kernel | model.layers.#.x.weight | (h 1/3 d) +e -> e h d"
-    with pytest.warns(DeprecationWarning, match="parse_table"):
+    with pytest.warns(DeprecationWarning, match="parse_table") as warned:
         sx.models.register("older", like="llama", tensors=row)
-    axes = (("heads", sx.models.tensors.part(1, of=3), "head_dim"),)
-    axes += (sx.models.tensors.concatenated("embed"),)
+    text = str(warned[0].message)
+    run_advice(text, "sx.models.tensors.parse_table(text)", {"sx": sx, "text": row})
     (tensor,) = registry.FAMILIES["older"].tensors
-    today = sx.models.tensors.Tensor("", "", axes, ("embed", "heads", "head_dim"))
-    assert (tensor.name, tensor.to) == ("model.layers.{layer}.x.weight", "layers.attn.q.kernel")
-    short = {"heads": "h", "head_dim": "d", "embed": "e"}
-    assert [axis.is_concatenated for axis in tensor.tensor_axes] == [False, True]
-    assert [list(axis.parts) for axis in tensor.tensor_axes] == [
-        [short.get(str(part), part) for part in axis.parts] for axis in today.tensor_axes
-    ]
+    interleaved = ("h", sx.models.tensors.part(1, of=3), "d")
+    axes = (interleaved, sx.models.tensors.concatenated("e"))
+    name = "model.layers.{layer}.x.weight"
+    assert tensor == sx.models.tensors.Tensor(name, "layers.attn.q.kernel", axes, ("e", "h", "d"))
 
 
 def test_decoder_is_written_as_llama_for_transformers(tmp_path: Path):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Part:
+class EqualPart:
     """One of several equal parts.
 
     Attributes:
@@ -39,7 +39,7 @@ class Axis:
         is_concatenated: Whether several parameters stand in it one behind the other.
     """
 
-    parts: tuple[str | Part, ...]
+    parts: tuple[str | EqualPart, ...]
     is_concatenated: bool = False
 
     def factors(self, ranges: Mapping[str, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -57,11 +57,11 @@ class Axis:
         ]
 
 
-AxisLike = str | Part | Axis | Sequence[str | Part]
+AxisLike = str | EqualPart | Axis | Sequence[str | EqualPart]
 HEADS = ("heads", "head_dim")
 
 
-def part(index: int, of: int) -> Part:
+def part(index: int, of: int) -> EqualPart:
     """Returns a part of an axis over which several parameters take turns.
 
     Args:
@@ -73,9 +73,9 @@ def part(index: int, of: int) -> Part:
 
     Example:
         >>> ("heads", part(1, of=3), "head_dim")[1]
-        Part(index=1, count=3)
+        EqualPart(index=1, count=3)
     """
-    return Part(index, of)
+    return EqualPart(index, of)
 
 
 def concatenated(*names: str) -> Axis:
@@ -98,7 +98,7 @@ def concatenated(*names: str) -> Axis:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the files, or the part of it for one parameter.
+    """A tensor of the files, or one parameter's part of it.
 
     Attributes:
         name: Its name; ``{layer}`` and ``{expert}`` are numbers.
@@ -152,7 +152,7 @@ Tensors = tuple[Tensor, ...]
 def _as_axis(axis: AxisLike) -> Axis:
     if isinstance(axis, Axis):
         return axis
-    return Axis((axis,) if isinstance(axis, (str, Part)) else tuple(axis))
+    return Axis((axis,) if isinstance(axis, (str, EqualPart)) else tuple(axis))
 
 
 def _names(*axes: AxisLike) -> tuple[str, ...]:
@@ -286,6 +286,6 @@ def parse_table(table: str) -> Tensors:
     return tuple(tensors)
 
 
-def _parse_part(text: str) -> str | Part:
+def _parse_part(text: str) -> str | EqualPart:
     index, slash, count = text.partition("/")
-    return Part(int(index), int(count)) if slash else text
+    return EqualPart(int(index), int(count)) if slash else text

@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardax.models.families.shared import ALL_BIASES, SIZES, Labels, attention, mlp
+from shardax.models.families import shared
 from shardax.models.family import SIZE, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import Tensor, Tensors, embedding, in_layers, linear, norm, part
 
 # --- what the two share ---------------------------------------------------------------------------
 
 _FIELDS = {
-    **SIZES,
+    **shared.SIZES,
     "hidden_act": Field("activation", default="gelu"),
     "layer_norm_eps": Field("norm_epsilon", default=1e-12),
 }
-_FIXED = {**ALL_BIASES, "norm": "layer", "gated": False, "causal": False, "rope": None}
+_FIXED = {**shared.ALL_BIASES, "norm": "layer", "gated": False, "causal": False, "rope": None}
 
 
 def _layer(inputs: str) -> Tensors:
-    """Describes attention and MLP, by the name of what holds queries, keys and values."""
+    """Describes attention and MLP, by the prefix of the projections."""
     return (
-        *attention(f"{inputs}.query", f"{inputs}.key", f"{inputs}.value", "attention.output.dense"),
-        *mlp(up="intermediate.dense", down="output.dense"),
+        *shared.attention(
+            f"{inputs}.query", f"{inputs}.key", f"{inputs}.value", "attention.output.dense"
+        ),
+        *shared.mlp(up="intermediate.dense", down="output.dense"),
     )
 
 
@@ -51,7 +53,7 @@ BERT = Family(
         "type_vocab_size": Field("token_types", default=2),
     },
     fixed={**_FIXED, "norm_placement": "after", "embed_norm": True},
-    groups=[Labels()],
+    groups=[shared.Labels()],
     architectures={
         "BertForMaskedLM": {"head_transform": True, "head_bias": True, "tied_head": True},
         "BertModel": {"head": None, "pooler": True},
@@ -114,7 +116,7 @@ VIT = Family(
         "qkv_bias": Field("qkv_bias", default=True),
     },
     fixed=_FIXED,
-    groups=[PatchPositions(), Labels()],
+    groups=[PatchPositions(), shared.Labels()],
     architectures={
         "ViTForImageClassification": {"head": "first"},
         "ViTModel": {"head": None, "pooler": True},

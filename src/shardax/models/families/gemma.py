@@ -14,20 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, read_rope, replace_rope, rope_fields
-from shardax.models.families.shared import (
-    ATTENTION_BIAS,
-    DECODER,
-    WindowsByLayer,
-    attention,
-    causal_lm,
-    ends,
-    gated_mlp,
-    head_norms,
-    pre_norms,
-    read_windows,
-    write_windows,
-)
 from shardax.models.family import (
     ACTIVATION_NAMES,
     NUMBER,
@@ -48,8 +36,8 @@ from shardax.models.tensors import Tensors, in_layers, norm
 # --- what the three share -------------------------------------------------------------------------
 
 _FIELDS = {
-    **DECODER,
-    **ATTENTION_BIAS,
+    **shared.DECODER,
+    **shared.ATTENTION_BIAS,
     "head_dim": Field("head_dim", default=256),
     "rms_norm_eps": Field("norm_epsilon", default=1e-6),
     "tie_word_embeddings": Field("tied_head", default=True),
@@ -122,10 +110,16 @@ GEMMA = Family(
     fields={**_FIELDS, "num_key_value_heads": Field("num_kv_heads", default=16)},
     fixed={"norm": "rms_offset"},
     groups=[Rotary(max_positions=8192), ScaledEmbedding(), Activation("hidden_act")],
-    architectures=causal_lm("Gemma"),
+    architectures=shared.causal_lm("Gemma"),
     tensors=(
-        *ends(),
-        *in_layers("model.layers", pre_norms(), attention(), head_norms(), gated_mlp()),
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
     ),
 )
 
@@ -144,13 +138,19 @@ GEMMA2 = Family(
         ScaledEmbedding(),
         Activation("hidden_activation"),
         QueryScale(),
-        WindowsByLayer(4096, lambda layer: layer % 2 == 0),
+        shared.WindowsByLayer(4096, lambda layer: layer % 2 == 0),
     ],
-    architectures=causal_lm("Gemma2"),
+    architectures=shared.causal_lm("Gemma2"),
     harmless=("cache_implementation",),
     tensors=(
-        *ends(),
-        *in_layers("model.layers", _sandwich_norms(), attention(), head_norms(), gated_mlp()),
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            _sandwich_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
     ),
 )
 
@@ -165,7 +165,7 @@ class AlternatingWindows(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         period = take("sliding_window_pattern", None, kind=SIZE.or_null) or 6
         newer_period = take("_sliding_window_pattern", None, kind=SIZE.or_null)
-        windows = read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
+        windows = shared.read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
         if take("layer_types", None) is None and newer_period not in (None, period):
             raise PretrainedError(
                 f"_sliding_window_pattern={newer_period!r} is not supported without layer_types, "
@@ -174,11 +174,11 @@ class AlternatingWindows(FieldGroup):
         return windows
 
     def write(self, edit: ConfigEdit) -> None:
-        write_windows(edit)
+        shared.write_windows(edit)
 
 
 class RotaryByLayerType(FieldGroup):
-    """A rotary embedding for layers with a window, and one for the others."""
+    """Rotary embeddings of layers with a window and without."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         scaling = take("rope_scaling", None, kind=TABLE.or_null) or {}
@@ -237,7 +237,13 @@ GEMMA3_TEXT = Family(
     architectures={"Gemma3ForCausalLM": {}, "Gemma3TextModel": {"head": None, "tied_head": True}},
     harmless=("cache_implementation",),
     tensors=(
-        *ends(),
-        *in_layers("model.layers", _sandwich_norms(), attention(), head_norms(), gated_mlp()),
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            _sandwich_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
     ),
 )

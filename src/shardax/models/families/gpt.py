@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders with LayerNorms, biases and a plain MLP: GPT-2, GPT-NeoX, StarCoder2.
+"""Decoders with LayerNorms, biases and a plain MLP: GPT-2, GPT-NeoX, StarCoder2, Phi.
 
-Sources: ``models/{gpt2,gpt_neox,starcoder2}`` of transformers 5, ``configuration_*.py`` for fields
-and defaults, ``modeling_*.py`` for tensors.
+Sources: ``models/{gpt2,gpt_neox,starcoder2,phi}`` of transformers 5, ``configuration_*.py`` for
+fields and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
@@ -10,19 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, read_rope
-from shardax.models.families.shared import (
-    ALL_BIASES,
-    ATTENTION_BIAS,
-    DECODER,
-    SIZES,
-    Window,
-    attention,
-    causal_lm,
-    ends,
-    mlp,
-    pre_norms,
-)
 from shardax.models.family import (
     BOOLEAN,
     INTEGER,
@@ -43,6 +32,7 @@ from shardax.models.tensors import (
     embedding,
     in_layers,
     linear,
+    norm,
     part,
 )
 
@@ -75,7 +65,7 @@ class ScaledScores(FieldGroup):
 
 
 def _third(index: int) -> AxisLike:
-    """Returns the axis of queries, keys or values in one tensor of all three."""
+    """Returns the axis of queries, keys or values, in thirds."""
     return (part(index, of=3), *HEADS)
 
 
@@ -93,7 +83,7 @@ GPT2 = Family(
         "tie_word_embeddings": Field("tied_head", default=True),
         "vocab_size": Field("vocab_size"),
     },
-    fixed={**ALL_BIASES, "norm": "layer", "gated": False, "rope": None},
+    fixed={**shared.ALL_BIASES, "norm": "layer", "gated": False, "rope": None},
     groups=[InnerSize(), ScaledScores()],
     architectures={"GPT2LMHeadModel": {}, "GPT2Model": {"head": None, "tied_head": True}},
     neutral={"scale_attn_by_inverse_layer_idx": (False,)},
@@ -105,11 +95,11 @@ GPT2 = Family(
     prefix="transformer.",
     buffers=("attn.bias", "attn.masked_bias"),
     tensors=(
-        *ends("transformer.", tokens="wte", final_norm="ln_f"),
+        *shared.ends("transformer.", tokens="wte", final_norm="ln_f"),
         *embedding("transformer.wpe", to="positions", axis="position"),
         *in_layers(
             "transformer.h",
-            pre_norms(attn="ln_1", mlp="ln_2"),
+            shared.pre_norms(attn="ln_1", mlp="ln_2"),
             conv1d("attn.c_attn", to="attn.q", inputs="embed", outputs=_third(0)),
             conv1d("attn.c_attn", to="attn.k", inputs="embed", outputs=_third(1)),
             conv1d("attn.c_attn", to="attn.v", inputs="embed", outputs=_third(2)),
@@ -159,7 +149,7 @@ class ParallelResidual(FieldGroup):
 
 
 def _interleaved(index: int) -> AxisLike:
-    """Returns the axis of queries, keys or values, which take turns head by head."""
+    """Returns the axis of queries, keys or values, in thirds by head."""
     return ("heads", part(index, of=3), "head_dim")
 
 
@@ -175,8 +165,8 @@ def _fused_attention() -> Tensors:
 
 GPT_NEOX = Family(
     fields={
-        **SIZES,
-        **ATTENTION_BIAS,
+        **shared.SIZES,
+        **shared.ATTENTION_BIAS,
         "attention_bias": Field("qkv_bias", "out_bias", default=True),
         "attention_dropout": Field("attention_dropout", default=0.0),
         "hidden_act": Field("activation", default="gelu"),
@@ -186,16 +176,18 @@ GPT_NEOX = Family(
     },
     fixed={"mlp_bias": True, "norm": "layer", "gated": False},
     groups=[NeoxRotary(), ParallelResidual()],
-    architectures=causal_lm("GPTNeoX"),
+    architectures=shared.causal_lm("GPTNeoX"),
     prefix="gpt_neox.",
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
     tensors=(
-        *ends("gpt_neox.", tokens="embed_in", final_norm="final_layer_norm", head="embed_out"),
+        *shared.ends(
+            "gpt_neox.", tokens="embed_in", final_norm="final_layer_norm", head="embed_out"
+        ),
         *in_layers(
             "gpt_neox.layers",
-            pre_norms(),
+            shared.pre_norms(),
             _fused_attention(),
-            mlp(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+            shared.mlp(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
         ),
     ),
 )
@@ -204,7 +196,7 @@ GPT_NEOX = Family(
 
 STARCODER2 = Family(
     fields={
-        **DECODER,
+        **shared.DECODER,
         "embedding_dropout": Field("embed_dropout", default=0.0),
         "hidden_act": Field("activation", default="gelu_pytorch_tanh"),
         "norm_epsilon": Field("norm_epsilon", default=1e-5),
@@ -214,11 +206,49 @@ STARCODER2 = Family(
         "use_bias": Field("qkv_bias", "out_bias", "mlp_bias", default=True),
     },
     fixed={"norm": "layer", "gated": False},
-    groups=[Rotary(max_positions=4096), Window()],
-    architectures=causal_lm("Starcoder2"),
+    groups=[Rotary(max_positions=4096), shared.Window()],
+    architectures=shared.causal_lm("Starcoder2"),
     neutral={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
     tensors=(
-        *ends(),
-        *in_layers("model.layers", pre_norms(), attention(), mlp(up="mlp.c_fc", down="mlp.c_proj")),
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.mlp(up="mlp.c_fc", down="mlp.c_proj"),
+        ),
+    ),
+)
+
+# --- Phi ------------------------------------------------------------------------------------------
+
+# Attention and MLP read the same norm; half of a head is turned by its position.
+PHI = Family(
+    fields={
+        **shared.DECODER,
+        "embd_pdrop": Field("embed_dropout", default=0.0),
+        "hidden_act": Field("activation", default="gelu_new"),
+        "layer_norm_eps": Field("norm_epsilon", default=1e-5),
+        "resid_pdrop": Field("dropout", default=0.0),
+    },
+    fixed={
+        **shared.ALL_BIASES,
+        "norm": "layer",
+        "gated": False,
+        "parallel": True,
+        "shared_norm": True,
+        "head_bias": True,
+    },
+    groups=[Rotary(fraction=0.5)],
+    architectures=shared.causal_lm("Phi"),
+    neutral={"qk_layernorm": (False,)},
+    tensors=(
+        *shared.ends(final_norm="final_layernorm"),
+        *in_layers(
+            "model.layers",
+            norm("input_layernorm", to="attn_norm"),
+            shared.attention(out="self_attn.dense"),
+            shared.mlp(up="mlp.fc1", down="mlp.fc2"),
+        ),
     ),
 )

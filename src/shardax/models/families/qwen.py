@@ -10,21 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.families.shared import (
-    ATTENTION_BIAS,
-    GATED_DECODER,
-    Window,
-    attention,
-    causal_lm,
-    ends,
-    experts,
-    gated_mlp,
-    head_norms,
-    pre_norms,
-    read_windows,
-    write_windows,
-)
 from shardax.models.family import (
     BOOLEAN,
     INTEGER,
@@ -45,13 +32,13 @@ class UpperWindows(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         first = take("max_window_layers", 28, kind=INTEGER)
         is_used = take("use_sliding_window", False, kind=BOOLEAN.or_null)
-        windows = read_windows(take, 4096, lambda layer: layer >= first)
+        windows = shared.read_windows(take, 4096, lambda layer: layer >= first)
         return windows if is_used else {}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("window"):
             edit.content["use_sliding_window"] = edit.config.window is not None
-        write_windows(edit)
+        shared.write_windows(edit)
 
 
 class SparseLayers(FieldGroup):
@@ -77,36 +64,48 @@ class SparseLayers(FieldGroup):
 
 
 QWEN2 = Family(
-    fields={**GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=32)},
+    fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=32)},
     fixed={"qkv_bias": True},
     groups=[Rotary(max_positions=32_768), UpperWindows()],
-    architectures=causal_lm("Qwen2"),
+    architectures=shared.causal_lm("Qwen2"),
     tensors=(
-        *ends(),
-        *in_layers("model.layers", pre_norms(), attention(), head_norms(), gated_mlp()),
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
     ),
 )
 
 QWEN3 = Family(
     fields={
-        **GATED_DECODER,
-        **ATTENTION_BIAS,
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
         "head_dim": Field("head_dim", default=128),
         "num_key_value_heads": Field("num_kv_heads", default=32),
     },
     fixed={"qk_norm": "head"},
     groups=[Rotary(max_positions=32_768), UpperWindows()],
-    architectures=causal_lm("Qwen3"),
+    architectures=shared.causal_lm("Qwen3"),
     tensors=(
-        *ends(),
-        *in_layers("model.layers", pre_norms(), attention(), head_norms(), gated_mlp()),
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
     ),
 )
 
 QWEN3_MOE = Family(
     fields={
-        **GATED_DECODER,
-        **ATTENTION_BIAS,
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
         "moe_intermediate_size": Field("expert_dim", default=768),
         "norm_topk_prob": Field("normalise_experts", default=False),
         "num_experts_per_tok": Field("experts_per_token", default=8),
@@ -117,18 +116,18 @@ QWEN3_MOE = Family(
     groups=[
         Rotary(max_positions=32_768),
         SparseLayers(),
-        Window(4096, switch="use_sliding_window"),
+        shared.Window(4096, switch="use_sliding_window"),
     ],
-    architectures=causal_lm("Qwen3Moe"),
+    architectures=shared.causal_lm("Qwen3Moe"),
     tensors=(
-        *ends(),
+        *shared.ends(),
         *in_layers(
             "model.layers",
-            pre_norms(),
-            attention(),
-            head_norms(),
-            gated_mlp(),  # of the layers without experts
-            experts(
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),  # of the layers without experts
+            shared.experts(
                 router="mlp.gate.weight",
                 gate="mlp.experts.{expert}.gate_proj.weight",
                 up="mlp.experts.{expert}.up_proj.weight",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax._core.errors import warn
-from shardax.models.families import encoders, gemma, gpt, llama, phi, qwen
+from shardax.models.families import encoders, gemma, gpt, llama, qwen
 from shardax.models.family import DerivedFields, Family, Field, PretrainedError, brief
 from shardax.models.tensors import parse_table
 
@@ -24,8 +24,8 @@ FAMILIES: dict[str, Family] = {
     "mistral": llama.MISTRAL,
     "mixtral": llama.MIXTRAL,
     "olmo2": llama.OLMO2,
-    "phi": phi.PHI,
-    "phi3": phi.PHI3,
+    "phi": gpt.PHI,
+    "phi3": llama.PHI3,
     "qwen2": qwen.QWEN2,
     "qwen3": qwen.QWEN3,
     "qwen3_moe": qwen.QWEN3_MOE,
@@ -90,7 +90,7 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
 
 
 def _as_today(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parts of a family, with those in the words of version 0.1 translated."""
+    """Returns the parts of a family, translated from version 0.1."""
     today = dict(parts)
     if isinstance(today.get("tensors"), str):
         warn(

@@ -110,7 +110,7 @@ def read_windows(take: Taker, default: int, is_local: Callable[[int], bool]) -> 
 
 
 def write_windows(edit: ConfigEdit) -> None:
-    """Writes the window, and its layers where they are not those by default."""
+    """Writes the window, and its layers unless they are the default."""
     config, content = edit.config, edit.content
     if edit.changes("window"):
         content["sliding_window"] = config.window
