@@ -271,11 +271,12 @@ def figures() -> list[Figure]:
     words = package_words()
     relative = 100 * len(words.relative) / words.first_lines
     return [
-        Figure("source files", files, 200, reached=245),
-        Figure("lines", lines.total, 50_000, reached=75_900),
+        Figure("source files", files, 200, reached=265),
+        Figure("lines", lines.total, 50_000, reached=79_500),
         # Part 15: finite steps, weighted parts of a batch, boxes of others, keys of behaviors.
         # Part 17: names that say what a value is are longer, and more statements take two lines.
-        Figure("lines of code", lines.code, 42_000, reached=48_900),
+        # A family of models is a description in Python, in a file by architecture, not a table.
+        Figure("lines of code", lines.code, 42_000, reached=49_250),
         Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),
         Figure("lines that are imports, %", 100 * lines.imports / lines.total, 4.5, reached=5.3),
         *(

@@ -54,9 +54,9 @@ def refusal(folder: Path, content: dict[str, Any]) -> str:
 @pytest.fixture
 def own_families(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes back what a test registers."""
-    from shardax.models import families
+    from shardax.models.families import registry
 
-    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
 
 
 # --- what is left out -----------------------------------------------------------------------------

@@ -250,6 +250,21 @@ def test_classes_of_a_head_may_change(tmp_path: Path):
         ({"num_experts": 2, "expert_dim": 8}, "mixtral"),
         ({"num_experts": 2, "expert_dim": 4, "dense_layers": (1,), "qk_norm": "head"}, "qwen3_moe"),
         ({"norm_placement": "post", "qk_norm": "all"}, "olmo2"),
+        (
+            {
+                "activation": "gelu",
+                "attention_scale": 1 / 16,
+                "embed_scale": 8**0.5,
+                "local_rope": sx.models.Rope(),
+                "norm": "rms_offset",
+                "norm_placement": "sandwich",
+                "qk_norm": "head",
+                "rope": sx.models.Rope(base=1e6),
+                "window": 3,
+                "local_layers": (True, False),
+            },
+            "gemma3_text",
+        ),
     ],
 )
 def test_new_models_are_written_as_a_fitting_family(changes: Any, kind: str, tmp_path: Path):

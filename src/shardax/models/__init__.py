@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models built of ``shardax.nn``, their losses, and generation."""
 
+from shardax.models import tensors as tensors
 from shardax.models.decoder import DECODER_RULES as DECODER_RULES
 from shardax.models.decoder import Decoder as Decoder
 from shardax.models.decoder import DecoderConfig as DecoderConfig
 from shardax.models.decoder import DecoderLayer as DecoderLayer
-from shardax.models.families import register as register
+from shardax.models.families.registry import register as register
 from shardax.models.generation import generate as generate
 from shardax.models.losses import blockwise_cross_entropy as blockwise_cross_entropy
 from shardax.models.losses import cross_entropy as cross_entropy

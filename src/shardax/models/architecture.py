@@ -29,13 +29,13 @@ from shardax._core.variable import (
     RngState,
     Variable,
 )
-from shardax.models import families
+from shardax.models.families import registry
 from shardax.models.family import (
+    ConfigEdit,
     Family,
     PretrainedError,
     activation_name,
     published_activation,
-    rope_fields,
 )
 from shardax.models.transformer import (
     OffsetRMSNorm,
@@ -129,7 +129,7 @@ def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
     if config.source is None:
         return _describe_new(replace(config, **facts))
     content = json.loads(config.source)
-    family = families.family_of(content, "config.json")
+    family = registry.family_of(content, "config.json")
     source = family.config(content, "config.json")
     unapplied = [
         f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
@@ -377,82 +377,22 @@ def _said(differing: Mapping[str, tuple[Any, Any]]) -> str:
 # --- config.json ----------------------------------------------------------------------------------
 
 
-def _written(family: Family, content: Mapping[str, Any], config: TransformerConfig) -> Any:
+def _written(
+    family: Family, content: Mapping[str, Any], config: TransformerConfig
+) -> dict[str, Any]:
     """Returns a ``config.json``, changed to a config."""
     # Fields that cannot say it stay as they are: callers read the result back and compare.
-    read, result = family.config(content, "config.json"), dict(content)
-    names = family.fields_read(content)
-    changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(read, f.name)}
-    for name, targets in family.fields.items():
-        for target in filter(changed.__contains__, targets.split()):
+    edit = ConfigEdit(family, dict(content), config, family.config(content, "config.json"))
+    for name, field in family.fields.items():
+        for target in filter(edit.changes, field.targets):
             value = getattr(config, target)
-            result[name] = published_activation(value) if target == "activation" else value
-    architecture = _architecture(family, config, result)
+            edit.content[name] = published_activation(value) if target == "activation" else value
+    architecture = _architecture(family, config, edit.content)
     if architecture != (content.get("architectures") or list(family.architectures))[0]:
-        result["architectures"] = [architecture]
-
-    def write(name: str, value: Any) -> None:
-        if name in names:
-            result[name] = value
-
-    if "window" in changed:
-        write("sliding_window", config.window)
-        write("use_sliding_window", config.window is not None)
-    if changed & {"rope", "local_rope"} and config.rope is not None:
-        for name in _OLDER_ROPE_FIELDS:
-            result.pop(name, None)
-        rope = rope_fields(config.rope)
-        if "rope_local_base_freq" in names:
-            local_rope = config.rope if config.local_rope is None else config.local_rope
-            rope = {"full_attention": rope, "sliding_attention": rope_fields(local_rope)}
-        elif read.rope is not None and read.rope.fraction != config.rope.fraction:
-            rope["partial_rotary_factor"] = config.rope.fraction
-        write("rope_parameters", rope)
-    if changed & {"attention_scale", "head_dim"}:
-        scale = config.attention_scale or config.head_dim**-0.5
-        square = scale**-2
-        write("query_pre_attn_scalar", round(square) if round(square) ** -0.5 == scale else square)
-        write("scale_attn_weights", config.attention_scale is None)
-    if changed & {"num_experts", "dense_layers", "num_layers"}:
-        if "num_experts" in names:
-            result.pop("num_local_experts", None)
-        write("num_experts", config.num_experts)
-        write("mlp_only_layers", list(config.dense_layers))
-        write("decoder_sparse_step", 1)
-    if "activation" in changed and "hidden_activation" in names:
-        for name in ("hidden_activation", "hidden_act"):
-            if name in result or name in family.defaults:
-                result[name] = published_activation(config.activation)
-    if "mlp_dim" in changed:
-        write("n_inner", config.mlp_dim)
-    if "parallel" in changed:
-        write("use_parallel_residual", config.parallel)
-    if "num_classes" in changed and config.head == "first":
-        labels = {str(index): f"LABEL_{index}" for index in range(config.num_classes)}
-        result.pop("num_labels", None)
-        write("id2label", labels)
-        result["label2id"] = {label: int(index) for index, label in labels.items()}
-    if changed & {"window", "local_layers", "num_layers"} and "layer_types" in names:
-        local = [config.kind_of(index)[0] for index in range(config.num_layers)]
-        if "layer_types" in result or local != _local_layers(family, result):
-            result["layer_types"] = [_ATTENTION_TYPES[is_local] for is_local in local]
-    return result
-
-
-_ATTENTION_TYPES = ("full_attention", "sliding_attention")
-_OLDER_ROPE_FIELDS = (
-    *("partial_rotary_factor", "rope_local_base_freq", "rope_scaling", "rope_theta"),
-    *("rotary_emb_base", "rotary_pct"),
-)
-
-
-def _local_layers(family: Family, content: Mapping[str, Any]) -> list[bool] | None:
-    """Returns local layers by ``config.json``, None if it is unreadable."""
-    try:
-        config = family.config(content, "config.json")
-    except PretrainedError:
-        return None
-    return [config.kind_of(index)[0] for index in range(config.num_layers)]
+        edit.content["architectures"] = [architecture]
+    for group in family.groups:
+        group.write(edit)
+    return edit.content
 
 
 def _architecture(family: Family, config: TransformerConfig, content: Mapping[str, Any]) -> str:
@@ -478,18 +418,11 @@ def _reread(family: Family, content: Mapping[str, Any]) -> TransformerConfig:
         raise refused([str(error)]) from error
 
 
-_CANDIDATES_TEXT = """
-llama mistral qwen2 qwen3 mixtral qwen3_moe olmo2 gemma gemma2 gemma3_text phi gpt2 gpt_neox
-starcoder2 bert vit
-"""
-_CANDIDATES = tuple(_CANDIDATES_TEXT.split())
-
-
 def _describe_new(config: TransformerConfig) -> tuple[dict[str, Any], Family, TransformerConfig]:
     """Finds the family of a config without a file."""
     closest: dict[str, tuple[Any, Any]] | None = None
-    for kind in _CANDIDATES:
-        family = families.FAMILIES[kind]
+    for kind in registry.NEW_MODEL_TYPES:
+        family = registry.FAMILIES[kind]
         try:
             content = _new_content(kind, family, config)
             read = family.config(content, "config.json")
@@ -517,21 +450,15 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
         "model_type": kind,
         "dtype": config.param_dtype,
     }
-    for name, targets in family.fields.items():
-        value = getattr(config, targets.split()[0])
-        if "activation" in targets.split():
+    for name, field in family.fields.items():
+        value = getattr(config, field.targets[0])
+        if "activation" in field.targets:
             value = published_activation(value)
-        content[name] = family.defaults.get(name) if value is None else value
-    for name in ("hidden_size", "num_hidden_layers", "n_embd"):
-        if name in family.fields:
-            content[name] = getattr(config, family.fields[name])
-    if "max_position_embeddings" in family.defaults:
-        content.setdefault("max_position_embeddings", 2048)
+        content[name] = field.default_or_none() if value is None else value
     content = _written(family, content, config)
-    if "rope_parameters" in family.fields_read(content) and config.rope is not None:
-        content.setdefault(
-            "rope_parameters", rope_fields(config.rope)
-        )  # readers differ in defaults
+    edit = ConfigEdit(family, content, config, config)
+    for group in family.groups:
+        group.complete(edit)
     return content
 
 

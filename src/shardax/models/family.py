@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A type of published models, and the reading of its ``config.json``.
 
-What a config says and no table knows is refused by name: a field either changes the model, is known
-to change nothing, or may only have the value that changes nothing.
+What a ``config.json`` says and its family does not know is refused by name: a field either changes
+the model, is known to change nothing, or may only have the value that changes nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from shardax._core.errors import ShardaxError
+from shardax.models.tensors import Tensors
 from shardax.models.transformer import TransformerConfig, find_activation
 from shardax.nn.errors import LayerConfigError
-from shardax.nn.rope import Rope
 
 
 class PretrainedError(ShardaxError, ValueError):
@@ -109,52 +109,56 @@ def _is_number(value: Any) -> bool:
     return _is_integer(value) or (type(value) is float and math.isfinite(value))
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
+@dataclass(frozen=True)
+class Kind:
+    """The type of a field of ``config.json``."""
+
+    text: str
+    fits: Callable[[Any], bool]
+    is_positive: bool = False
+    allows_null: bool = False
+
+    @property
+    def or_null(self) -> Kind:
+        """The same type, or null."""
+        return replace(self, allows_null=True)
+
+    @property
+    def positive(self) -> Kind:
+        """The same type, above 0."""
+        return replace(self, is_positive=True)
+
+    def problem(self, name: str, value: Any) -> str | None:
+        """Describes a value of another type or size, or returns None."""
+        if value is None and self.allows_null:
+            return None
+        if not self.fits(value):
+            return f"{name}={brief(value)} is not {self.text}"
+        if self.is_positive and value <= 0:
+            return f"{name}={value!r} is not positive"
+        return None
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_boolean(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "bool": (_is_boolean, "true or false"),
-    "float": (_is_number, "a number"),
-    "int": (_is_integer, "an integer"),
-    "str": (_is_text, "a text"),
-    "dict": (_is_table, "a table of fields"),
-    "texts": (_is_list_of(_is_text), "a list of texts"),
-    "integers": (_is_list_of(_is_integer), "a list of integers"),
-}
-# Of fields that families compute with: the type, and ? where null is a value.
-_TYPES = {
-    name: kind
-    for kind, names in {
-        "bool": "scale_attn_weights use_parallel_residual",
-        "bool?": "use_sliding_window",
-        "dict?": "id2label rope_parameters rope_scaling",
-        "float": "query_pre_attn_scalar rotary_emb_base rotary_pct",
-        "float?": "partial_rotary_factor rope_local_base_freq rope_theta",
-        "int": "decoder_sparse_step hidden_size image_size max_position_embeddings "
-        "max_window_layers n_embd num_hidden_layers num_labels patch_size",
-        "int?": "_sliding_window_pattern n_inner num_experts num_local_experts sliding_window "
-        "sliding_window_pattern",
-        "integers?": "mlp_only_layers",
-        "str?": "hidden_act hidden_activation model_type",
-        "texts?": "architectures layer_types",
-    }.items()
-    for name in names.split()
-}
+ANYTHING = Kind("anything", lambda _: True)
+BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
+INTEGER = Kind("an integer", _is_integer)
+INTEGERS = Kind("a list of integers", _list_of(_is_integer))
+NUMBER = Kind("a number", _is_number)
+SIZE = INTEGER.positive
+TABLE = Kind("a table of fields", lambda value: isinstance(value, dict))
+TEXT = Kind("a text", _is_text)
+TEXTS = Kind("a list of texts", _list_of(_is_text))
+_KINDS = {"bool": BOOLEAN, "float": NUMBER, "int": INTEGER, "str": TEXT}
 # The type of each field of TransformerConfig, as it is annotated.
-_TARGETS = {field.name: str(field.type) for field in dataclasses.fields(TransformerConfig)}
+_ANNOTATIONS = {field.name: str(field.type) for field in dataclasses.fields(TransformerConfig)}
 _POSITIVE = frozenset(
     [
         *("channels", "embed_dim", "expert_dim", "experts_per_token", "head_dim", "image_size"),
@@ -162,35 +166,17 @@ _POSITIVE = frozenset(
         "window",
     ]
 )
-_POSITIVE_FIELDS = frozenset(
-    [
-        *("_sliding_window_pattern", "decoder_sparse_step", "hidden_size", "image_size", "n_embd"),
-        *("num_hidden_layers", "patch_size", "query_pre_attn_scalar", "sliding_window"),
-        "sliding_window_pattern",
-    ]
-)
 
 
-def type_problem(name: str, value: Any, target: str | None = None) -> str | None:
-    """Describes a wrong type or size of a field, or returns None."""
-    # The target is the field of TransformerConfig that it sets, if it sets one.
+def kind_of_target(target: str) -> Kind:
+    """Returns the type of a field that sets one of ``TransformerConfig``."""
     if target == "activation":
-        kind = "str"
-    elif target is not None:
-        kind = _TARGETS[target].replace(" | None", "?")
-    else:
-        kind = _TYPES.get(name, "")
-    check, text = _CHECKS.get(kind.removesuffix("?"), (None, ""))
-    if check is None or (value is None and kind.endswith("?")):
-        return None
-    if value is None and (target in ("num_kv_heads", "head_dim") or (target and kind == "bool")):
-        return None  # as if it were left out, or false
-    if not check(value):
-        return f"{name}={brief(value)} is not {text}"
-    is_size = target in _POSITIVE or name in _POSITIVE_FIELDS
-    if is_size and value is not None and value <= 0:
-        return f"{name}={value!r} is not positive"
-    return None
+        return TEXT
+    name, _, null = _ANNOTATIONS[target].partition(" | ")
+    kind = replace(_KINDS.get(name, ANYTHING), is_positive=target in _POSITIVE)
+    # Null is as if the field were left out, or false.
+    may_be_null = null == "None" or name == "bool" or target in ("num_kv_heads", "head_dim")
+    return kind.or_null if may_be_null else kind
 
 
 def brief(value: Any) -> str:
@@ -205,33 +191,75 @@ def brief(value: Any) -> str:
 def is_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> bool | None:
     """Whether a field is neutral at its value, None if never."""
     if name == "layer_types":  # of a family without kinds of layers
-        return value is None or set(value) <= {"full_attention"}
+        return value is None or (
+            isinstance(value, list) and all(kind == "full_attention" for kind in value)
+        )
     return value in neutral[name] if name in neutral else None
 
 
 # --- families ---
 
-Taker = Callable[..., Any]
+REQUIRED = object()
+
+
+class Field:
+    """A field of ``config.json`` and the fields of ``TransformerConfig`` that it sets."""
+
+    def __init__(self, *targets: str, default: Any = REQUIRED) -> None:
+        self.targets = targets
+        self.default = default
+
+    def default_or_none(self) -> Any:
+        """Returns the default, None of a field that must be there."""
+        return None if self.default is REQUIRED else self.default
+
+
+class Taker(Protocol):
+    """The function by which a group of fields takes one, by name."""
+
+    def __call__(self, name: str, *default: Any, kind: Kind = ANYTHING) -> Any:
+        """Returns the value of a field, or its default."""
+        ...
+
+
+class FieldGroup:
+    """Fields of ``config.json`` that are read and written together."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        """Returns the fields of ``TransformerConfig`` that they set."""
+        raise NotImplementedError
+
+    def write(self, edit: ConfigEdit) -> None:
+        """Changes them to what an edited config says."""
+
+    def complete(self, edit: ConfigEdit) -> None:
+        """Adds those that a new ``config.json`` has even at their defaults."""
+
+
+class DerivedFields(FieldGroup):
+    """Fields read by a function, and not written."""
+
+    def __init__(self, derive: Callable[[Taker], Mapping[str, Any]]) -> None:
+        self.read = derive
 
 
 @dataclass(frozen=True)
 class Family:
     """A type of published models."""
 
-    # By field of ``config.json`` those of ``TransformerConfig`` that it sets, separated by spaces.
-    fields: Mapping[str, str]
-    # The table of tensors.
-    tensors: str
+    # The fields of ``config.json`` with a meaning of their own.
+    fields: Mapping[str, Field]
+    tensors: Tensors
+    # Fields of ``config.json`` with a meaning together.
+    groups: Sequence[FieldGroup] = ()
     # Fields of ``TransformerConfig`` that all models of the family share.
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Values of fields of ``config.json`` that may be left out.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Called with a function that takes a field by name; returns fields of ``TransformerConfig``.
-    derive: Callable[[Taker], Mapping[str, Any]] | None = None
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Values of fields of ``config.json`` that may be left out, before those of fields and groups.
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # By name of the class the fields of ``TransformerConfig`` that it sets.
-    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    architectures: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # Fields of ``config.json`` that may only have one of these values.
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     # Fields that change nothing.
     harmless: Iterable[str] = ()
     # Of the names of tensors, in all models but those without a head.
@@ -240,15 +268,11 @@ class Family:
     buffers: Iterable[str] = ("rotary_emb.inv_freq",)
 
     def config(
-        self, content: Mapping[str, Any], where: str, tensors: int | None = None
+        self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
     ) -> TransformerConfig:
         """Reads a ``config.json``, or raises with all problems of it."""
         # The number of tensors in the files bounds layers and experts.
-        return _Reading(self, content, where, tensors).config
-
-    def fields_read(self, content: Mapping[str, Any]) -> set[str]:
-        """Returns the fields of a valid ``config.json`` with meaning for the model."""
-        return _Reading(self, content, "config.json", None).taken
+        return _Reading(self, content, where, tensor_count).config
 
     @property
     def bare(self) -> str:
@@ -257,6 +281,28 @@ class Family:
             (name for name, parts in self.architectures.items() if parts.get("head", "") is None),
             next(iter(self.architectures)),
         )
+
+
+@dataclass
+class ConfigEdit:
+    """A ``config.json`` that is changed to what a config says."""
+
+    family: Family
+    content: dict[str, Any]
+    config: TransformerConfig
+    read: TransformerConfig  # what it said at first
+
+    def changes(self, *names: str) -> bool:
+        """Whether any of these fields of the config is another."""
+        return any(getattr(self.config, name) != getattr(self.read, name) for name in names)
+
+    def local_layers_read(self) -> list[bool] | None:
+        """Returns local layers by ``config.json`` as it is now, None if unreadable."""
+        try:
+            config = self.family.config(self.content, "config.json")
+        except PretrainedError:
+            return None
+        return [config.kind_of(index)[0] for index in range(config.num_layers)]
 
 
 # Fewer layers, and experts of all layers, are read whatever the files have: the check of the
@@ -268,25 +314,28 @@ class _Reading:
     """One ``config.json``, read field by field."""
 
     def __init__(
-        self, family: Family, content: Mapping[str, Any], where: str, tensors: int | None
+        self, family: Family, content: Mapping[str, Any], where: str, tensor_count: int | None
     ) -> None:
         self.family, self.content, self.where = family, content, where
-        self.tensors = tensors
-        self.taken: set[str] = set()
+        self.tensor_count = tensor_count
+        self.read_names: set[str] = set()
         self.problems: list[str] = []
         self.advice: list[str] = []
         self.config = self._read()
 
-    def take(self, name: str, *default: Any) -> Any:
+    def take(self, name: str, *default: Any, kind: Kind = ANYTHING) -> Any:
         """Returns the value of a field, or its default."""
-        self.taken.add(name)
+        self.read_names.add(name)
         if name in self.content:
-            problem = type_problem(name, self.content[name])
+            problem = kind.problem(name, self.content[name])
             if problem is None:
                 return self.content[name]
             self._note(problem)
+        field = self.family.fields.get(name)
         if name in self.family.defaults:
             return self.family.defaults[name]
+        if field is not None and field.default is not REQUIRED:
+            return field.default
         if default:
             return default[0]
         if name not in self.content:
@@ -300,15 +349,15 @@ class _Reading:
     def _read(self) -> TransformerConfig:
         family = self.family
         values: dict[str, Any] = {**family.fixed, **self._of_architecture()}
-        for name, targets in family.fields.items():
-            values.update(self._of_field(name, targets.split()))
+        for name, field in family.fields.items():
+            values.update(self._of_field(name, field))
         self._check_counts(values)
-        if family.derive is not None:
+        for group in family.groups:
             try:
-                values.update(family.derive(self.take))
+                values.update(group.read(self.take))
             except PretrainedError as error:
                 self._note(str(error))
-        self._check_others()
+        self._check_unread()
         if self.problems:
             raise self._error()
         self._check_counts(values)
@@ -322,71 +371,69 @@ class _Reading:
             self._note(str(error).removesuffix("."))
             raise self._error() from error
 
-    def _of_field(self, name: str, targets: list[str]) -> dict[str, Any]:
+    def _of_field(self, name: str, field: Field) -> dict[str, Any]:
         value = self.take(name)
         if name in self.content:
-            for problem in filter(None, (type_problem(name, value, target) for target in targets)):
+            problems = [kind_of_target(target).problem(name, value) for target in field.targets]
+            for problem in filter(None, problems):
                 self._note(problem)
                 return {}
-        if "activation" in targets:
+        if "activation" in field.targets:
             if value not in ACTIVATION_NAMES:
                 self._note(f"{name}={brief(value)} is none of {', '.join(ACTIVATION_NAMES)}")
             value = ACTIVATION_NAMES.get(value, "silu")
-        if value is None and isinstance(self.family.defaults.get(name), bool):
+        if value is None and isinstance(self.family.defaults.get(name, field.default), bool):
             value = False
-        return dict.fromkeys(targets, value)
+        return dict.fromkeys(field.targets, value)
 
     def _check_counts(self, values: Mapping[str, Any]) -> None:
         """Raises for more layers or experts than the files have."""
-        if self.tensors is None:
+        if self.tensor_count is None:
             return
         layers, experts = values.get("num_layers", 0), values.get("num_experts", 0)
         for count, least, counts in (
             (layers, _FEW_LAYERS, f"{layers} layers"),
             (layers * experts, _FEW_EXPERTS, f"{layers} layers of {experts} experts"),
         ):
-            if type(count) is int and count > max(self.tensors, least):
+            if type(count) is int and count > max(self.tensor_count, least):
                 raise PretrainedError(
                     f"{self.where} says that the model has {counts}, but its files have "
-                    f"{self.tensors} tensors in all. Download or save the model again."
+                    f"{self.tensor_count} tensors in all. Download or save the model again."
                 )
 
-    def _check_others(self) -> None:
+    def _check_unread(self) -> None:
         """Notes fields not read by the family, unless they change nothing."""
         family, neutral = self.family, {**NEUTRAL, **self.family.neutral}
         harmless, unknown = HARMLESS | set(family.harmless), []
         for name, value in self.content.items():
-            if name in self.taken:
+            if name in self.read_names:
                 continue
-            problem = type_problem(name, value)
-            neutral_here = is_neutral(name, value, neutral) if problem is None else None
-            if neutral_here is False:
+            is_neutral_value = is_neutral(name, value, neutral)
+            if is_neutral_value is False:
                 only = f", only {neutral[name][0]!r}" if name in neutral else " for this family"
                 self._note(f"{name}={brief(value)} is not supported{only}")
-            elif problem is not None:
-                self._note(problem)
-            elif neutral_here is None and name not in harmless:
+            elif is_neutral_value is None and name not in harmless:
                 self._note(f"{name}={brief(value)} is unknown")
                 unknown.append(name)
         if unknown:
-            kind = self.content.get("model_type")
+            model_type = self.content.get("model_type")
             self.advice.append(
                 f"If {', '.join(unknown)} changes nothing in what the model computes, say so: "
-                f"sx.models.register({kind!r}, like={kind!r}, harmless={unknown!r})."
+                f"sx.models.register({model_type!r}, like={model_type!r}, harmless={unknown!r})."
             )
 
     def _of_architecture(self) -> Mapping[str, Any]:
         architectures = self.family.architectures
-        names = self.take("architectures", None) or [next(iter(architectures))]
+        names = self.take("architectures", None, kind=TEXTS.or_null) or [next(iter(architectures))]
         if len(names) == 1 and names[0] in architectures:
             return architectures[names[0]]
         self._note(
             f"architectures={brief(names)} is not supported, only one of {', '.join(architectures)}"
         )
-        kind, bare = self.content.get("model_type"), dict(architectures[self.family.bare])
+        model_type, bare = self.content.get("model_type"), dict(architectures[self.family.bare])
         self.advice.append(
-            f"The layers alone, without the head, are read after sx.models.register({kind!r}, "
-            f"like={kind!r}, architectures={{{names[0]!r}: {bare!r}}}), by "
+            f"The layers alone, without the head, are read after sx.models.register({model_type!r},"
+            f" like={model_type!r}, architectures={{{names[0]!r}: {bare!r}}}), by "
             f"sx.models.from_pretrained(folder, strict=False)."
         )
         return {}
@@ -394,118 +441,3 @@ class _Reading:
     def _error(self) -> PretrainedError:
         text = f"{self.where} describes a model that cannot be read: {'; '.join(self.problems)}."
         return PretrainedError(" ".join([text, *self.advice]))
-
-
-# --- the rotary embedding ---
-
-
-_ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "original_max_position_embeddings",
-        "truncate",
-    ),
-}
-
-
-def read_rope(
-    take: Taker,
-    values: Mapping[str, Any] | None = None,
-    *,
-    base: float = 10_000.0,
-    fraction: float = 1.0,
-    kinds: Iterable[str] = tuple(_ROPE_FIELDS),
-) -> Rope:
-    """Reads the rotary embedding, as transformers 5 does."""
-    # That takes rope_scaling or else rope_parameters, and rope_theta where the table has none.
-    table = values
-    if table is None:
-        scaling, parameters = take("rope_scaling", None), take("rope_parameters", None)
-        theta, part = take("rope_theta", None), take("partial_rotary_factor", None)
-        base, fraction = theta if theta else base, fraction if part is None else part
-        table = dict[str, Any](scaling or parameters or {})
-        if theta and table.get("rope_theta") not in (None, theta):
-            raise PretrainedError(
-                f"rope_theta={theta!r} stands beside a table with rope_theta="
-                f"{table['rope_theta']!r}, which transformers takes: leave one of them out"
-            )
-    left = {name: value for name, value in table.items() if value is not None}
-    kind = left.pop("rope_type", left.get("type", "default"))
-    left.pop("type", None)
-    if kind not in tuple(kinds):
-        raise PretrainedError(
-            f"rope_type={brief(kind)} is not supported, only one of {', '.join(kinds)}"
-        )
-    names = _ROPE_FIELDS[kind]
-    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in left:
-        left["original_max_position_embeddings"] = take("max_position_embeddings")
-    numbers = {"rope_theta": base, "partial_rotary_factor": fraction}
-    numbers |= {"beta_slow": 1.0, "beta_fast": 32.0} if kind == "yarn" else {}
-    numbers |= {
-        name: left.pop(name)
-        for name in ("rope_theta", "partial_rotary_factor", *names)
-        if name in left
-    }
-    wrong = [f"{name}={brief(value)} is unknown" for name, value in left.items()]
-    absent = {"factor", "low_freq_factor", "high_freq_factor"} & set(names) - set(numbers)
-    wrong += [f"{name} is missing" for name in sorted(absent)]
-    truncate: Any = numbers.pop("truncate", True)
-    if not isinstance(truncate, bool):
-        wrong.append(f"truncate={brief(truncate)} is not true or false")
-    for name, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            wrong.append(f"{name}={brief(value)} is not a positive number")
-    if not wrong:
-        wrong = _rope_problems(kind, numbers)
-    if wrong:
-        raise PretrainedError(f"the rotary embedding of rope_type={kind!r}: {', '.join(wrong)}")
-    fields = {
-        "rope_theta": "base",
-        "partial_rotary_factor": "fraction",
-        "low_freq_factor": "low",
-        "high_freq_factor": "high",
-        "beta_slow": "low",
-        "beta_fast": "high",
-        "original_max_position_embeddings": "length",
-    }
-    options: dict[str, Any] = {fields.get(name, name): v for name, v in numbers.items()}
-    options |= {"base": float(options["base"]), "fraction": float(options["fraction"])}
-    return Rope(kind=kind, truncate=truncate, **options)
-
-
-def _rope_problems(kind: str, numbers: Mapping[str, Any]) -> list[str]:
-    """Returns the fields with a division by zero."""
-    problems = []
-    if numbers["partial_rotary_factor"] > 1:
-        problems.append(f"partial_rotary_factor={numbers['partial_rotary_factor']!r} is above 1")
-    if kind == "yarn" and numbers["rope_theta"] <= 1:
-        problems.append(f"rope_theta={numbers['rope_theta']!r} is not above 1")
-    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        problems.append("low_freq_factor is not below high_freq_factor")
-    return problems
-
-
-def rope_fields(rope: Rope) -> dict[str, Any]:
-    """Returns the ``rope_parameters`` of a rotary embedding."""
-    fields = {
-        "factor": rope.factor,
-        "low_freq_factor": rope.low,
-        "high_freq_factor": rope.high,
-        "beta_slow": rope.low,
-        "beta_fast": rope.high,
-        "original_max_position_embeddings": rope.length,
-        "attention_factor": rope.attention_factor,
-        "truncate": rope.truncate,
-    }
-    return {
-        "rope_type": rope.kind,
-        "rope_theta": rope.base,
-        **({} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}),
-        **{name: fields[name] for name in _ROPE_FIELDS[rope.kind] if fields[name] is not None},
-    }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published weights: straight into shards, and back into files.
 
-The tables of ``shardax.models.families`` say where each parameter stands. A parameter is read by
-the slices that the devices of this process hold, one after the other, so that host memory holds
+The descriptions in ``shardax.models.families`` say where each parameter stands. A parameter is read
+by the slices that the devices of this process hold, one after the other, so that host memory holds
 what this process keeps and one slice besides.
 """
 
@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +34,9 @@ from shardax._core.variable import Param
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
 from shardax.models.decoder import DECODER_RULES
-from shardax.models.families import family_of
+from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
+from shardax.models.tensors import Tensor
 from shardax.models.transformer import Transformer, TransformerConfig
 from shardax.nn.stack import Stack
 from shardax.partition.context import current_rules
@@ -276,56 +277,12 @@ def _first_line(error: Exception) -> str:
 # --- the table ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """An axis of a tensor, by its parts from the outside."""
-
-    parts: tuple[str | tuple[int, int], ...]  # a name; or one of several equal parts
-    joined: bool  # whether parameters stand in it one after the other
-
-    def factors(self, ranges: Mapping[str, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Returns size, first and end of each part."""
-        return [
-            ranges[part] if isinstance(part, str) else (part[1], part[0], part[0] + 1)
-            for part in self.parts
-        ]
-
-
-class _Row(NamedTuple):
-    """A row of a family's table."""
-
-    path: str
-    name: str
-    there: tuple[_Axis, ...]
-    here: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=64)
-def _rows(tensors: str) -> tuple[_Row, ...]:
-    return tuple(map(_row, filter(str.strip, tensors.splitlines())))
-
-
-def _row(line: str) -> _Row:
-    path, name, axes = (part.strip() for part in line.split("|"))
-    left, _, right = axes.partition("->")
-    tensor_axes = []
-    for joined, group, single in re.findall(r"(\+?)(?:\(([^)]*)\)|(\S+))", left):
-        parts = (group or single).split()
-        tensor_axes.append(_Axis(tuple(map(_part, parts)), joined == "+"))
-    return _Row(path, name, tuple(tensor_axes), tuple((right or left).split()))
-
-
-def _part(text: str) -> str | tuple[int, int]:
-    place, slash, count = text.partition("/")
-    return (int(place), int(count)) if slash else text
-
-
 class _Entry(NamedTuple):
-    """A parameter, its row, and its layers."""
+    """A parameter, its tensor, and its layers."""
 
     path: VariablePath
     variable: Any
-    row: _Row
+    tensor: Tensor
     layers: tuple[int, ...]  # () for what belongs to no layer
     stacked: bool
     prefix: str  # that the names of tensors do without
@@ -333,17 +290,16 @@ class _Entry(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         shape = self.variable.shape[1:] if self.stacked else self.variable.shape
-        return dict(zip(self.row.here, shape, strict=True))
+        return dict(zip(self.tensor.parameter_axes, shape, strict=True))
 
     def name(self, layer: int, expert: int = 0) -> str:
         """Returns the name of a tensor."""
-        name = self.row.name.replace("#", str(layer)).replace("@", str(expert))
-        return name.removeprefix(self.prefix)
+        return self.tensor.numbered(layer, expert).removeprefix(self.prefix)
 
     @property
     def experts(self) -> int:
         """Number of tensors of a layer, each for one expert."""
-        return self.sizes[self.row.here[0]] if "@" in self.row.name else 1
+        return self.sizes[self.tensor.parameter_axes[0]] if self.tensor.is_of_expert else 1
 
     def names(self) -> list[str]:
         """Returns the names of all its tensors."""
@@ -353,14 +309,14 @@ class _Entry(NamedTuple):
     def axis_sizes(self) -> list[int]:
         """Returns the shape of its tensor, possibly shared with others."""
         ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
-        return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.row.there]
+        return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.tensor.tensor_axes]
 
 
 class _Table:
     """Places of the parameters of a model in the files."""
 
     def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
-        self.rows = {row.path: row for row in _rows(family.tensors)}
+        self.tensors = {tensor.to: tensor for tensor in family.tensors}
         self.tied = config.tied_head and config.head == "tokens"
         self.buffers = tuple(family.buffers)
         # Models without a head, and some old files, do without the prefix.
@@ -408,16 +364,16 @@ class _Table:
         self, path: VariablePath, variable: Any, place: str, layers: tuple[int, ...], stacked: bool
     ) -> None:
         """Adds a parameter by its path in the family's table."""
-        row = self.rows.get(place)
-        if row is None:
+        tensor = self.tensors.get(place)
+        if tensor is None:
             self.unknown.append(format_path(path))
         else:
-            self.entries.append(_Entry(path, variable, row, layers, stacked, self.prefix))
+            self.entries.append(_Entry(path, variable, tensor, layers, stacked, self.prefix))
 
     def sort(self) -> None:
         """Puts the parameters into the order of the family's table."""
-        order = {place: index for index, place in enumerate(self.rows)}
-        self.entries.sort(key=lambda entry: (_layer_of(entry), order[entry.row.path]))
+        order = {place: index for index, place in enumerate(self.tensors)}
+        self.entries.sort(key=lambda entry: (_layer_of(entry), order[entry.tensor.to]))
 
     def add_names(self, entry: _Entry, layers: Iterable[int]) -> None:
         """Notes the tensors of a parameter."""
@@ -427,7 +383,7 @@ class _Table:
                 self.by_name.setdefault(entry.name(layer, expert), []).append(place)
 
     def check_complete(self) -> None:
-        """Raises if there are parameters without a row."""
+        """Raises if there are parameters without a tensor."""
         if self.unknown:
             raise PretrainedError(
                 f"The model has parameters that its family has no tensors for: "
@@ -439,13 +395,13 @@ class _Table:
         entries = [entry for entry, _, _ in self.by_name[name]]
         sizes = [entry.axis_sizes() for entry in entries]
         return tuple(
-            sum(size[i] for size in sizes) if axis.joined else sizes[0][i]
-            for i, axis in enumerate(entries[0].row.there)
+            sum(size[i] for size in sizes) if axis.is_concatenated else sizes[0][i]
+            for i, axis in enumerate(entries[0].tensor.tensor_axes)
         )
 
     def offset(self, entry: _Entry, layer: int, axis: int) -> int:
         """Returns the start of a parameter on a shared axis."""
-        if not entry.row.there[axis].joined:
+        if not entry.tensor.tensor_axes[axis].is_concatenated:
             return 0
         entries = [sibling for sibling, _, _ in self.by_name[entry.name(layer)]]
         return sum(sibling.axis_sizes()[axis] for sibling in entries[: entries.index(entry)])
@@ -485,7 +441,7 @@ class _Table:
             )
             raise PretrainedError(f"The tensors in {where} do not fit: {'; '.join(wrong)}.{hint}")
         for entry in self.entries:
-            for axis in range(len(entry.row.there)):
+            for axis in range(len(entry.tensor.tensor_axes)):
                 offsets = self.offset(entry, (entry.layers or (0,))[0], axis)
                 files.offsets[entry.path, axis] = offsets
         # A parameter of which a part is missing is initialised whole.
@@ -507,10 +463,9 @@ class _Table:
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
         """Yields tensors of a tied head, equal to the embedding's."""
-        rows = [
-            self.rows[place] for place in ("head.kernel", "embed.embedding") if place in self.rows
-        ]
-        names = [row.name.removeprefix(self.prefix) for row in rows]
+        places = ("head.kernel", "embed.embedding")
+        tensors = [self.tensors[place] for place in places if place in self.tensors]
+        names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]
         if not self.tied or len(names) < 2 or names[0] not in files.names:
             return
         if files.equal(*names):
@@ -523,7 +478,7 @@ class _Table:
         for entry, layer, expert in places:
             value = whole(entry.variable)
             value = value[entry.layers.index(layer)] if entry.stacked else value
-            value = value[expert] if "@" in entry.row.name else value
+            value = value[expert] if entry.tensor.is_of_expert else value
             if result is None:
                 result = np.empty(self.shape(name), value.dtype)
             _fill(result, value, entry, [self.offset(entry, layer, i) for i in range(result.ndim)])
@@ -710,7 +665,7 @@ def _stacked(blocks: Sequence[np.ndarray], bounds: Any) -> np.ndarray:
 def _read_layer(
     entry: _Entry, files: _Files, bounds: Sequence[tuple[int, int]], layer: int
 ) -> np.ndarray:
-    if "@" not in entry.row.name:
+    if not entry.tensor.is_of_expert:
         return _read_tensor(entry, files, entry.name(layer), bounds)
     experts = range(*bounds[0])
     names = [entry.name(layer, expert) for expert in experts]
@@ -721,7 +676,7 @@ def _read_tensor(
     entry: _Entry, files: _Files, name: str, bounds: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """Reads part of a tensor, with its axes in order."""
-    offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.row.there))]
+    offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.tensor.tensor_axes))]
     runs, sizes, order = _cut(entry, bounds, offsets)
     source = files.slice(name)
     if all(len(axis_runs) == 1 for axis_runs in runs):
@@ -743,17 +698,20 @@ def _cut(
     entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[int]
 ) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
     """Returns the parts to read of each axis, sizes, and their order."""
-    row, sizes = entry.row, entry.sizes
-    ranges = {name: (sizes[name], *bound) for name, bound in zip(row.here, bounds, strict=True)}
+    tensor, sizes = entry.tensor, entry.sizes
+    ranges = {
+        name: (sizes[name], *bound)
+        for name, bound in zip(tensor.parameter_axes, bounds, strict=True)
+    }
     runs, shape, names = [], [], []
-    for axis, offset in zip(row.there, offsets, strict=True):
+    for axis, offset in zip(tensor.tensor_axes, offsets, strict=True):
         factors = axis.factors(ranges)
         runs.append([(a + offset, b + offset) for a, b in _runs(factors)])
         for part, (_, first, end) in zip(axis.parts, factors, strict=True):
             if isinstance(part, str):
                 shape.append(end - first)
                 names.append(part)
-    axis_names = [name for name in row.here if name in names]
+    axis_names = [name for name in tensor.parameter_axes if name in names]
     return runs, shape, [names.index(name) for name in axis_names]
 
 
@@ -773,17 +731,23 @@ def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
 
 def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequence[int]) -> None:
     """Writes a parameter to its place in a tensor."""
-    own_axes = entry.row.here[1:] if "@" in entry.row.name else entry.row.here
+    own_axes = (
+        entry.tensor.parameter_axes[1:]
+        if entry.tensor.is_of_expert
+        else entry.tensor.parameter_axes
+    )
     index, shape, names = [], [], []
-    for axis, offset, size in zip(entry.row.there, offsets, entry.axis_sizes(), strict=True):
+    for axis, offset, size in zip(
+        entry.tensor.tensor_axes, offsets, entry.axis_sizes(), strict=True
+    ):
         index.append(slice(offset, offset + size))
         for part in axis.parts:
-            shape.append(entry.sizes[part] if isinstance(part, str) else part[1])
+            shape.append(entry.sizes[part] if isinstance(part, str) else part.count)
             names.append(part)
-    place = tuple(slice(None) if isinstance(part, str) else part[0] for part in names)
+    place = tuple(slice(None) if isinstance(part, str) else part.index for part in names)
     axis_names = [part for part in names if isinstance(part, str)]
     block = result[tuple(index)]
-    view = block.reshape(shape)  # a copy where a joined axis is cut
+    view = block.reshape(shape)  # a copy where a concatenated axis is cut
     view[place] = value.transpose([own_axes.index(name) for name in axis_names])
     if not np.shares_memory(view, result):
         result[tuple(index)] = view.reshape(block.shape)

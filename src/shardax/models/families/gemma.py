@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma, of three generations.
+
+Their norms add 1 to the scale, and the embedding is multiplied by the root of its size. Since the
+second, norms stand on both sides of attention and MLP, and layers take turns with a window; the
+third has another rotary embedding in those with one.
+
+Sources: ``models/{gemma,gemma2,gemma3}`` of transformers 5, ``configuration_*.py`` for fields and
+defaults, ``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary, read_rope, replace_rope, rope_fields
+from shardax.models.family import (
+    ACTIVATION_NAMES,
+    NUMBER,
+    SIZE,
+    TABLE,
+    TEXT,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+    published_activation,
+)
+from shardax.models.tensors import Tensors, in_layers, norm
+
+# --- what the three share -------------------------------------------------------------------------
+
+_FIELDS = {
+    **shared.DECODER,
+    **shared.ATTENTION_BIAS,
+    "head_dim": Field("head_dim", default=256),
+    "rms_norm_eps": Field("norm_epsilon", default=1e-6),
+    "tie_word_embeddings": Field("tied_head", default=True),
+}
+
+
+class ScaledEmbedding(FieldGroup):
+    """The factor of the embedding, the root of its size."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        return {"embed_scale": take("hidden_size", kind=SIZE) ** 0.5}
+
+
+class Activation(FieldGroup):
+    """The activation, which older files have by another name too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alias = "hidden_act" if name == "hidden_activation" else "hidden_activation"
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        activation = take(self.name, "gelu_pytorch_tanh", kind=TEXT.or_null)
+        alias = take(self.alias, None, kind=TEXT.or_null)
+        names = {function for function in (activation, alias) if function is not None}
+        # The first files say "gelu" and mean its approximation, as transformers reads them.
+        names = {"gelu_pytorch_tanh" if function == "gelu" else function for function in names}
+        functions = {ACTIVATION_NAMES.get(function) for function in names}
+        if len(functions) != 1 or None in functions:
+            raise PretrainedError(
+                f"{self.name}={brief(activation)} beside {brief(alias)} is not supported: write "
+                f"{self.name}='gelu_pytorch_tanh' alone"
+            )
+        return {"activation": functions.pop()}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("activation"):
+            activation = published_activation(edit.config.activation)
+            edit.content[self.name] = activation
+            if self.alias in edit.content:
+                edit.content[self.alias] = activation
+
+
+class QueryScale(FieldGroup):
+    """The scale of attention's scores, by the square of its inverse."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        scalar = take("query_pre_attn_scalar", 256, kind=NUMBER.positive)
+        return {"attention_scale": scalar**-0.5}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("attention_scale", "head_dim"):
+            scale = edit.config.attention_scale or edit.config.head_dim**-0.5
+            scalar = scale**-2
+            is_whole = round(scalar) ** -0.5 == scale
+            edit.content["query_pre_attn_scalar"] = round(scalar) if is_whole else scalar
+
+
+def _sandwich_norms() -> Tensors:
+    return (
+        *norm("input_layernorm", to="attn_norm"),
+        *norm("post_attention_layernorm", to="attn_post_norm"),
+        *norm("pre_feedforward_layernorm", to="mlp_norm"),
+        *norm("post_feedforward_layernorm", to="mlp_post_norm"),
+    )
+
+
+# --- the first ------------------------------------------------------------------------------------
+
+GEMMA = Family(
+    fields={**_FIELDS, "num_key_value_heads": Field("num_kv_heads", default=16)},
+    fixed={"norm": "rms_offset"},
+    groups=[Rotary(max_positions=8192), ScaledEmbedding(), Activation("hidden_act")],
+    architectures=shared.causal_lm("Gemma"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
+    ),
+)
+
+# --- the second -----------------------------------------------------------------------------------
+
+GEMMA2 = Family(
+    fields={
+        **_FIELDS,
+        "attn_logit_softcapping": Field("attention_softcap", default=50.0),
+        "final_logit_softcapping": Field("final_softcap", default=30.0),
+        "num_key_value_heads": Field("num_kv_heads", default=4),
+    },
+    fixed={"norm": "rms_offset", "norm_placement": "sandwich"},
+    groups=[
+        Rotary(max_positions=8192),
+        ScaledEmbedding(),
+        Activation("hidden_activation"),
+        QueryScale(),
+        shared.WindowsByLayer(4096, lambda layer: layer % 2 == 0),
+    ],
+    architectures=shared.causal_lm("Gemma2"),
+    harmless=("cache_implementation",),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            _sandwich_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
+    ),
+)
+
+# --- the third ------------------------------------------------------------------------------------
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class AlternatingWindows(FieldGroup):
+    """A window of all layers but each sixth, or another number."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        period = take("sliding_window_pattern", None, kind=SIZE.or_null) or 6
+        newer_period = take("_sliding_window_pattern", None, kind=SIZE.or_null)
+        windows = shared.read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
+        if take("layer_types", None) is None and newer_period not in (None, period):
+            raise PretrainedError(
+                f"_sliding_window_pattern={newer_period!r} is not supported without layer_types, "
+                f"as transformers takes no notice of it: write sliding_window_pattern"
+            )
+        return windows
+
+    def write(self, edit: ConfigEdit) -> None:
+        shared.write_windows(edit)
+
+
+class RotaryByLayerType(FieldGroup):
+    """Rotary embeddings of layers with a window and without."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        scaling = take("rope_scaling", None, kind=TABLE.or_null) or {}
+        parameters = take("rope_parameters", None, kind=TABLE.or_null) or {}
+        theta = take("rope_theta", None, kind=NUMBER.or_null) or 1e6
+        local_theta = take("rope_local_base_freq", None, kind=NUMBER.or_null) or 1e4
+        wrong = [name for name in parameters if name not in _LAYER_TYPES]
+        wrong += [n for n in _LAYER_TYPES if not isinstance(parameters.get(n) or {}, dict)]
+        if wrong:
+            raise PretrainedError(
+                f"rope_parameters with {', '.join(map(brief, wrong))} is not supported, only "
+                f"tables of {' and '.join(_LAYER_TYPES)}"
+            )
+        full, sliding = (parameters.get(name) or {} for name in _LAYER_TYPES)
+        length = {"max_positions": 131_072}
+        return {
+            "rope": read_rope(take, {**full, **scaling}, base=theta, **length),
+            "local_rope": read_rope(take, sliding, base=local_theta, **length),
+        }
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("rope", "local_rope") and edit.config.rope is not None:
+            replace_rope(edit, self._parameters(edit))
+
+    def complete(self, edit: ConfigEdit) -> None:
+        edit.content.setdefault("max_position_embeddings", 2048)
+        if edit.config.rope is not None:
+            edit.content.setdefault("rope_parameters", self._parameters(edit))
+
+    @staticmethod
+    def _parameters(edit: ConfigEdit) -> dict[str, Any]:
+        rope, local_rope = edit.config.rope, edit.config.local_rope
+        ropes = (rope, rope if local_rope is None else local_rope)
+        return {
+            name: rope_fields(rope)
+            for name, rope in zip(_LAYER_TYPES, ropes, strict=True)
+            if rope is not None
+        }
+
+
+GEMMA3_TEXT = Family(
+    fields={
+        **_FIELDS,
+        # transformers knows a soft cap of attention here, and leaves it out of the computation.
+        "final_logit_softcapping": Field("final_softcap", default=None),
+        "num_key_value_heads": Field("num_kv_heads", default=4),
+    },
+    fixed={"norm": "rms_offset", "norm_placement": "sandwich", "qk_norm": "head"},
+    groups=[
+        RotaryByLayerType(),
+        ScaledEmbedding(),
+        Activation("hidden_activation"),
+        QueryScale(),
+        AlternatingWindows(),
+    ],
+    architectures={"Gemma3ForCausalLM": {}, "Gemma3TextModel": {"head": None, "tied_head": True}},
+    harmless=("cache_implementation",),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            _sandwich_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
+    ),
+)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders with LayerNorms, biases and a plain MLP: GPT-2, GPT-NeoX, StarCoder2, Phi.
+
+Sources: ``models/{gpt2,gpt_neox,starcoder2,phi}`` of transformers 5, ``configuration_*.py`` for
+fields and defaults, ``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary, read_rope
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    SIZE,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+)
+from shardax.models.tensors import (
+    HEADS,
+    AxisLike,
+    Tensors,
+    conv1d,
+    embedding,
+    in_layers,
+    linear,
+    norm,
+    part,
+)
+
+# --- GPT-2 ----------------------------------------------------------------------------------------
+
+
+class InnerSize(FieldGroup):
+    """The size of the MLP, by default four times the embedding's."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        inner = take("n_inner", None, kind=INTEGER.or_null)
+        size = take("n_embd", kind=SIZE)
+        return {"mlp_dim": 4 * size if inner is None else inner}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("mlp_dim"):
+            edit.content["n_inner"] = edit.config.mlp_dim
+
+
+class ScaledScores(FieldGroup):
+    """Whether scores are divided by the root of a head's size."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        is_scaled = take("scale_attn_weights", True, kind=BOOLEAN)
+        return {"attention_scale": None if is_scaled else 1.0}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("attention_scale", "head_dim"):
+            edit.content["scale_attn_weights"] = edit.config.attention_scale is None
+
+
+def _third(index: int) -> AxisLike:
+    """Returns the axis of queries, keys or values, in thirds."""
+    return (part(index, of=3), *HEADS)
+
+
+GPT2 = Family(
+    fields={
+        "activation_function": Field("activation", default="gelu_new"),
+        "attn_pdrop": Field("attention_dropout", default=0.1),
+        "embd_pdrop": Field("embed_dropout", default=0.1),
+        "layer_norm_epsilon": Field("norm_epsilon", default=1e-5),
+        "n_embd": Field("embed_dim"),
+        "n_head": Field("num_heads"),
+        "n_layer": Field("num_layers"),
+        "n_positions": Field("max_positions", default=1024),
+        "resid_pdrop": Field("dropout", default=0.1),
+        "tie_word_embeddings": Field("tied_head", default=True),
+        "vocab_size": Field("vocab_size"),
+    },
+    fixed={**shared.ALL_BIASES, "norm": "layer", "gated": False, "rope": None},
+    groups=[InnerSize(), ScaledScores()],
+    architectures={"GPT2LMHeadModel": {}, "GPT2Model": {"head": None, "tied_head": True}},
+    neutral={"scale_attn_by_inverse_layer_idx": (False,)},
+    harmless=(
+        *("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
+        *("summary_activation", "summary_first_dropout"),
+        *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    ),
+    prefix="transformer.",
+    buffers=("attn.bias", "attn.masked_bias"),
+    tensors=(
+        *shared.ends("transformer.", tokens="wte", final_norm="ln_f"),
+        *embedding("transformer.wpe", to="positions", axis="position"),
+        *in_layers(
+            "transformer.h",
+            shared.pre_norms(attn="ln_1", mlp="ln_2"),
+            conv1d("attn.c_attn", to="attn.q", inputs="embed", outputs=_third(0)),
+            conv1d("attn.c_attn", to="attn.k", inputs="embed", outputs=_third(1)),
+            conv1d("attn.c_attn", to="attn.v", inputs="embed", outputs=_third(2)),
+            conv1d("attn.c_proj", to="attn.out", inputs=HEADS, outputs="embed"),
+            conv1d("mlp.c_fc", to="mlp.up", inputs="embed", outputs="mlp"),
+            conv1d("mlp.c_proj", to="mlp.down", inputs="mlp", outputs="embed"),
+        ),
+    ),
+)
+
+# --- GPT-NeoX -------------------------------------------------------------------------------------
+
+
+class NeoxRotary(Rotary):
+    """The rotary embedding, with older names of its base and fraction."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        base = take("rotary_emb_base", 10_000.0, kind=NUMBER)
+        fraction = take("rotary_pct", 0.25, kind=NUMBER)
+        ignored = {
+            name: take(name, None, kind=NUMBER.or_null)
+            for name in ("rope_theta", "partial_rotary_factor")
+        }
+
+        def take_noticed(name: str, *default: Any, **options: Any) -> Any:
+            return None if name in ignored else take(name, *default, **options)
+
+        rope = read_rope(take_noticed, base=base, fraction=fraction)
+        for name, value in zip(ignored, (rope.base, rope.fraction), strict=True):
+            if ignored[name] not in (None, value):
+                raise PretrainedError(
+                    f"{name}={ignored[name]!r} is not supported, as transformers takes no notice "
+                    f"of it: write rope_parameters={{{name!r}: {ignored[name]!r}}}"
+                )
+        return {"rope": rope}
+
+
+class ParallelResidual(FieldGroup):
+    """Whether attention and MLP read the same input."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        return {"parallel": take("use_parallel_residual", True, kind=BOOLEAN)}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("parallel"):
+            edit.content["use_parallel_residual"] = edit.config.parallel
+
+
+def _interleaved(index: int) -> AxisLike:
+    """Returns the axis of queries, keys or values, in thirds by head."""
+    return ("heads", part(index, of=3), "head_dim")
+
+
+def _fused_attention() -> Tensors:
+    name = "attention.query_key_value"
+    return (
+        *linear(name, to="attn.q", inputs="embed", outputs=_interleaved(0)),
+        *linear(name, to="attn.k", inputs="embed", outputs=_interleaved(1)),
+        *linear(name, to="attn.v", inputs="embed", outputs=_interleaved(2)),
+        *linear("attention.dense", to="attn.out", inputs=HEADS, outputs="embed"),
+    )
+
+
+GPT_NEOX = Family(
+    fields={
+        **shared.SIZES,
+        **shared.ATTENTION_BIAS,
+        "attention_bias": Field("qkv_bias", "out_bias", default=True),
+        "attention_dropout": Field("attention_dropout", default=0.0),
+        "hidden_act": Field("activation", default="gelu"),
+        "hidden_dropout": Field("dropout", "embed_dropout", default=0.0),
+        "layer_norm_eps": Field("norm_epsilon", default=1e-5),
+        "tie_word_embeddings": Field("tied_head", default=False),
+    },
+    fixed={"mlp_bias": True, "norm": "layer", "gated": False},
+    groups=[NeoxRotary(), ParallelResidual()],
+    architectures=shared.causal_lm("GPTNeoX"),
+    prefix="gpt_neox.",
+    buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    tensors=(
+        *shared.ends(
+            "gpt_neox.", tokens="embed_in", final_norm="final_layer_norm", head="embed_out"
+        ),
+        *in_layers(
+            "gpt_neox.layers",
+            shared.pre_norms(),
+            _fused_attention(),
+            shared.mlp(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+        ),
+    ),
+)
+
+# --- StarCoder2 -----------------------------------------------------------------------------------
+
+STARCODER2 = Family(
+    fields={
+        **shared.DECODER,
+        "embedding_dropout": Field("embed_dropout", default=0.0),
+        "hidden_act": Field("activation", default="gelu_pytorch_tanh"),
+        "norm_epsilon": Field("norm_epsilon", default=1e-5),
+        "num_key_value_heads": Field("num_kv_heads", default=2),
+        "residual_dropout": Field("dropout", default=0.0),
+        "tie_word_embeddings": Field("tied_head", default=True),
+        "use_bias": Field("qkv_bias", "out_bias", "mlp_bias", default=True),
+    },
+    fixed={"norm": "layer", "gated": False},
+    groups=[Rotary(max_positions=4096), shared.Window()],
+    architectures=shared.causal_lm("Starcoder2"),
+    neutral={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.mlp(up="mlp.c_fc", down="mlp.c_proj"),
+        ),
+    ),
+)
+
+# --- Phi ------------------------------------------------------------------------------------------
+
+# Attention and MLP read the same norm; half of a head is turned by its position.
+PHI = Family(
+    fields={
+        **shared.DECODER,
+        "embd_pdrop": Field("embed_dropout", default=0.0),
+        "hidden_act": Field("activation", default="gelu_new"),
+        "layer_norm_eps": Field("norm_epsilon", default=1e-5),
+        "resid_pdrop": Field("dropout", default=0.0),
+    },
+    fixed={
+        **shared.ALL_BIASES,
+        "norm": "layer",
+        "gated": False,
+        "parallel": True,
+        "shared_norm": True,
+        "head_bias": True,
+    },
+    groups=[Rotary(fraction=0.5)],
+    architectures=shared.causal_lm("Phi"),
+    neutral={"qk_layernorm": (False,)},
+    tensors=(
+        *shared.ends(final_norm="final_layernorm"),
+        *in_layers(
+            "model.layers",
+            norm("input_layernorm", to="attn_norm"),
+            shared.attention(out="self_attn.dense"),
+            shared.mlp(up="mlp.fc1", down="mlp.fc2"),
+        ),
+    ),
+)

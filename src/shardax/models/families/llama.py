@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama and its closest relatives: Mistral, Mixtral, OLMo 2, Phi-3.
+
+Sources: ``models/{llama,mistral,mixtral,olmo2,phi3}`` of transformers 5, ``configuration_*.py`` for
+fields and defaults, ``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary
+from shardax.models.family import Family, Field
+from shardax.models.tensors import HEADS, Tensor, concatenated, in_layers, linear, norm
+
+LLAMA = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "mlp_bias": Field("mlp_bias", default=False),
+    },
+    groups=[Rotary()],
+    architectures=shared.causal_lm("Llama"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
+    ),
+)
+
+MISTRAL = Family(
+    fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
+    groups=[Rotary(max_positions=131_072), shared.Window(4096)],
+    architectures=shared.causal_lm("Mistral"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
+    ),
+)
+
+MIXTRAL = Family(
+    fields={
+        **shared.GATED_DECODER,
+        "intermediate_size": Field("mlp_dim", "expert_dim"),
+        "num_experts_per_tok": Field("experts_per_token", default=2),
+        "num_key_value_heads": Field("num_kv_heads", default=8),
+        "num_local_experts": Field("num_experts", default=8),
+        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+    },
+    groups=[Rotary(1e6, max_positions=131_072), shared.Window()],
+    architectures=shared.causal_lm("Mixtral"),
+    neutral={"router_jitter_noise": (0.0,)},
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.experts(
+                router="block_sparse_moe.gate.weight",
+                gate="block_sparse_moe.experts.{expert}.w1.weight",
+                up="block_sparse_moe.experts.{expert}.w3.weight",
+                down="block_sparse_moe.experts.{expert}.w2.weight",
+            ),
+        ),
+    ),
+)
+
+# Norms stand behind attention and MLP; those of queries and keys are over all heads together.
+OLMO2 = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+    },
+    fixed={"norm_placement": "post", "qk_norm": "all"},
+    groups=[Rotary()],
+    architectures=shared.causal_lm("Olmo2"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            norm("post_attention_layernorm", to="attn_post_norm"),
+            norm("post_feedforward_layernorm", to="mlp_post_norm"),
+            (
+                Tensor("self_attn.q_norm.weight", "attn.query_norm.scale", [HEADS]),
+                Tensor("self_attn.k_norm.weight", "attn.key_norm.scale", [HEADS]),
+            ),
+            shared.attention(),
+            shared.gated_mlp(),
+        ),
+    ),
+)
+
+_QKV_AXES = {"axes": (concatenated(*HEADS), "embed"), "parameter_axes": ("embed", *HEADS)}
+_GATE_UP_AXES = {"axes": (concatenated("mlp"), "embed"), "parameter_axes": ("embed", "mlp")}
+
+# Queries, keys and values are one tensor, gate and up another.
+PHI3 = Family(
+    fields={
+        **shared.GATED_DECODER,
+        "embd_pdrop": Field("embed_dropout", default=0.0),
+        "resid_pdrop": Field("dropout", default=0.0),
+        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+    },
+    groups=[Rotary(kinds=["default"], max_positions=4096), shared.Window()],
+    architectures=shared.causal_lm("Phi3"),
+    neutral={"attention_bias": (False,)},
+    harmless=("original_max_position_embeddings",),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            (
+                Tensor("self_attn.qkv_proj.weight", "attn.q.kernel", **_QKV_AXES),
+                Tensor("self_attn.qkv_proj.weight", "attn.k.kernel", **_QKV_AXES),
+                Tensor("self_attn.qkv_proj.weight", "attn.v.kernel", **_QKV_AXES),
+                Tensor("mlp.gate_up_proj.weight", "mlp.gate.kernel", **_GATE_UP_AXES),
+                Tensor("mlp.gate_up_proj.weight", "mlp.up.kernel", **_GATE_UP_AXES),
+            ),
+            linear("self_attn.o_proj", to="attn.out", inputs=HEADS, outputs="embed"),
+            linear("mlp.down_proj", to="mlp.down", inputs="mlp", outputs="embed"),
+        ),
+    ),
+)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen 2 and 3, and the experts of Qwen 3.
+
+Sources: ``models/{qwen2,qwen3,qwen3_moe}`` of transformers 5, ``configuration_*.py`` for fields and
+defaults, ``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGER,
+    INTEGERS,
+    SIZE,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    Taker,
+)
+from shardax.models.tensors import in_layers
+
+
+class UpperWindows(FieldGroup):
+    """A window of the layers from ``max_window_layers`` on, if it is used."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        first = take("max_window_layers", 28, kind=INTEGER)
+        is_used = take("use_sliding_window", False, kind=BOOLEAN.or_null)
+        windows = shared.read_windows(take, 4096, lambda layer: layer >= first)
+        return windows if is_used else {}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("window"):
+            edit.content["use_sliding_window"] = edit.config.window is not None
+        shared.write_windows(edit)
+
+
+class SparseLayers(FieldGroup):
+    """The number of experts, and the layers that have an MLP instead."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        step = take("decoder_sparse_step", 1, kind=SIZE)
+        dense = take("mlp_only_layers", None, kind=INTEGERS.or_null) or ()
+        count = take("num_hidden_layers", kind=SIZE)
+        number = take("num_experts", 128, kind=INTEGER.or_null)
+        older_number = take("num_local_experts", None, kind=INTEGER.or_null)
+        return {
+            "num_experts": number if older_number is None else older_number,
+            "dense_layers": tuple(i for i in range(count) if i in dense or (i + 1) % step),
+        }
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("num_experts", "dense_layers", "num_layers"):
+            edit.content.pop("num_local_experts", None)
+            edit.content["num_experts"] = edit.config.num_experts
+            edit.content["mlp_only_layers"] = list(edit.config.dense_layers)
+            edit.content["decoder_sparse_step"] = 1
+
+
+QWEN2 = Family(
+    fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=32)},
+    fixed={"qkv_bias": True},
+    groups=[Rotary(max_positions=32_768), UpperWindows()],
+    architectures=shared.causal_lm("Qwen2"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
+    ),
+)
+
+QWEN3 = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "head_dim": Field("head_dim", default=128),
+        "num_key_value_heads": Field("num_kv_heads", default=32),
+    },
+    fixed={"qk_norm": "head"},
+    groups=[Rotary(max_positions=32_768), UpperWindows()],
+    architectures=shared.causal_lm("Qwen3"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),
+        ),
+    ),
+)
+
+QWEN3_MOE = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "moe_intermediate_size": Field("expert_dim", default=768),
+        "norm_topk_prob": Field("normalise_experts", default=False),
+        "num_experts_per_tok": Field("experts_per_token", default=8),
+        "num_key_value_heads": Field("num_kv_heads", default=4),
+        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+    },
+    fixed={"qk_norm": "head"},
+    groups=[
+        Rotary(max_positions=32_768),
+        SparseLayers(),
+        shared.Window(4096, switch="use_sliding_window"),
+    ],
+    architectures=shared.causal_lm("Qwen3Moe"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            shared.head_norms(),
+            shared.gated_mlp(),  # of the layers without experts
+            shared.experts(
+                router="mlp.gate.weight",
+                gate="mlp.experts.{expert}.gate_proj.weight",
+                up="mlp.experts.{expert}.up_proj.weight",
+                down="mlp.experts.{expert}.down_proj.weight",
+            ),
+        ),
+    ),
+)

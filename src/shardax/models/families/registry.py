@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families by type of model, those of users too."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from shardax._core.errors import warn
+from shardax.models.families import encoders, gemma, gpt, llama, qwen
+from shardax.models.family import DerivedFields, Family, Field, PretrainedError, brief
+from shardax.models.tensors import parse_table
+
+FAMILIES: dict[str, Family] = {
+    "bert": encoders.BERT,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma.GEMMA2,
+    "gemma3_text": gemma.GEMMA3_TEXT,
+    "gpt2": gpt.GPT2,
+    "gpt_neox": gpt.GPT_NEOX,
+    "llama": llama.LLAMA,
+    "mistral": llama.MISTRAL,
+    "mixtral": llama.MIXTRAL,
+    "olmo2": llama.OLMO2,
+    "phi": gpt.PHI,
+    "phi3": llama.PHI3,
+    "qwen2": qwen.QWEN2,
+    "qwen3": qwen.QWEN3,
+    "qwen3_moe": qwen.QWEN3_MOE,
+    "starcoder2": gpt.STARCODER2,
+    "vit": encoders.VIT,
+}
+# In this order for a model without a file: the plain and widely served ones first.
+_NEW_MODELS_TEXT = """
+llama mistral qwen2 qwen3 mixtral qwen3_moe olmo2 gemma gemma2 gemma3_text phi gpt2 gpt_neox
+starcoder2 bert vit
+"""
+NEW_MODEL_TYPES = tuple(_NEW_MODELS_TEXT.split())
+
+
+def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
+    """Makes a type of models known to ``from_pretrained``.
+
+    Args:
+        model_type: As in ``config.json``. A type that is known already is replaced.
+        like: A known type, of which everything is taken that is not given; mappings and lists are
+            added to its own.
+        **parts: ``fields``, ``tensors``, ``groups``, ``fixed``, ``defaults``, ``derive``,
+            ``architectures``, ``neutral``, ``harmless``, ``prefix``, ``buffers``; see
+            ``docs/pretrained.md``.
+
+    Raises:
+        PretrainedError: If a part is unknown or missing, or ``like`` is no known type.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.models.register(
+        ...     "my_llama",
+        ...     like="llama",
+        ...     fixed={"final_softcap": 30.0},
+        ...     architectures={"MyLlamaForCausalLM": {}},
+        ...     harmless=["my_note"],
+        ... )
+    """
+    parts_of_family = [field.name for field in dataclasses.fields(Family)]
+    wrong = sorted(set(parts) - {*parts_of_family, "derive"})
+    base = find_family(like, "like") if like is not None else None
+    missing = [name for name in ("fields", "tensors") if base is None and name not in parts]
+    if wrong or missing:
+        raise PretrainedError(
+            f"register({model_type!r}) was given {', '.join(wrong) or 'nothing unknown'}, and "
+            f"lacks {', '.join(missing) or 'nothing'}. The parts of a family are "
+            f"{', '.join(parts_of_family)}, derive; with like='llama' those left out are llama's."
+        )
+    parts = _as_today(parts)
+    derive = parts.pop("derive", None)
+    if derive is not None:  # in the place of what the type that it is like reads together
+        parts["groups"] = [*parts.get("groups", ()), DerivedFields(derive)]
+    if base is not None:
+        for name, value in parts.items():
+            base_part = getattr(base, name)
+            if isinstance(base_part, Mapping):
+                parts[name] = {**base_part, **value}
+            elif name in ("harmless", "buffers"):
+                parts[name] = (*base_part, *value)
+        parts = {**{name: getattr(base, name) for name in parts_of_family}, **parts}
+    FAMILIES[model_type] = Family(**parts)
+
+
+def _as_today(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a family, translated from version 0.1."""
+    today = dict(parts)
+    if isinstance(today.get("tensors"), str):
+        warn(
+            "register(tensors=) as a text is deprecated: give a sequence of "
+            "sx.models.tensors.Tensor, which sx.models.tensors.parse_table(text) makes of it.",
+            DeprecationWarning,
+        )
+        today["tensors"] = parse_table(today["tensors"])
+    if "fields" in today:
+        today["fields"] = {
+            name: Field(*targets.split()) if isinstance(targets, str) else targets
+            for name, targets in today["fields"].items()
+        }
+    return today
+
+
+def find_family(model_type: Any, where: str) -> Family:
+    """Returns the family of a type of models, or raises."""
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    raise PretrainedError(
+        f"{where} has model_type={brief(model_type)}, but known are {', '.join(sorted(FAMILIES))}."
+    )
+
+
+def family_of(content: Mapping[str, Any], where: str) -> Family:
+    """Returns the family of a ``config.json``, or raises with advice."""
+    kind, names = content.get("model_type"), content.get("architectures")
+    try:
+        return find_family(kind, where)
+    except PretrainedError as error:
+        if not isinstance(kind, str):
+            raise
+        like = next(iter(difflib.get_close_matches(kind, FAMILIES, 1, 0.0)), "llama")
+        parts = {name: {} for name in names} if isinstance(names, list) else {}
+        raise PretrainedError(
+            f"{error} If its layers and tensors are those of a known type, say of which, such as "
+            f"sx.models.register({kind!r}, like={like!r}, architectures={parts!r}); if they "
+            f"differ, docs/pretrained.md says how to describe them."
+        ) from None

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of a ``config.json`` that say the rotary embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardax.models.family import (
+    INTEGER,
+    NUMBER,
+    TABLE,
+    ConfigEdit,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+)
+from shardax.nn.rope import Rope
+
+OLDER_ROPE_FIELDS = (
+    *("partial_rotary_factor", "rope_local_base_freq", "rope_scaling", "rope_theta"),
+    *("rotary_emb_base", "rotary_pct"),
+)
+
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "original_max_position_embeddings",
+        "truncate",
+    ),
+}
+
+
+def read_rope(
+    take: Taker,
+    values: Mapping[str, Any] | None = None,
+    *,
+    base: float = 10_000.0,
+    fraction: float = 1.0,
+    kinds: Iterable[str] = tuple(_ROPE_FIELDS),
+    max_positions: int = 2048,
+) -> Rope:
+    """Reads the rotary embedding, as transformers 5 does."""
+    # That takes rope_scaling or else rope_parameters, and rope_theta where the table has none.
+    table = values
+    if table is None:
+        scaling = take("rope_scaling", None, kind=TABLE.or_null)
+        parameters = take("rope_parameters", None, kind=TABLE.or_null)
+        theta = take("rope_theta", None, kind=NUMBER.or_null)
+        part = take("partial_rotary_factor", None, kind=NUMBER.or_null)
+        base, fraction = theta if theta else base, fraction if part is None else part
+        table = dict[str, Any](scaling or parameters or {})
+        if theta and table.get("rope_theta") not in (None, theta):
+            raise PretrainedError(
+                f"rope_theta={theta!r} stands beside a table with rope_theta="
+                f"{table['rope_theta']!r}, which transformers takes: leave one of them out"
+            )
+    left = {name: value for name, value in table.items() if value is not None}
+    kind = left.pop("rope_type", left.get("type", "default"))
+    left.pop("type", None)
+    if kind not in tuple(kinds):
+        raise PretrainedError(
+            f"rope_type={brief(kind)} is not supported, only one of {', '.join(kinds)}"
+        )
+    names = _ROPE_FIELDS[kind]
+    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in left:
+        left["original_max_position_embeddings"] = take(
+            "max_position_embeddings", max_positions, kind=INTEGER
+        )
+    numbers = {"rope_theta": base, "partial_rotary_factor": fraction}
+    numbers |= {"beta_slow": 1.0, "beta_fast": 32.0} if kind == "yarn" else {}
+    numbers |= {
+        name: left.pop(name)
+        for name in ("rope_theta", "partial_rotary_factor", *names)
+        if name in left
+    }
+    wrong = [f"{name}={brief(value)} is unknown" for name, value in left.items()]
+    absent = {"factor", "low_freq_factor", "high_freq_factor"} & set(names) - set(numbers)
+    wrong += [f"{name} is missing" for name in sorted(absent)]
+    truncate: Any = numbers.pop("truncate", True)
+    if not isinstance(truncate, bool):
+        wrong.append(f"truncate={brief(truncate)} is not true or false")
+    for name, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            wrong.append(f"{name}={brief(value)} is not a positive number")
+    if not wrong:
+        wrong = _rope_problems(kind, numbers)
+    if wrong:
+        raise PretrainedError(f"the rotary embedding of rope_type={kind!r}: {', '.join(wrong)}")
+    fields = {
+        "rope_theta": "base",
+        "partial_rotary_factor": "fraction",
+        "low_freq_factor": "low",
+        "high_freq_factor": "high",
+        "beta_slow": "low",
+        "beta_fast": "high",
+        "original_max_position_embeddings": "length",
+    }
+    options: dict[str, Any] = {fields.get(name, name): v for name, v in numbers.items()}
+    options |= {"base": float(options["base"]), "fraction": float(options["fraction"])}
+    return Rope(kind=kind, truncate=truncate, **options)
+
+
+def _rope_problems(kind: str, numbers: Mapping[str, Any]) -> list[str]:
+    """Returns the fields with a division by zero."""
+    problems = []
+    if numbers["partial_rotary_factor"] > 1:
+        problems.append(f"partial_rotary_factor={numbers['partial_rotary_factor']!r} is above 1")
+    if kind == "yarn" and numbers["rope_theta"] <= 1:
+        problems.append(f"rope_theta={numbers['rope_theta']!r} is not above 1")
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        problems.append("low_freq_factor is not below high_freq_factor")
+    return problems
+
+
+def rope_fields(rope: Rope) -> dict[str, Any]:
+    """Returns the ``rope_parameters`` of a rotary embedding."""
+    fields = {
+        "factor": rope.factor,
+        "low_freq_factor": rope.low,
+        "high_freq_factor": rope.high,
+        "beta_slow": rope.low,
+        "beta_fast": rope.high,
+        "original_max_position_embeddings": rope.length,
+        "attention_factor": rope.attention_factor,
+        "truncate": rope.truncate,
+    }
+    return {
+        "rope_type": rope.kind,
+        "rope_theta": rope.base,
+        **({} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}),
+        **{name: fields[name] for name in _ROPE_FIELDS[rope.kind] if fields[name] is not None},
+    }
+
+
+class Rotary(FieldGroup):
+    """One rotary embedding for all layers."""
+
+    def __init__(
+        self,
+        base: float = 10_000.0,
+        fraction: float = 1.0,
+        *,
+        kinds: Iterable[str] = tuple(_ROPE_FIELDS),
+        max_positions: int = 2048,
+    ) -> None:
+        self.base, self.fraction = base, fraction
+        self.kinds, self.max_positions = tuple(kinds), max_positions
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        rope = read_rope(
+            take,
+            base=self.base,
+            fraction=self.fraction,
+            kinds=self.kinds,
+            max_positions=self.max_positions,
+        )
+        return {"rope": rope}
+
+    def write(self, edit: ConfigEdit) -> None:
+        rope = edit.config.rope
+        if rope is None or not edit.changes("rope"):
+            return
+        parameters = rope_fields(rope)
+        if edit.read.rope is not None and edit.read.rope.fraction != rope.fraction:
+            parameters["partial_rotary_factor"] = rope.fraction
+        replace_rope(edit, parameters)
+
+    def complete(self, edit: ConfigEdit) -> None:
+        edit.content.setdefault("max_position_embeddings", 2048)
+        if edit.config.rope is not None:  # readers differ in defaults
+            edit.content.setdefault("rope_parameters", rope_fields(edit.config.rope))
+
+
+def replace_rope(edit: ConfigEdit, parameters: dict[str, Any]) -> None:
+    """Writes ``rope_parameters``, and takes out the older fields."""
+    for name in OLDER_ROPE_FIELDS:
+        edit.content.pop(name, None)
+    edit.content["rope_parameters"] = parameters

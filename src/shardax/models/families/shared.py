@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several families share: fields, tensors and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGER,
+    SIZE,
+    TABLE,
+    TEXTS,
+    ConfigEdit,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+)
+from shardax.models.tensors import HEADS, AxisLike, Tensor, Tensors, embedding, linear, norm
+
+# --- fields ---------------------------------------------------------------------------------------
+
+# What is left out of a config.json is what it is by default in transformers. Only these sizes,
+# which every file has, must be there.
+SIZES = {
+    "vocab_size": Field("vocab_size"),
+    "hidden_size": Field("embed_dim"),
+    "intermediate_size": Field("mlp_dim"),
+    "num_hidden_layers": Field("num_layers"),
+    "num_attention_heads": Field("num_heads"),
+}
+# Of decoders with rotary positions.
+DECODER = {
+    **SIZES,
+    "attention_dropout": Field("attention_dropout", default=0.0),
+    "num_key_value_heads": Field("num_kv_heads", default=None),
+    "tie_word_embeddings": Field("tied_head", default=False),
+}
+# Of those with RMS norms and a gated MLP.
+GATED_DECODER = {
+    **DECODER,
+    "head_dim": Field("head_dim", default=None),
+    "hidden_act": Field("activation", default="silu"),
+    "rms_norm_eps": Field("norm_epsilon", default=1e-6),
+}
+ATTENTION_BIAS = {"attention_bias": Field("qkv_bias", "out_bias", default=False)}
+ALL_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+
+def causal_lm(name: str) -> dict[str, dict[str, Any]]:
+    """Returns the architectures of a decoder: with its head, and bare."""
+    return {f"{name}ForCausalLM": {}, f"{name}Model": {"head": None, "tied_head": True}}
+
+
+class Labels(FieldGroup):
+    """The number of classes, by their names."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        names = take("id2label", None, kind=TABLE.or_null)
+        count = take("num_labels", 2, kind=INTEGER)
+        return {"num_classes": len(names) if names else count}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if not edit.changes("num_classes") or edit.config.head != "first":
+            return
+        labels = {str(index): f"LABEL_{index}" for index in range(edit.config.num_classes)}
+        edit.content.pop("num_labels", None)
+        edit.content["id2label"] = labels
+        edit.content["label2id"] = {label: int(index) for index, label in labels.items()}
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class WindowsByLayer(FieldGroup):
+    """A window of some layers, by ``layer_types`` or else by their numbers."""
+
+    def __init__(self, default: int, is_local: Callable[[int], bool]) -> None:
+        self.default, self.is_local = default, is_local
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        return read_windows(take, self.default, self.is_local)
+
+    def write(self, edit: ConfigEdit) -> None:
+        write_windows(edit)
+
+
+def read_windows(take: Taker, default: int, is_local: Callable[[int], bool]) -> dict[str, Any]:
+    """Reads the window, and its layers."""
+    window = take("sliding_window", default, kind=SIZE.or_null)
+    types = take("layer_types", None, kind=TEXTS.or_null)
+    count = take("num_hidden_layers", kind=SIZE)
+    if types is None:
+        local = tuple(map(is_local, range(count)))
+    elif set(types) <= {*_LAYER_TYPES} and len(types) == count:
+        local = tuple(kind == "sliding_attention" for kind in types)
+    else:
+        raise PretrainedError(
+            f"layer_types={brief(types)} is not supported for {count} layers, only "
+            f"'full_attention' or 'sliding_attention' for each"
+        )
+    if window is None or not any(local):
+        return {}
+    return {"window": window, "local_layers": None if all(local) else local}
+
+
+def write_windows(edit: ConfigEdit) -> None:
+    """Writes the window, and its layers unless they are the default."""
+    config, content = edit.config, edit.content
+    if edit.changes("window"):
+        content["sliding_window"] = config.window
+    if edit.changes("window", "local_layers", "num_layers"):
+        local = [config.kind_of(index)[0] for index in range(config.num_layers)]
+        if "layer_types" in content or local != edit.local_layers_read():
+            content["layer_types"] = [_LAYER_TYPES[is_local] for is_local in local]
+
+
+class Window(FieldGroup):
+    """A window of all layers, if ``switch`` is no field or true."""
+
+    def __init__(self, default: int | None = None, *, switch: str = "") -> None:
+        self.default, self.switch = default, switch
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        window = take("sliding_window", self.default, kind=SIZE.or_null)
+        if self.switch and not take(self.switch, False, kind=BOOLEAN.or_null):
+            return {}
+        types = take("layer_types", None, kind=TEXTS.or_null)
+        kind = "full_attention" if window is None else "sliding_attention"
+        if types is not None and set(types) != {kind}:
+            raise PretrainedError(
+                f"layer_types={brief(types)} is not supported, as transformers takes no notice of "
+                f"it: all layers have sliding_window={window!r}"
+            )
+        return {} if window is None else {"window": window}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if self.switch and edit.changes("window"):
+            edit.content[self.switch] = edit.config.window is not None
+        write_windows(edit)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def ends(
+    model: str = "model.",
+    *,
+    tokens: str = "embed_tokens",
+    final_norm: str = "norm",
+    head: str = "lm_head",
+) -> Tensors:
+    """Describes embedding, last norm and head."""
+    return (
+        *embedding(model + tokens, to="embed", axis="vocab"),
+        *norm(model + final_norm, to="final_norm"),
+        *linear(head, to="head", inputs="embed", outputs="vocab"),
+    )
+
+
+def pre_norms(attn: str = "input_layernorm", mlp: str = "post_attention_layernorm") -> Tensors:
+    """Describes the norms before attention and MLP."""
+    return (*norm(attn, to="attn_norm"), *norm(mlp, to="mlp_norm"))
+
+
+def attention(
+    q: str = "self_attn.q_proj",
+    k: str = "self_attn.k_proj",
+    v: str = "self_attn.v_proj",
+    out: str = "self_attn.o_proj",
+) -> Tensors:
+    """Describes the four projections of attention."""
+    return (
+        *linear(q, to="attn.q", inputs="embed", outputs=HEADS),
+        *linear(k, to="attn.k", inputs="embed", outputs=HEADS),
+        *linear(v, to="attn.v", inputs="embed", outputs=HEADS),
+        *linear(out, to="attn.out", inputs=HEADS, outputs="embed"),
+    )
+
+
+def head_norms(q: str = "self_attn.q_norm", k: str = "self_attn.k_norm") -> Tensors:
+    """Describes the norms of each head, for models with ``qk_norm``."""
+    # Families without such norms have them for types of users that are like them.
+    return (
+        Tensor(f"{q}.weight", "attn.query_norm.scale", ("head_dim",)),
+        Tensor(f"{k}.weight", "attn.key_norm.scale", ("head_dim",)),
+    )
+
+
+def mlp(up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Tensors:
+    """Describes an MLP without a gate."""
+    return (
+        *linear(up, to="mlp.up", inputs="embed", outputs="mlp"),
+        *linear(down, to="mlp.down", inputs="mlp", outputs="embed"),
+    )
+
+
+def gated_mlp(gate: str = "mlp.gate_proj") -> Tensors:
+    """Describes a gated MLP."""
+    return (*linear(gate, to="mlp.gate", inputs="embed", outputs="mlp"), *mlp())
+
+
+def experts(router: str, gate: str, up: str, down: str) -> Tensors:
+    """Describes experts, by the names of one's three kernels."""
+
+    def kernel(name: str, to: str, inputs: AxisLike, outputs: AxisLike) -> Tensor:
+        return Tensor(name, to, (outputs, inputs), ("expert", str(inputs), str(outputs)))
+
+    return (
+        Tensor(router, "mlp.router.kernel", ("expert", "embed"), ("embed", "expert")),
+        kernel(gate, "mlp.gate", "embed", "mlp"),
+        kernel(up, "mlp.up", "embed", "mlp"),
+        kernel(down, "mlp.down", "mlp", "embed"),
+    )
