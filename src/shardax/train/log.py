@@ -24,7 +24,6 @@ from typing import Any, Protocol, Self, runtime_checkable
 import jax
 import numpy as np
 
-from shardax._core.checks import Options
 from shardax.train.errors import TrainError
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -308,14 +307,12 @@ def check_trackers(sinks: Any) -> tuple[Tracker, ...]:
     """Returns trackers, or raises TrainError."""
     listed = () if isinstance(sinks, Tracker) or not isinstance(sinks, Iterable) else tuple(sinks)
     wrong = [type(sink).__name__ for sink in listed if not isinstance(sink, Tracker)]
-    are_trackers = not wrong and (bool(listed) or sinks == ())
-    Options(TrainError).check(
-        "trackers",
-        sinks,
-        are_trackers,
-        "objects with write(**record) and close(), in a tuple or list: "
-        "trackers=(TensorBoardLog(folder),)",
-    )
+    if wrong or (not listed and sinks != ()):
+        raise TrainError(
+            f"trackers has a {wrong[0] if wrong else type(sinks).__name__}, but must be objects "
+            "with write(**record) and close(), in a tuple or list: "
+            "trackers=(TensorBoardLog(folder),)."
+        )
     return listed
 
 
