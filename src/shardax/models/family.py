@@ -130,8 +130,8 @@ class Kind:
 
     def problem(self, name: str, value: Any) -> str | None:
         """Describes a value of another type or size, or returns None."""
-        if value is None and self.allows_null:
-            return None
+        if value is None:
+            return None if self.allows_null else f"{name}=None is not {self.text}"
         if not self.fits(value):
             return f"{name}={brief(value)} is not {self.text}"
         if self.is_positive and value <= 0:
@@ -147,7 +147,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-ANYTHING = Kind("anything", lambda _: True)
+ANYTHING = Kind("anything", lambda _: True, allows_null=True)
 BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
 INTEGER = Kind("an integer", _is_integer)
 INTEGERS = Kind("a list of integers", _list_of(_is_integer))
@@ -240,7 +240,10 @@ class DerivedFields(FieldGroup):
     """Fields read by a function, and not written."""
 
     def __init__(self, derive: Callable[[Taker], Mapping[str, Any]]) -> None:
-        self.read = derive
+        self.derive = derive
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        return self.derive(take)
 
 
 @dataclass(frozen=True)

@@ -193,10 +193,9 @@ class RotaryByLayerType(FieldGroup):
                 f"tables of {' and '.join(_LAYER_TYPES)}"
             )
         full, sliding = (parameters.get(name) or {} for name in _LAYER_TYPES)
-        length = {"max_positions": 131_072}
         return {
-            "rope": read_rope(take, {**full, **scaling}, base=theta, **length),
-            "local_rope": read_rope(take, sliding, base=local_theta, **length),
+            "rope": read_rope(take, {**full, **scaling}, base=theta, max_positions=131_072),
+            "local_rope": read_rope(take, sliding, base=local_theta, max_positions=131_072),
         }
 
     def write(self, edit: ConfigEdit) -> None:
