@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._core.checks import Options
 from shardax._transforms.errors import NoMeshError
 from shardax.partition import errors
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
@@ -202,8 +201,9 @@ class Rules:
         ):
             if value is None:
                 value = policies[0] if base is None else getattr(base, name)
-            else:
-                Options(errors.PartitionError).choice(name, value, policies)
+            if value not in policies:  # by itself, as rules are made on the way of every layout
+                expected = " or ".join(map(repr, policies))
+                raise errors.PartitionError(f"{name}={value!r} must be {expected}.")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pairs", checked)
 
