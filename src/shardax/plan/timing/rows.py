@@ -22,9 +22,23 @@ Row = Mapping[str, Any]
 def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
     """Returns model, step, hardware and software of a row.
 
+    Args:
+        row: A published step, by the names of its fields.
+
+    Returns:
+        Arguments of ``plan.predict``.
+
     Raises:
         PlanInputError: The row lacks a size that has no default.
         HardwareError: The hardware is unknown.
+
+    Example:
+        >>> from shardax import plan
+        >>> sizes = dict(layers=32, embed=4096, mlp_hidden=14336, heads=32, vocab=32000)
+        >>> row = dict(arch=sizes, hw="h100", chips=8, seq_len=4096, global_batch_seqs=16)
+        >>> model, step, hardware, software = plan.read_row(row)
+        >>> step.data, hardware.name
+        (8, 'h100')
     """
     sequence = _number(row, "seq_len")
     batch = _number(row, "global_batch_seqs")

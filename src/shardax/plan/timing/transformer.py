@@ -119,7 +119,7 @@ class TransformerShape:
     @property
     def attention_parameters(self) -> int:
         """Parameters of the attention of a layer."""
-        return sum(inputs * outputs for inputs, outputs in self.attention_products())
+        return round(sum(inputs * outputs for inputs, outputs in self.attention_products()))
 
     @property
     def dense_mlp_parameters(self) -> int:
@@ -380,4 +380,4 @@ class TrainingStep:
 
     def like(self, **changes: object) -> TrainingStep:
         """Returns the step with some attributes changed."""
-        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(self, **changes)
