@@ -301,7 +301,7 @@ def test_host_offloaded_activations_lower_the_device_peak(target: str) -> None:
     [
         ({"parallel": {"microbatch": [4]}}, r"no setting.*Did you mean 'microbatches'"),
         ({"parallel": {"microbatches": 4}}, "give a list of values"),
-        ({"parallel": {"microbatches": [0]}}, "not a number of microbatches"),
+        ({"parallel": {"microbatches": [0]}}, "microbatches=0 must be an integer of at least 1"),
         ({"parallel": {"context": ["zigzag"]}}, "ring-zigzag"),
         ({"parallel": {"zero": [3]}}, "levels to compare are 0 and 1"),
         ({"mesh_axes": ("data", "stage")}, "'stage' needs a loop over layers"),
@@ -341,7 +341,7 @@ def test_parallel_settings_round_trip_through_files(tmp_path: Any) -> None:
     assert entry.memory_kind == {sx.OptState: "pinned_host"}
     wrong = tmp_path / "wrong.toml"
     for line, message in (
-        ("parallel = { microbatches = 0 }", "not a number of microbatches"),
+        ("parallel = { microbatches = 0 }", "microbatches=0 must be an integer of at least 1"),
         ("parallel = { stages = 2 }", "stages"),
         ("optimizer_rules = 3", "optimizer_rules"),
         ("optimizer_memory = 3", "not a kind of memory"),

@@ -15,8 +15,8 @@ import pytest
 from shardax import plan
 from shardax.errors import PlanInputError
 from shardax.plan.timing.figures import default_figures, figure_table
-from shardax.plan.timing.links import Links
-from shardax.plan.timing.memory import state_bytes
+from shardax.plan.timing.kernels import Links
+from shardax.plan.timing.predict import state_bytes
 
 LLAMA = plan.TransformerShape(
     layers=32, embed=4096, mlp_hidden=14336, heads=32, kv_heads=8, vocab=128256

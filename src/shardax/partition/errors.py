@@ -80,7 +80,7 @@ class PartitionError(ShardaxError, ValueError):
 
 
 class ParallelError(PartitionError):
-    """A form of parallelism does not fit its settings, mesh, model or batch."""
+    """A form of parallelism does not fit its mesh or batch."""
 
 
 class PartitionCheckError(PartitionError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of kernels, links and software, and further hardware of the time model."""
+"""Figures of kernels, links and software of the time model."""
 
 from __future__ import annotations
 
@@ -39,23 +39,14 @@ PEAK_NAMES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the time model.
-
-    Attributes:
-        value: The figure.
-        prior: What was expected before a fit.
-        bounds: Least and largest plausible value.
-        unit: Of the value.
-        source: Of the value; "fit" is a fit to measured steps.
-        what: Meaning.
-    """
+    """A figure of the time model."""
 
     value: float
-    prior: float
-    bounds: tuple[float, float]
+    prior: float  # expected before a fit
+    bounds: tuple[float, float]  # least and largest plausible value
     unit: str
-    source: str
-    what: str
+    source: str  # "fit" is a fit to measured steps
+    what: str  # meaning
 
 
 @functools.cache
@@ -112,7 +103,7 @@ def find_chip(name: str) -> Hardware:
 
 @functools.cache
 def generation(name: str, kind: str) -> str:
-    """Returns the generation of hardware; of an unknown name, that of its kind's middle."""
+    """Returns the generation of hardware, a middle one by default."""
     family = name.lower().partition("-")[0]
     for title, families in GENERATIONS.items():
         if family in families:

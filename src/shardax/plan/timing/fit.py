@@ -27,15 +27,7 @@ _PRIORS = 5.0  # spread of a prior between its bounds: one part of so many
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured step.
-
-    Attributes:
-        model: Sizes of the transformer.
-        step: Its layout.
-        hardware: The hardware.
-        software: What ran it.
-        seconds: Measured.
-    """
+    """A measured step."""
 
     model: TransformerShape
     step: TrainingStep

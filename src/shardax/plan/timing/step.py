@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a training step: layers, pipelines, collectives and what they overlap with.
+"""Seconds of a training step: layers, pipelines, collectives and overlap.
 
 The unit is a layer of a microbatch on one device. Its kernels run one after another; the host
 launches them beside. Collectives of sharded parameters (FSDP) run beside the layer's arithmetic,
@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardax.plan.hardware.hardware import Hardware
-from shardax.plan.timing.kernels import Kernels, both
-from shardax.plan.timing.links import Links
+from shardax.plan.timing.kernels import Kernels, Links, both
 from shardax.plan.timing.transformer import Recompute, TrainingStep, TransformerShape
 
 _HIDDEN_TENSOR = 0.9  # of the collectives of a tensor axis that are split on purpose
@@ -70,7 +69,7 @@ class LayerModel:
         return self.figures[f"{self.software}.{name}"]
 
     def passes(self, *, sparse: bool) -> tuple[Pass, Pass]:
-        """Returns the forward and the backward pass of a layer, recomputation in the latter."""
+        """Forward and backward pass of a layer, recomputation in the latter."""
         forward, backward, again = Pass(), Pass(), self.recompute
         self._products(forward, backward, sparse)
         self._attention(forward, backward)
@@ -208,7 +207,7 @@ class LayerModel:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of a step, by what takes them; their sum is the step.
+    """Seconds of the parts of a step; their sum is the step.
 
     Attributes:
         products: Matrix products.
@@ -240,7 +239,7 @@ class StepParts:
 def layer_parameters(
     model: TransformerShape, step: TrainingStep, *, sparse: bool
 ) -> tuple[float, float]:
-    """Returns a device's parameters of a layer: those sharded by tensor, and those of experts."""
+    """A device's parameters of a layer: by tensor, and of experts."""
     dense = model.attention_parameters / step.tensor + 2 * model.embed
     if not sparse:
         return dense + model.dense_mlp_parameters / step.tensor, 0.0
@@ -257,6 +256,32 @@ def _stage_layers(model: TransformerShape, step: TrainingStep, head_layers: floa
     if model.layers % parts == 0:
         return max(even, model.layers / step.pipeline + head_layers)
     return max(even, math.ceil(model.layers / parts - 0.5) * step.virtual)
+
+
+def _exposed_parameters(layers: LayerModel, forward: Pass, backward: Pass, sparse: bool) -> float:
+    """Seconds of a layer's gathers and scatters beyond what its passes hide."""
+    model, step, links = layers.model, layers.step, layers.links
+    if step.zero < 2 or step.shard_count < 2:
+        return 0.0
+    dense, experts = layer_parameters(model, step, sparse=sparse)
+    is_narrow = step.precision.startswith(("fp8", "mxfp8")) and layers.software == "pytorch-compile"
+    expert_group = max(1, step.shard_count // step.expert)
+
+    def gather(bytes_each: float) -> float:
+        seconds = links.gather(bytes_each * dense, step.shard_count, step.tensor)
+        stride = step.tensor * step.expert
+        return seconds + links.gather(bytes_each * experts, expert_group, stride)
+
+    gathered, scattered = gather(1.0 if is_narrow else 2.0), gather(step.gradient_bytes)
+    again = gathered if step.zero >= 3 else 0.0
+    contention = layers.figure("contention")
+    return sum(
+        max(0.0, seconds - hidden) + contention * min(seconds, hidden)
+        for seconds, hidden in (
+            (gathered, forward.arithmetic),
+            (scattered + again, backward.arithmetic),
+        )
+    )
 
 
 def step_parts(
@@ -289,29 +314,7 @@ def step_parts(
         launch = layers.launches(sparse=sparse)
         host += count * (both(busy, launch) - busy)
         backward_seconds += count * backward.arithmetic
-        if step.zero >= 2 and step.shard_count > 1:
-            dense, experts = layer_parameters(model, step, sparse=sparse)
-            width = (
-                1.0
-                if step.precision.startswith(("fp8", "mxfp8")) and (software == "pytorch-compile")
-                else 2.0
-            )
-            group = step.shard_count
-            inner = step.tensor
-            expert_group = max(1, group // step.expert)
-            gather = links.gather(width * dense, group, inner) + links.gather(
-                width * experts, expert_group, inner * step.expert
-            )
-            scatter = links.gather(step.gradient_bytes * dense, group, inner) + links.gather(
-                step.gradient_bytes * experts, expert_group, inner * step.expert
-            )
-            for seconds, hidden in (
-                (gather, forward.arithmetic),
-                (scatter + (gather if step.zero >= 3 else 0.0), backward.arithmetic),
-            ):
-                exposed_parameters += count * (
-                    max(0.0, seconds - hidden) + contention * min(seconds, hidden)
-                )
+        exposed_parameters += count * _exposed_parameters(layers, forward, backward, sparse)
     head = layers.head()
     runs = 1 + model.extra_layers
     head_seconds = head.arithmetic * runs
@@ -362,7 +365,7 @@ def step_parts(
 
 
 def local_parameters(model: TransformerShape, step: TrainingStep, *, optimizer: bool) -> float:
-    """Returns a device's parameters: of its optimizer state, or whole ones that it stores."""
+    """A device's parameters: of optimizer state, or stored whole."""
     dense = experts = 0.0
     for count, sparse in (
         (model.layers - model.sparse_layers, False),

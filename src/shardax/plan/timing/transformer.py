@@ -98,7 +98,7 @@ class TransformerShape:
 
     @property
     def key_width(self) -> int:
-        """Width of a query's and a key's head, the rotated part of latent attention included."""
+        """Width of a head of queries and keys, rotated part included."""
         return (self.head_dim or self.embed // self.heads) + (self.rope_dim if self.kv_rank else 0)
 
     @property
@@ -138,7 +138,7 @@ class TransformerShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embeddings, and of the output layer if it has its own."""
+        """Parameters of the embeddings, and of an output layer."""
         tables = self.vocab * (1 if self.tied else 2) + self.learned_positions
         return tables * self.embed
 
@@ -165,7 +165,7 @@ class TransformerShape:
         )
 
     def attention_products(self, shards: int = 1) -> list[tuple[float, float]]:
-        """Returns inputs and outputs of the projections of attention, of one tensor shard."""
+        """Inputs and outputs of attention's projections, of one tensor shard."""
         queries = self.heads * self.key_width / shards
         values = self.heads * self.value_width / shards
         if not self.kv_rank:
@@ -182,7 +182,7 @@ class TransformerShape:
         ]
 
     def mean_context(self, length: int) -> float:
-        """Returns the mean number of tokens that a token attends to, over causal layers."""
+        """Mean number of tokens read by a token, over causal layers."""
         whole = (length + 1) / 2
         if not self.window or self.window >= length:
             return whole
@@ -192,32 +192,17 @@ class TransformerShape:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Shares of the forward pass that the backward pass repeats, from 0 to 1.
+    """Shares of the forward pass in the backward pass, 0 to 1."""
 
-    Attributes:
-        projections: Of the projections of attention.
-        attention: Of attention itself.
-        mlp: Of the MLP's products.
-        elementwise: Of norms and activations.
-
-    Example:
-        >>> Recompute.parse("full").mlp
-        1.0
-    """
-
-    projections: float = 0.0
+    projections: float = 0.0  # of attention
     attention: float = 0.0
-    mlp: float = 0.0
-    elementwise: float = 0.0
+    mlp: float = 0.0  # its products
+    elementwise: float = 0.0  # norms and activations
 
     @staticmethod
     def parse(text: str | None, *, matrices: int = 3) -> Recompute:
-        """Returns the shares of a policy as frameworks name it; of an unknown one, none.
-
-        Args:
-            text: Such as ``"full"``, ``"selective"``, ``"minimal"``, or the names of modules.
-            matrices: Of the MLP.
-        """
+        """Shares of a framework's policy; none of an unknown one."""
+        # Such as "full", "selective", "minimal", or the names of modules.
         policy = (text or "none").lower()
         if policy.startswith(("none", "no ", "off", "false")):
             return Recompute()
@@ -251,7 +236,7 @@ def _modules(policy: str) -> Recompute:
 
 
 def _named_policy(policy: str, matrices: int) -> Recompute:
-    """Shares of MaxText's policies, which name what is saved (on the device or the host)."""
+    """Shares of MaxText's policies, which name saved activations."""
 
     def saved(*names: str) -> bool:
         return any(f"{name}={place}" in policy for name in names for place in ("device", "offload"))
