@@ -36,6 +36,16 @@ class StepEstimate:
         mfu: Operations of the model over those of the devices at their peak in bf16; recomputation
             does not count.
         tokens_per_second_per_chip: Throughput.
+
+    Example:
+        >>> from shardax import plan
+        >>> llama = plan.TransformerShape(
+        ...     layers=32, embed=4096, mlp_hidden=14336, heads=32, kv_heads=8, vocab=128256
+        ... )
+        >>> step = plan.TrainingStep(global_batch=128, sequence=8192, data=8, zero=3)
+        >>> estimate = plan.predict(llama, step, "h100")
+        >>> estimate.fits, estimate.memory_bytes > 80e9  # nothing is recomputed
+        (False, True)
     """
 
     seconds: float

@@ -221,6 +221,16 @@ class StepParts:
         host: Launching that the device waits for, and moving of activations to the host.
         optimizer: The optimizer's update.
         stragglers: Waiting for the slowest device of a large job.
+
+    Example:
+        >>> from shardax import plan
+        >>> llama = plan.TransformerShape(
+        ...     layers=32, embed=4096, mlp_hidden=14336, heads=32, kv_heads=8, vocab=128256
+        ... )
+        >>> step = plan.TrainingStep(global_batch=128, sequence=8192, data=64, zero=3)
+        >>> parts = plan.predict(llama, step, "h100").parts
+        >>> parts.products > parts.attention > parts.bubble
+        True
     """
 
     products: float
