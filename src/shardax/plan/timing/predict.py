@@ -14,9 +14,7 @@ from shardax.plan.timing.figures import default_figures, find_chip
 from shardax.plan.timing.step import StepParts, layer_parameters, local_parameters, step_parts
 from shardax.plan.timing.transformer import SOFTWARE, Recompute, TrainingStep, TransformerShape
 
-# Half-widths of the band, as logarithms: of every step, and of parts that are least sure.
-_BAND = 0.12
-_UNSURE = {"host": 0.35, "experts": 0.35, "parameters": 0.25, "gradients": 0.25, "bubble": 0.2}
+_UNSURE = ("tensor", "experts", "host", "gradients", "bubble")  # parts that widen the band
 
 _RUNTIME_BYTES = {"gpu": 2.5e9, "tpu": 0.5e9, "cpu": 0.0}  # CUDA's context, collectives' buffers
 _FRAGMENTS = {"gpu": 1.04, "tpu": 1.0, "cpu": 1.0}  # what an allocator holds over what is in use
@@ -120,8 +118,10 @@ def predict(
     parts = step_parts(model, step, chip, software, values)
     by_part = dataclasses.asdict(parts)
     seconds = sum(by_part.values())
-    unsure = sum((width * by_part[name] / seconds) ** 2 for name, width in _UNSURE.items())
-    width = math.exp(math.sqrt(_BAND**2 + unsure))
+    widths = [values[f"band.{name}"] * by_part[name] / seconds for name in _UNSURE]
+    if model.experts:
+        widths.append(values["band.sparse"])
+    width = math.exp(math.hypot(values["band.base"], *widths))
     memory = memory_bytes(model, step, chip)
     tokens = step.global_batch * step.sequence
     chips = step.device_count / chip.devices_per_chip
