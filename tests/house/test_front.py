@@ -41,6 +41,22 @@ def test_each_comparison_claim_is_tested_or_cited() -> None:
         assert [path for path in shown if not (ROOT / path).is_file()] == [], line
 
 
+def test_index_lists_each_page_once_in_four_parts() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Learn", "Guides", "Planner", "Internals"]
+    listed = [target for target in LINK.findall(text) if target != "benchmarks.md"]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("*.md")}
+    notebooks = {f"notebooks/{path.name}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert sorted(listed) == sorted((pages | notebooks) - {"index.md", "benchmarks.md"})
+
+
+def test_files_to_read_first_exist() -> None:
+    text = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    first = text.partition("## Six files to read first")[2].partition("## ")[0]
+    files = re.findall(r"^\d\. `([^`]+)`", first, re.M)
+    assert len(files) == 6 and all((ROOT / file).is_file() for file in files)
+
+
 def test_figures_of_the_readme_stand_among_the_measurements() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     measured = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
