@@ -545,6 +545,7 @@ class Partitioned(AxisMetadata[T]):
             **changes: Attributes, such as ``names=``.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> Partitioned(1.0, ()).replace(value=jnp.ones(2), names=("data",))
             Partitioned(float32[2], names=('data',))
         """
