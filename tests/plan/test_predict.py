@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -214,3 +215,46 @@ def test_command_prints_worst_rows(
     assert published.main(["--rows", str(source)]) == 0
     text = capsys.readouterr().out
     assert "median error" in text and "worst ten" in text and "mpt-7b, h100-sxm x 8" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": 3}, "global_batch=64 must be a multiple of data=3"),
+        ({"data": 8.0}, r"data is 8\.0; a degree is an integer"),
+        ({"devices": 7}, "devices=7 must be the product of degrees, 8"),
+        ({"expert": 2}, "expert=2 must be 1, as the model has no experts"),
+        ({"microbatch": 3}, "microbatch=3 must be a divisor of the 8 sequences"),
+        ({"pipeline": 64}, "pipeline=64 must be at most 32 layers"),
+        ({"recompute": "some"}, "recompute='some' must be 'none', 'full'"),
+        ({"slices": 3}, "slices=3 must be a divisor of the 8 devices"),
+        ({"tensor": 5}, "tensor=5 must be a divisor of 32 heads"),
+        ({"virtual": 2}, "virtual=2 must be 1, as there is no pipeline"),
+        ({"zero": 4}, "zero=4 must be 0, 1, 2 or 3"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(changes: dict[str, Any], message: str) -> None:
+    options: Any = {"global_batch": 64, "sequence": 4096, "data": 8, **changes}
+    with pytest.raises(PlanInputError, match=message):
+        plan.predict(LLAMA, plan.TrainingStep(**options), "h100")
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(PlanInputError, match="kv_heads=5 must be a divisor of heads=32"):
+        plan.TransformerShape(layers=2, embed=64, mlp_hidden=64, heads=32, kv_heads=5, vocab=64)
+
+
+def test_cpu_and_unusable_figures_are_refused() -> None:
+    step = plan.TrainingStep(global_batch=8, sequence=4096, data=8)
+    with pytest.raises(PlanInputError, match="hardware='cpu' must be a GPU or TPU"):
+        plan.predict(LLAMA, step, "cpu")
+    with pytest.raises(PlanInputError, match=r"links\.switch_share=nan must be a finite number"):
+        plan.predict(LLAMA, step, "h100", figures={"links.switch_share": float("nan")})
+
+
+def test_rows_without_usable_seconds_are_left_out() -> None:
+    sizes = {"layers": 2, "embed": 64, "mlp_hidden": 64, "heads": 2, "vocab": 64}
+    row = {"arch": sizes, "hw": "h100", "chips": 8, "seq_len": 64, "global_batch_seqs": 16}
+    for seconds_of_step in (float("nan"), -1.0, None):
+        with pytest.raises(PlanInputError, match="No row can be predicted"):
+            plan.calibrate([{**row, "step_seconds": seconds_of_step}])

@@ -90,7 +90,7 @@ def read_measurements(rows: Iterable[Row]) -> list[Measurement]:
     measurements: list[Measurement] = []
     for row in rows:
         seconds = row.get("step_seconds")
-        if not seconds:
+        if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             continue
         try:
             measurements.append(Measurement(*read_row(row), seconds))

@@ -8,12 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardax._core.checks import Options
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import default_figures, find_chip
 from shardax.plan.timing.step import StepParts, layer_parameters, local_parameters, step_parts
 from shardax.plan.timing.transformer import SOFTWARE, Recompute, TrainingStep, TransformerShape
 
+_OPTIONS = Options(PlanInputError)
 _UNSURE = ("tensor", "experts", "host", "gradients", "bubble")  # parts that widen the band
 
 _RUNTIME_BYTES = {"gpu": 2.5e9, "tpu": 0.5e9, "cpu": 0.0}  # CUDA's context, collectives' buffers
@@ -87,7 +89,7 @@ def predict(
 
     Raises:
         HardwareError: The hardware is unknown.
-        PlanInputError: The software or a figure is unknown.
+        PlanInputError: The software or a figure is unknown, or the model cannot be laid out so.
 
     Example:
         >>> from shardax import plan
@@ -113,8 +115,14 @@ def predict(
             raise PlanInputError(
                 f"There are no figures {', '.join(unknown)}; there are {', '.join(values)}."
             )
+        for name, value in figures.items():
+            is_figure = math.isfinite(value) and value >= 0
+            _OPTIONS.check(name, value, is_figure, "a finite number of at least 0")
         values = {**values, **figures}
+    _check_layout(model, step)
     chip = find_chip(hardware) if isinstance(hardware, str) else hardware
+    remedy = "plan.compare(target='cpu:8') compiles for virtual devices of a CPU."
+    _OPTIONS.check("hardware", chip.name, chip.kind != "cpu", "a GPU or TPU", remedy)
     parts = step_parts(model, step, chip, software, values)
     by_part = dataclasses.asdict(parts)
     seconds = sum(by_part.values())
@@ -135,6 +143,16 @@ def predict(
         model_operations(model, step) / (seconds * step.device_count * chip.peak("bf16")),
         tokens / seconds / chips,
     )
+
+
+def _check_layout(model: TransformerShape, step: TrainingStep) -> None:
+    """Refuses a layout that a model does not divide into."""
+    layers, heads, experts = model.layers, model.heads, model.experts
+    _OPTIONS.check("pipeline", step.pipeline, step.pipeline <= layers, f"at most {layers} layers")
+    _OPTIONS.check("tensor", step.tensor, heads % step.tensor == 0, f"a divisor of {heads} heads")
+    divides = experts % step.expert == 0 if experts else step.expert == 1
+    expected = f"a divisor of {experts} experts" if experts else "1, as the model has no experts"
+    _OPTIONS.check("expert", step.expert, divides, expected)
 
 
 def model_operations(model: TransformerShape, step: TrainingStep) -> float:

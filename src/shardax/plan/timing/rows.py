@@ -14,7 +14,7 @@ from typing import Any
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import find_chip
-from shardax.plan.timing.transformer import TrainingStep, TransformerShape
+from shardax.plan.timing.transformer import Recompute, TrainingStep, TransformerShape
 
 Row = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         slices=degree("slices"),
         microbatch=float(microbatch or 0),
         precision=precision,
-        recompute=str(row.get("recompute") or "none"),
+        recompute=_recompute(row),
         fused_attention="softmax" not in kernel,
         gradient_bytes=2 if compact else 4,
         state_bytes=16 if zero < 3 or software == "xla" else 12 if pure else 16,
@@ -188,6 +188,15 @@ def _precision(row: Row) -> str:
     if text.startswith("fp16"):
         return "fp16"
     return "f32" if text in ("fp32", "f32", "float32") else "bf16"
+
+
+def _recompute(row: Row) -> str:
+    policy = str(row.get("recompute") or "none")
+    try:
+        Recompute.parse(policy)
+    except PlanInputError:
+        return "full"  # a source that names a policy of its own recomputes something
+    return policy
 
 
 def _offloaded(row: Row) -> int:

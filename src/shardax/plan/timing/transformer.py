@@ -12,9 +12,11 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from shardax._core.checks import Options, is_integer
 from shardax.plan.errors import PlanInputError
 
 PRECISIONS = ("f32", "bf16", "fp16", "fp8", "fp8-row", "mxfp8", "nvfp4", "int8")
+_OPTIONS = Options(PlanInputError)
 SOFTWARE = ("xla", "megatron", "pytorch", "pytorch-compile")
 
 
@@ -47,7 +49,8 @@ class TransformerShape:
         learned_positions: Whether positions have parameters, as many as the sequence is long.
 
     Raises:
-        PlanInputError: A size is not positive, or ``top_k`` is more than ``experts``.
+        PlanInputError: A size is no positive integer, heads cannot share ``kv_heads``, or ``top_k``
+            is more than ``experts``.
 
     Example:
         >>> from shardax import plan
@@ -83,8 +86,12 @@ class TransformerShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "mlp_hidden", "heads", "vocab"):
-            if getattr(self, name) < 1:
-                raise PlanInputError(f"{name} is {getattr(self, name)!r}; it is at least 1.")
+            size = getattr(self, name)
+            if not is_integer(size) or size < 1:
+                raise PlanInputError(f"{name} is {size!r}; it is an integer of at least 1.")
+        shares = is_integer(self.kv_heads) and self.kv_heads >= 0
+        shares = shares and self.heads % self.key_heads == 0
+        _OPTIONS.check("kv_heads", self.kv_heads, shares, f"a divisor of heads={self.heads}, or 0")
         if self.experts and not 0 < self.top_k <= self.experts:
             raise PlanInputError(
                 f"top_k is {self.top_k!r} of {self.experts} experts; it is at least 1 and at most "
@@ -201,7 +208,7 @@ class Recompute:
 
     @staticmethod
     def parse(text: str | None, *, matrices: int = 3) -> Recompute:
-        """Shares of a framework's policy; none of an unknown one."""
+        """Shares of a framework's policy."""
         # Such as "full", "selective", "minimal", or the names of modules.
         policy = (text or "none").lower()
         if policy.startswith(("none", "no ", "off", "false")):
@@ -217,6 +224,9 @@ class Recompute:
             return Recompute(0.5, 0.5, 0.5, 0.5)
         if policy.startswith("selective"):
             return _modules(policy)
+        is_full = policy.startswith("full") or "checkpoint" in policy
+        expected = "'none', 'full', 'selective', 'minimal', or a policy that names activations"
+        _OPTIONS.check("recompute", text, is_full, expected)
         return Recompute(1.0, 1.0, 1.0, 1.0)
 
 
@@ -261,7 +271,7 @@ class TrainingStep:
     Attributes:
         global_batch: Sequences of a step, over all devices.
         sequence: Tokens of a sequence.
-        devices: How many; 0 for the product of the degrees.
+        devices: How many, which is the product of the degrees; 0 is the same.
         data: Batch shards.
         zero: 0 for whole parameters and optimizer state on each device, 1 for sharded optimizer
             state, 2 with gradients, 3 with parameters (FSDP).
@@ -278,7 +288,7 @@ class TrainingStep:
         microbatch: Sequences of a device (its tensor, context and pipeline group) at a time; 0
             for all.
         precision: Of the products, one of ``f32``, ``bf16``, ``fp16``, ``fp8``, ``fp8-row``,
-            ``mxfp8``, ``nvfp4``, ``int8``.
+            ``mxfp8``, ``nvfp4``, ``int8``. Hardware without it computes in the next wider one.
         recompute: Policy, as ``Recompute.parse`` reads it.
         fused_attention: Whether scores stay on the chip.
         state_bytes: Bytes of a parameter with its gradient and optimizer state.
@@ -290,7 +300,8 @@ class TrainingStep:
         offloaded_layers: Layers whose activations are moved to the host.
 
     Raises:
-        PlanInputError: A degree is below 1, or the batch does not divide.
+        PlanInputError: A degree is no integer of at least 1, the policy is unknown, or batch,
+            microbatch, devices and slices do not divide.
 
     Example:
         >>> from shardax import plan
@@ -326,8 +337,9 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
-            if getattr(self, name) < 1:
-                raise PlanInputError(f"{name} is {getattr(self, name)!r}; a degree is at least 1.")
+            degree = getattr(self, name)
+            if not is_integer(degree) or degree < 1:
+                raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
         if self.global_batch <= 0 or self.sequence < 1:
             raise PlanInputError(
                 f"A step of {self.global_batch!r} sequences of {self.sequence!r} tokens has no "
@@ -337,6 +349,22 @@ class TrainingStep:
             raise PlanInputError(
                 f"precision is {self.precision!r}; it is one of {', '.join(PRECISIONS)}."
             )
+        is_pipeline = self.virtual == 1 or self.pipeline > 1
+        _OPTIONS.check("virtual", self.virtual, is_pipeline, "1, as there is no pipeline")
+        _OPTIONS.choice("zero", self.zero, range(4))
+        _OPTIONS.integers(0, devices=self.devices, shards=self.shards)
+        product = self.data * self.tensor * self.context * self.pipeline
+        is_product = self.devices in (0, product)
+        _OPTIONS.check("devices", self.devices, is_product, f"the product of degrees, {product}")
+        divides = product % self.slices == 0
+        _OPTIONS.check("slices", self.slices, divides, f"a divisor of the {product} devices")
+        fits = self.global_batch % self.data == 0
+        expected = f"a multiple of data={self.data}, as each batch shard has as many"
+        _OPTIONS.check("global_batch", self.global_batch, fits, expected)
+        is_divisor = self.microbatch >= 0 and abs(self.replica_batch % self.sequences) < 1e-6
+        expected = f"a divisor of the {self.replica_batch:g} sequences of a batch shard, or 0"
+        _OPTIONS.check("microbatch", self.microbatch, is_divisor, expected)
+        Recompute.parse(self.recompute)
 
     @property
     def device_count(self) -> int:
