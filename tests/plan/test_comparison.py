@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardax as sx
@@ -136,6 +137,20 @@ def test_plan_round_trips_through_json(tmp_path: Any) -> None:
     assert again == found
     assert str(again) == str(found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
+
+
+def test_layouts_of_numpy_integers_are_written(tmp_path: Any) -> None:
+    sizes, settings = {"data": 2, "model": 4}, {"microbatches": 2}
+    layouts = [
+        plan.Layout("tp", tuple(TP), tuple(mesh.items()), parallel=tuple(parallel.items()))
+        for mesh, parallel in (
+            (sizes, settings),
+            ({k: np.int64(v) for k, v in sizes.items()}, {"microbatches": np.int32(2)}),
+        )
+    ]
+    assert repr(layouts[0]) == repr(layouts[1])
+    plan.Plan("cpu:8", (plan.LayoutReport(layouts[1], "fits"),)).to_json(tmp_path / "plan.json")
+    assert plan.Plan.from_json(tmp_path / "plan.json").reports[0].layout == layouts[0]
 
 
 def test_plan_json_includes_total_wire_bytes(tmp_path: Any) -> None:

@@ -220,7 +220,7 @@ def parallel(
     options = Options(ParallelError)
     if microbatches is not None:
         options.integers(microbatches=microbatches)
-        changes["microbatches"] = microbatches
+        changes["microbatches"] = int(microbatches)  # as text it is part of JAX's key
     if schedule is not None:
         options.choice("schedule", schedule, SCHEDULES)
         changes["schedule"] = schedule

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardax._files import write_whole
 from shardax.hlo.collectives import Collective
 from shardax.partition.errors import did_you_mean
@@ -58,6 +60,15 @@ class Layout:
     parallel: tuple[tuple[str, Any], ...] = ()
     optimizer_rules: tuple[tuple[str, Any], ...] = ()
     optimizer_memory: str = ""
+
+    def __post_init__(self) -> None:
+        # Plans, rules files and keys of the cache hold the integers of Python.
+        for name in ("mesh", "parallel"):
+            pairs = tuple(
+                (key, int(value) if isinstance(value, np.integer) else value)
+                for key, value in getattr(self, name)
+            )
+            object.__setattr__(self, name, pairs)
 
     @property
     def as_rules(self) -> Rules:
