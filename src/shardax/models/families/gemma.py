@@ -31,7 +31,7 @@ from shardax.models.family import (
     brief,
     published_activation,
 )
-from shardax.models.tensors import Tensors, in_layers, norm
+from shardax.models.tensors import Tensors, norm
 
 # --- what the three share -------------------------------------------------------------------------
 
@@ -111,16 +111,7 @@ GEMMA = Family(
     fixed={"norm": "rms_offset"},
     groups=[Rotary(max_positions=8192), ScaledEmbedding(), Activation("hidden_act")],
     architectures=shared.causal_lm("Gemma"),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            shared.pre_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),
-        ),
-    ),
+    tensors=shared.decoder(),
 )
 
 # --- the second -----------------------------------------------------------------------------------
@@ -142,16 +133,7 @@ GEMMA2 = Family(
     ],
     architectures=shared.causal_lm("Gemma2"),
     harmless=("cache_implementation",),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            _sandwich_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),
-        ),
-    ),
+    tensors=shared.decoder(norms=_sandwich_norms()),
 )
 
 # --- the third ------------------------------------------------------------------------------------
@@ -235,14 +217,5 @@ GEMMA3_TEXT = Family(
     ],
     architectures={"Gemma3ForCausalLM": {}, "Gemma3TextModel": {"head": None, "tied_head": True}},
     harmless=("cache_implementation",),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            _sandwich_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),
-        ),
-    ),
+    tensors=shared.decoder(norms=_sandwich_norms()),
 )

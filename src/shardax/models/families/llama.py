@@ -20,32 +20,14 @@ LLAMA = Family(
     },
     groups=[Rotary()],
     architectures=shared.causal_lm("Llama"),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            shared.pre_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),
-        ),
-    ),
+    tensors=shared.decoder(),
 )
 
 MISTRAL = Family(
     fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
     groups=[Rotary(max_positions=131_072), shared.Window(4096)],
     architectures=shared.causal_lm("Mistral"),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            shared.pre_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),
-        ),
-    ),
+    tensors=shared.decoder(),
 )
 
 MIXTRAL = Family(
@@ -61,20 +43,13 @@ MIXTRAL = Family(
     groups=[Rotary(1e6, max_positions=131_072), shared.Window()],
     architectures=shared.causal_lm("Mixtral"),
     neutral={"router_jitter_noise": (0.0,)},
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            shared.pre_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.experts(
-                router="block_sparse_moe.gate.weight",
-                gate="block_sparse_moe.experts.{expert}.w1.weight",
-                up="block_sparse_moe.experts.{expert}.w3.weight",
-                down="block_sparse_moe.experts.{expert}.w2.weight",
-            ),
-        ),
+    tensors=shared.decoder(
+        shared.experts(
+            router="block_sparse_moe.gate.weight",
+            gate="block_sparse_moe.experts.{expert}.w1.weight",
+            up="block_sparse_moe.experts.{expert}.w3.weight",
+            down="block_sparse_moe.experts.{expert}.w2.weight",
+        )
     ),
 )
 

@@ -23,7 +23,6 @@ from shardax.models.family import (
     FieldGroup,
     Taker,
 )
-from shardax.models.tensors import in_layers
 
 
 class UpperWindows(FieldGroup):
@@ -68,16 +67,7 @@ QWEN2 = Family(
     fixed={"qkv_bias": True},
     groups=[Rotary(max_positions=32_768), UpperWindows()],
     architectures=shared.causal_lm("Qwen2"),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            shared.pre_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),
-        ),
-    ),
+    tensors=shared.decoder(),
 )
 
 QWEN3 = Family(
@@ -90,16 +80,7 @@ QWEN3 = Family(
     fixed={"qk_norm": "head"},
     groups=[Rotary(max_positions=32_768), UpperWindows()],
     architectures=shared.causal_lm("Qwen3"),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            shared.pre_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),
-        ),
-    ),
+    tensors=shared.decoder(),
 )
 
 QWEN3_MOE = Family(
@@ -119,20 +100,13 @@ QWEN3_MOE = Family(
         shared.Window(4096, switch="use_sliding_window"),
     ],
     architectures=shared.causal_lm("Qwen3Moe"),
-    tensors=(
-        *shared.ends(),
-        *in_layers(
-            "model.layers",
-            shared.pre_norms(),
-            shared.attention(),
-            shared.head_norms(),
-            shared.gated_mlp(),  # of the layers without experts
-            shared.experts(
-                router="mlp.gate.weight",
-                gate="mlp.experts.{expert}.gate_proj.weight",
-                up="mlp.experts.{expert}.up_proj.weight",
-                down="mlp.experts.{expert}.down_proj.weight",
-            ),
+    tensors=shared.decoder(
+        shared.gated_mlp(),  # of the layers without experts
+        shared.experts(
+            router="mlp.gate.weight",
+            gate="mlp.experts.{expert}.gate_proj.weight",
+            up="mlp.experts.{expert}.up_proj.weight",
+            down="mlp.experts.{expert}.down_proj.weight",
         ),
     ),
 )

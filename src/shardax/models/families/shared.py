@@ -19,7 +19,16 @@ from shardax.models.family import (
     Taker,
     brief,
 )
-from shardax.models.tensors import HEADS, AxisLike, Tensor, Tensors, embedding, linear, norm
+from shardax.models.tensors import (
+    HEADS,
+    AxisLike,
+    Tensor,
+    Tensors,
+    embedding,
+    in_layers,
+    linear,
+    norm,
+)
 
 # --- fields ---------------------------------------------------------------------------------------
 
@@ -217,3 +226,9 @@ def experts(router: str, gate: str, up: str, down: str) -> Tensors:
         kernel(up, "mlp.up", "embed", "mlp"),
         kernel(down, "mlp.down", "mlp", "embed"),
     )
+
+
+def decoder(*mlp_parts: Tensors, norms: Tensors | None = None) -> Tensors:
+    """Describes a decoder as Llama names it, by norms and MLP."""
+    layer = (norms or pre_norms(), attention(), head_norms(), *(mlp_parts or (gated_mlp(),)))
+    return (*ends(), *in_layers("model.layers", *layer))
