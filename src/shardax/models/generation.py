@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardax._core.checks import is_integer
 from shardax._core.errors import ShardaxError
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
@@ -418,7 +419,7 @@ def _check_options(
     length: Any, temperature: float, top_k: Any, top_p: Any, min_p: Any, penalty: Any
 ) -> None:
     """Raises if an option is out of range."""
-    is_count = isinstance(length, (int, np.integer)) and not isinstance(length, bool)
+    is_count = is_integer(length)
     checks = [
         ("max_new_tokens", length, is_count and length >= 0, "an integer of at least 0"),
         ("temperature", temperature, 0 <= temperature < math.inf, "at least 0 and finite"),

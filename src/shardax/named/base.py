@@ -35,6 +35,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.array_ops import ArrayLike
+from shardax._core.checks import is_integer
 from shardax._core.cross_process import packed
 from shardax._core.errors import ShardaxError
 from shardax._core.graph import handlers
@@ -128,8 +129,7 @@ def check_sizes_by_name(axes: Any, least: int = 0) -> tuple[Dims, tuple[int, ...
         )
     sizes = cast("Mapping[Any, Any]", axes)
     for name, size in sizes.items():
-        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-        if name is None or not whole or size < least:
+        if name is None or not is_integer(size) or size < least:
             raise NamedAxesError(
                 f"Axes give each name its size, a whole number of at least {least}, but "
                 f"{dict(sizes)} has {name!r}: {size!r}."

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.array_ops import ArrayLike
+from shardax._core.checks import is_integer
 from shardax.named import base
 from shardax.named.base import Dims, NamedAxesError, NamedStorage, positional_places, shown
 
@@ -227,7 +228,7 @@ def place_of(dims: Dims, axis: Any) -> int:
     if axis is not None and axis in dims:
         return dims.index(axis)
     positional = positional_places(dims)
-    if isinstance(axis, (int, np.integer)) and not isinstance(axis, bool):
+    if is_integer(axis):
         if -len(positional) <= axis < len(positional):
             return positional[axis]
         raise NamedAxesError(

@@ -30,6 +30,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
+from shardax._core.checks import is_integer
 from shardax.named import base, elementwise
 from shardax.named.lift import run_lifted
 from shardax.partition.explicit import explicit_sharding
@@ -150,7 +151,7 @@ def _resolve(array: elementwise.Operand, place: int, entry: Any) -> Any:
         entry = entry.value
     if isinstance(entry, slice):
         return _check_slice(name, entry)
-    if isinstance(entry, (int, np.integer)) and not isinstance(entry, bool):
+    if is_integer(entry):
         return _in_range(name, int(entry), size)
     if isinstance(entry, base.NamedStorage):
         operand = elementwise.Operand(*entry._parts())

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.checks import is_integer
 from shardax._core.init.lazy import Init, Initializer, announced, check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import Param
@@ -81,7 +82,7 @@ def as_size(layer: str, name: str, size: Any) -> int:
 
 
 def _is_positive_integer(size: Any) -> bool:
-    return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and bool(size > 0)
+    return is_integer(size) and bool(size > 0)
 
 
 def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:
