@@ -25,7 +25,6 @@ from shardax.plan.searching.candidates import (
     search_space,
 )
 from shardax.plan.searching.dimensions import trace_dimensions
-from shardax.plan.searching.search import rough_cost
 
 SMALL = Inputs(*perceptron(batch=32, embed=16, mlp=64))
 DIMENSIONS = trace_dimensions(SMALL)
@@ -168,12 +167,6 @@ def test_free_name_axis_splits_one_argument_dimension() -> None:
         {"batch": "data"},
         {"batch": "data", "embed": "data"},
     ]
-
-
-def test_cheapest_rough_layout_splits_the_batch() -> None:
-    found = find_candidates(OF_DECODER, space_of_decoder(8), DECODER, None)
-    best = min(found.layouts, key=lambda layout: rough_cost(layout, OF_DECODER, 2000.0))
-    assert "batch" in named(best)
 
 
 @settings(max_examples=15)

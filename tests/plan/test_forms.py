@@ -135,14 +135,14 @@ def test_best_of_each_form_is_always_compiled(
         mesh_axes=("data", "stage"),
         parallel={"microbatches": [4], "schedule": ["gpipe"]},
         top=1,
-        within=1.0,
+        within=1e6,
         finalists=0,
         effort="screen",
         compiler="estimate",
         cache=None,
         progress=False,
     )
-    fitting = re.search(r"compiled: (\d+) fits; left out by a rough estimate", found.notes[1])
+    fitting = re.search(r"compiled: (\d+) fits; left out by expected time", found.notes[1])
     assert fitting is not None and int(fitting[1]) == forms
 
 
@@ -156,9 +156,8 @@ def test_vocabulary_is_split_over_stages() -> None:
         parallel={"microbatches": [4], "schedule": ["gpipe"]},
     )
     assert {dict(each.rules)["vocab"] for each in found.layouts} <= {"stage", ("data", "stage")}
-    best = found.layouts[0]
-    assert dict(best.rules)["mlp"] is None
-    assert best.parallel == (("microbatches", 4), ("schedule", "gpipe"))
+    settings = {each.parallel for each in found.layouts}
+    assert settings == {(("microbatches", 4), ("schedule", "gpipe"))}
 
 
 def test_planned_layout_runs_with_single_device_results() -> None:

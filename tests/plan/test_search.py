@@ -75,7 +75,9 @@ def test_only_finalists_are_compiled_with_full_effort() -> None:
     fixed = {"embed": None}
     found = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, fix=fixed, finalists=1, **options)
     efforts = [report.provenance.effort for report in found if report.provenance]
-    assert efforts == ["full", "screen", "screen"]
+    # The best as traced, the best as compiled where that is another one, and no more.
+    assert efforts[0] == "full" and efforts.count("full") <= 2
+    assert efforts.count("screen") == 3 - efforts.count("full")
 
 
 def test_batch_sizes_are_compared_by_time_per_example() -> None:
@@ -154,7 +156,7 @@ def test_nothing_is_compiled_to_see_what_would_be() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"effort": "high"}, "effort is 'screen' or 'full'"),
+        ({"effort": "high"}, "effort is 'trace', 'screen' or 'full'"),
         ({"top": 0}, "top=0"),
         ({"finalists": -1}, "finalists=-1"),
         ({"meshes": []}, "meshes is empty"),
@@ -193,7 +195,7 @@ def test_unpromising_candidates_are_skipped_once_enough_fit(
     monkeypatch.setattr(searching, "FEW", 0)
     options: dict[str, Any] = {**FAST, "meshes": EIGHT, "within": 1.0, "finalists": 0}
     found = plan.search(*perceptron(), "cpu:8", top=1, **options)
-    assert found.notes[1] == "compiled: 1 fits; left out by a rough estimate: 3"
+    assert found.notes[1] == "compiled: 1 fits; left out by expected time: 3"
     every = plan.search(*perceptron(), "cpu:8", top=4, **options)
     assert every.notes[1] == "compiled: 4 fits"
     assert {report.outcome for report in every} == {"fits"}

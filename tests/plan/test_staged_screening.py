@@ -44,12 +44,12 @@ def test_least_promising_candidates_are_skipped_with_a_note(
     every = perceptron_search(monkeypatch, programs, within=None)
     compiled = [each.layout.name for each in every if each.outcome == "fits"]
     few = perceptron_search(monkeypatch, programs, within=1.0, finalists=0)
-    left = [each for each in few if "rough estimate" in each.reason]
+    left = [each for each in few if "as traced" in each.reason]
     assert {each.outcome for each in left} == {"rejected"}
     kept = [each.layout.name for each in few if each.outcome == "fits"]
     assert kept and left
     assert {*kept, *(each.layout.name for each in left)} == set(compiled)
-    assert any(f"left out by a rough estimate: {len(left)}" in note for note in few.notes)
+    assert any(f"left out by expected time: {len(left)}" in note for note in few.notes)
 
 
 def test_compiling_continues_until_enough_layouts_fit(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading compiled programs: instructions, operations, bytes and collectives."""
 
+from shardax.hlo.analyze import MatrixProduct as MatrixProduct
 from shardax.hlo.analyze import ProgramFacts as ProgramFacts
 from shardax.hlo.analyze import matmul_flops as matmul_flops
 from shardax.hlo.analyze import model_flops as model_flops

@@ -19,6 +19,7 @@ element, as XLA's own cost analysis does, and not padding or the holes of a dila
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import re
@@ -96,6 +97,8 @@ def _bytes(program: Program, inside: Computation, op: Instruction) -> int:
         return 3 * _sum(operands[arrays + 1 :]) + operands[arrays].bytes
     if op.opcode.endswith("-start") and op.opcode != "all-reduce-start":
         return op.bytes  # its result holds what it takes too
+    if op.opcode == "custom-call" and (said := _COST_BYTES.search(op.attributes)):
+        return int(said[1])
     if op.opcode == "custom-call" and len(op.shapes) > 1 and op.shapes[-1].dtype == "s8":
         # The last result is room that a library's matrix product works in.
         return sum(shape.bytes for shape in op.shapes[:-1]) + _sum(operands)
@@ -190,27 +193,101 @@ _DIGITS = re.compile(r"\d+")
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
 _CUDNN = re.compile(r"__cudnn\$conv(?:BiasActivation)?(Forward|BackwardInput|BackwardFilter)")
 _GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([\d", ]*)\]')
+_ATTENTION = re.compile(r"__cudnn\$fmha")
+_SCORES = re.compile(r'"intermediate_tensor_shape": *\{[^{}]*"dimensions": *\[([\d", ]*)\]')
+_CAUSAL = re.compile(r'"mask_type": *"(?:PADDING_)?CAUSAL')
+_WINDOW = re.compile(r'"sliding_window_length": *"?(\d+)')
+# Pallas's kernels say what they cost, if their authors did.
+_COST = re.compile(r'"cost_estimate": *\{[^{}]*"flops": *"?(\d+)')
+_COST_BYTES = re.compile(r'"cost_estimate": *\{[^{}]*"bytes_accessed": *"?(\d+)')
+_GEMM_BATCH = re.compile(r'"lhs_batch_dimensions":\[([\d", ]*)\]')
 _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
 
-def own_flops(inside: Computation, op: Instruction) -> float:
-    """Counts operations of a matrix product or convolution itself."""
+@dataclass(frozen=True)
+class MatrixProduct:
+    """A matrix product or convolution of one device, as a product of matrices.
+
+    Attributes:
+        operations: Of one run, two for a product and a sum.
+        rows: Of the left operand.
+        columns: Of the right operand.
+        depth: What is summed over; of convolutions that meet padding the mean.
+        batch: Products of this shape at a time.
+        dtype: Of the left operand, as HLO names it.
+        runs: How often it runs.
+        fused: Whether it is all products of a fused kernel, such as attention's: then rows are
+            queries, columns keys, and operations those that a mask leaves. A kernel that says its
+            operations alone has no shape: ones.
+
+    Example:
+        >>> MatrixProduct(48.0, rows=2, columns=4, depth=3, dtype="f32", runs=10).flops
+        480.0
+    """
+
+    operations: float
+    rows: float
+    columns: float
+    depth: float
+    batch: float = 1.0
+    dtype: str = "bf16"
+    runs: int = 1
+    fused: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Operations of all runs."""
+        return self.operations * self.runs
+
+
+def own_product(inside: Computation, op: Instruction) -> MatrixProduct | None:
+    """Returns the matrix product or convolution that an instruction is."""
     if op.opcode in _DOTS:
         contracted = op.attribute("lhs_contracting_dims")
+        batch = op.attribute("lhs_batch_dims") or op.attribute("lhs_batch_dimensions")
         if contracted is None:
             contracted = op.attribute("lhs_contracting_dimensions")
-        return _dot(inside, op, contracted)
+        return _dot(inside, op, contracted, batch)
     if op.opcode == "convolution" or _cudnn(op):
         return _convolution(inside, op)
     if op.opcode == "custom-call" and _GEMM.match(op.call_target):
         contraction = _GEMM_CONTRACTED.search(op.attributes)
-        return _dot(inside, op, contraction[1] if contraction else None)
-    return 0.0
+        batch = _GEMM_BATCH.search(op.attributes)
+        return _dot(inside, op, contraction and contraction[1], batch and batch[1])
+    return _fused_kernel(inside, op) if op.opcode == "custom-call" else None
+
+
+def own_flops(inside: Computation, op: Instruction) -> float:
+    """Counts operations of a matrix product or convolution itself."""
+    product = own_product(inside, op)
+    return 0.0 if product is None else product.flops
+
+
+def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
+    """Returns the products of a fused kernel: cuDNN's attention, or one that says its cost."""
+    if said := _COST.search(op.attributes):
+        return MatrixProduct(float(said[1]), 1, 1, 1, fused=True)
+    scores = _SCORES.search(op.attributes)
+    if not _ATTENTION.match(op.call_target) or not scores:
+        return None
+    batch, heads, queries, keys = map(int, _DIGITS.findall(scores[1]))
+    operand = _operand(inside, op, 0)
+    depth, pairs = operand.dims[-1], float(queries * keys)
+    window = int(found[1]) if (found := _WINDOW.search(op.attributes)) else 0
+    if _CAUSAL.search(op.attributes):
+        pairs = float(sum(min(row + 1, keys, window or keys) for row in range(queries)))
+    # Scores and values; backward their four derivatives, and scores again.
+    count = 5 if op.call_target.endswith(("Backward", "BackwardF8")) else 2
+    operations = 2.0 * batch * heads * pairs * depth * count
+    return MatrixProduct(operations, queries, keys, depth, batch * heads, operand.dtype, fused=True)
 
 
 def is_counted(op: Instruction) -> bool:
-    """Whether a custom call is a product or convolution of NVIDIA's libraries."""
-    return bool(_GEMM.match(op.call_target) or _CUDNN.match(op.call_target))
+    """Whether the operations of a custom call are known."""
+    if _ATTENTION.match(op.call_target) and _SCORES.search(op.attributes):
+        return True
+    is_library = _GEMM.match(op.call_target) or _CUDNN.match(op.call_target)
+    return bool(is_library or _COST.search(op.attributes))
 
 
 def _cudnn(op: Instruction) -> str:
@@ -219,21 +296,32 @@ def _cudnn(op: Instruction) -> str:
     return target[1] if target else ""
 
 
-def _dot(inside: Computation, op: Instruction, contracted: str | None) -> float:
+def _dot(
+    inside: Computation, op: Instruction, contracted: str | None, batch_dims: str | None
+) -> MatrixProduct:
     if contracted is None:
         raise _unread(op, "it names no contracted dimensions")
     left = _operand(inside, op, 0)
     dims = [int(dim) for dim in _DIGITS.findall(contracted)]
     if any(dim >= len(left.dims) for dim in dims):
         raise _unread(op, f"its left operand has no dimension {max(dims)}")
-    products = math.prod(left.dims[dim] for dim in dims)
-    times = 2.0 * op.shapes[0].size * products
-    if op.opcode == "ragged-dot":
+    depth = math.prod(left.dims[dim] for dim in dims)
+    batch = math.prod(
+        left.dims[dim] for dim in map(int, _DIGITS.findall(batch_dims or "")) if dim not in dims
+    )
+    operations = 2.0 * op.shapes[0].size * depth
+    rows = left.size / max(1, depth * batch)
+    columns = op.shapes[0].size / max(1.0, rows * batch)
+    if op.opcode == "ragged-dot" and len(op.operands) > 2:
+        groups = _operand(inside, op, 2).size
         # Each row meets one group's matrix, or each group sums its own rows.
         ragged = {int(dim) for dim in _DIGITS.findall(op.attribute("lhs_ragged_dims") or "")}
         if ragged & set(dims):
-            return times / (_operand(inside, op, 2).size if len(op.operands) > 2 else 1)
-    return times
+            columns = op.shapes[0].size / max(1.0, rows * groups)
+            operations /= groups
+            return MatrixProduct(operations, rows, columns, depth / groups, groups, left.dtype)
+        rows, batch = rows / groups, groups * batch
+    return MatrixProduct(operations, rows, columns, depth, batch, left.dtype)
 
 
 @dataclass(frozen=True)
@@ -265,7 +353,7 @@ class _ConvolutionWindow:
         return count
 
 
-def _convolution(inside: Computation, op: Instruction) -> float:
+def _convolution(inside: Computation, op: Instruction) -> MatrixProduct:
     labels = _LABELS.search(op.attribute("dim_labels") or "")
     left, right, out = _operand(inside, op, 0), _operand(inside, op, 1), op.shapes[0]
     kind = _cudnn(op)  # labels and window are those of the forward convolution
@@ -280,11 +368,18 @@ def _convolution(inside: Computation, op: Instruction) -> float:
         dict(zip(text, shape.dims, strict=True)) for text, shape in pairs
     ]
     windows = _windows(op, len(left.dims) - 2)
-    places = math.prod(
-        window.places(input_dims[str(index)], output_dims[str(index)])
-        for index, window in enumerate(windows)
-    )
-    return 2.0 * places * output_dims["b"] * output_dims["f"] * kernel_dims["i"]
+    rows, depth, batch = float(output_dims["b"]), float(kernel_dims["i"]), 1.0
+    operations = 2.0 * rows * output_dims["f"] * depth
+    for index, window in enumerate(windows):
+        inputs, outputs = input_dims[str(index)], output_dims[str(index)]
+        places = window.places(inputs, outputs)
+        operations *= places
+        if places == inputs == outputs == window.size:  # one element meets one: a batch
+            batch *= outputs
+            continue
+        rows *= outputs
+        depth *= places / max(outputs, 1)
+    return MatrixProduct(operations, rows, output_dims["f"], depth, batch, left.dtype)
 
 
 def _windows(op: Instruction, count: int) -> list[_ConvolutionWindow]:
@@ -339,6 +434,7 @@ class ProgramFacts:
         matmul_flops: Operations of matrix products and convolutions, two for a product and a sum.
         hbm_bytes: Bytes read from and written to the device's memory; an estimate.
         warnings: What could not be told, such as a loop of unknown length.
+        products: The matrix products, equal ones merged, those with most operations first.
 
     Example:
         >>> sums = Collective("all-reduce", "ar.1", "f32", 4, 7.0, 8, ("data",))
@@ -350,6 +446,7 @@ class ProgramFacts:
     matmul_flops: float
     hbm_bytes: float
     warnings: tuple[str, ...] = ()
+    products: tuple[MatrixProduct, ...] = ()
 
     def wire_bytes(self) -> float:
         """Returns the wire bytes of all collectives."""
@@ -420,12 +517,27 @@ def read_program(
 
     runs = count_executions(program, cost)
     located = find_collectives(program, runs, mesh, slices, device_ids)
+    products = _products(program, runs)
     return ProgramFacts(
         attribute(program, located, arguments),
-        matmul_flops(program, runs),
+        sum(product.flops for product in products),
         (estimated_hbm_bytes if estimate else hbm_bytes)(program, runs.counts),
         (*runs.warnings, *_uncounted(program, runs)),
+        products,
     )
+
+
+def _products(program: hlo.Program, runs: ExecutionCounts) -> tuple[MatrixProduct, ...]:
+    """Returns the matrix products of a program, equal ones merged."""
+    counts: Counter[MatrixProduct] = Counter()
+    for name, count in runs.counts.items():
+        inside = program.computations[name]
+        for op in inside.instructions:
+            product = own_product(inside, op)
+            if product is not None and product.flops:
+                counts[product] += count
+    merged = [dataclasses.replace(product, runs=count) for product, count in counts.items()]
+    return tuple(sorted(merged, key=lambda product: -product.flops))
 
 
 def matmul_flops(program: hlo.Program, runs: ExecutionCounts | None = None) -> float:
@@ -448,11 +560,7 @@ def matmul_flops(program: hlo.Program, runs: ExecutionCounts | None = None) -> f
         48.0
     """
     runs = runs or count_executions(program, own_flops)
-    inside = program.computations
-    return sum(
-        count * sum(own_flops(inside[name], op) for op in inside[name].instructions)
-        for name, count in runs.counts.items()
-    )
+    return sum(product.flops for product in _products(program, runs))
 
 
 class ModelFlops(NamedTuple):

@@ -433,9 +433,7 @@ def parse(text: str) -> Program:
     name: str | None = None
     instructions: list[Instruction] = []
     types: dict[str, str] = {}  # of results, by name
-    for number, line in enumerate(lines[first:], first + 1):
-        if not line.strip():
-            continue
+    for number, line in _instruction_lines(lines, first):
         if name is None:
             head = _COMPUTATION.match(line)
             if head is None:
@@ -459,6 +457,27 @@ def parse(text: str) -> Program:
     if entry not in computations:
         raise HloReadError("The text holds no computation marked ENTRY; it is not whole.")
     return Program(computations, entry, lines[start])
+
+
+_CONFIG = "backend_config={"
+
+
+def _instruction_lines(lines: Sequence[str], first: int) -> Iterator[tuple[int, str]]:
+    """Yields numbered lines, the settings of a custom kernel joined to its first."""
+    number = first
+    while number < len(lines):
+        start, line = number + 1, lines[number]
+        number += 1
+        # Settings may be JSON of several lines, such as those of Pallas's kernels with a cost.
+        place = line.find(_CONFIG)
+        if place >= 0 and balanced(line, place) < 0:
+            parts = [line]
+            while number < len(lines) and balanced("\n".join(parts), place) < 0:
+                parts.append(lines[number].strip())
+                number += 1
+            line = " ".join(parts)
+        if line.strip():
+            yield start, line
 
 
 def _begun_with_operands(instructions: Sequence[Instruction]) -> Iterator[Instruction]:

@@ -184,6 +184,15 @@ class Inputs:
         axes = [leaf.axes for leaf, kind in leaves if kind == "batch"]
         return frozenset(names[0] for names in axes if names and isinstance(names[0], str))
 
+    @property
+    def tokens(self) -> int:
+        """Elements of the batch's first array of integers; 0 if there is none."""
+        for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
+            for info in leaf.arrays if kind == "batch" else ():
+                if jax.numpy.issubdtype(info.dtype, jax.numpy.integer):
+                    return math.prod(info.shape)
+        return 0
+
     def shapes(self) -> tuple[Any, ...]:
         """Returns the arguments as shapes without a layout, for tracing."""
         return self._positional(self.abstract())

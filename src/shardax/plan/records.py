@@ -6,9 +6,10 @@ the compiler's verdict or by its memory), ``"rejected"`` (before any compile, wi
 ``"failed"`` (the compiler ended with an error or crashed). *Exact* figures follow from shapes and
 shardings alone, *counted* ones from the compiled program; the others are estimates.
 
-A layout is better if it fits; then if the middle of its time band is lower (of one example, where
-batch sizes differ); then if it moves fewer bytes. Layouts whose times cannot be told apart are
-*ties* (``shardax.plan.hardware.cost``), and the plan says so rather than feign a difference.
+A layout is better if it fits; then if its expected time is lower, or the middle of its time band
+where no time is expected (of one example, where batch sizes differ); then if it moves fewer bytes.
+Layouts whose times cannot be told apart are *ties* (``shardax.plan.hardware.cost``), and the plan
+says so rather than feign a difference.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from shardax.partition.errors import did_you_mean
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import Rules, mesh_axes_of
 from shardax.plan.errors import PlanFileError, PlanInputError
+from shardax.plan.timing.step import StepParts
+from shardax.plan.timing.workload import ExpectedTime
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,12 @@ class LayoutReport:
         bubble_share: Share of a pipeline's ticks in which a stage has nothing to do, 0 to 1; the
             largest of several pipelines, 0 without one. Part of ``flops``, and so of the time: idle
             stages compute what is thrown away.
+        expected: Expected seconds with a band, by the model of ``plan.predict``; None on CPU, or if
+            it did not compile.
+        mfu: Operations of the model over those of the devices at their peak in bf16, in the
+            expected time; recomputation does not count. 0 if it is not known.
+        tokens_per_second_per_chip: Elements of the batch's first array of integers, over expected
+            seconds and chips; 0 if there is none.
 
     Example:
         >>> sums = Collective("all-reduce", "ar.1", "bf16", 800, 1400.0, 8, ("data",))
@@ -248,6 +257,9 @@ class LayoutReport:
     examples: float = 1.0
     arrays: tuple[ArrayLayout, ...] = ()
     bubble_share: float = 0.0
+    expected: ExpectedTime | None = None
+    mfu: float = 0.0
+    tokens_per_second_per_chip: float = 0.0
 
     @property
     def compiled(self) -> bool:
@@ -256,7 +268,9 @@ class LayoutReport:
 
     @property
     def seconds_per_example(self) -> float | None:
-        """The middle of the time band per example, to rank by."""
+        """The expected time, or else the middle of the time band, per example."""
+        if self.expected is not None:
+            return self.expected.seconds / self.examples
         return None if self.time is None else self.time.middle / self.examples
 
     @property
@@ -324,6 +338,9 @@ def from_data(data: Mapping[str, Any]) -> LayoutReport:
     fields["collectives"] = tuple(Collective(**entry) for entry in fields["collectives"])
     fields["arrays"] = tuple(ArrayLayout(**entry) for entry in fields.get("arrays", ()))
     fields["time"] = TimeBand(**fields["time"]) if fields["time"] else None
+    if expected := fields.get("expected"):
+        parts = StepParts(**expected.pop("parts"))
+        fields["expected"] = ExpectedTime(**expected, parts=parts)
     fields["provenance"] = Provenance(**fields["provenance"]) if fields["provenance"] else None
     return LayoutReport(**fields)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import types
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from shardax._core.errors import ShardaxError
 from shardax._core.object import Object
 from shardax._parallel.pipeline import bubble_share
 from shardax._transforms.jit.jit import Jit, jit
-from shardax.hlo import Program, parse, read_program
+from shardax.hlo import Program, ProgramFacts, model_flops, parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.program import CompilerFailedError
 from shardax.partition.context import axis_rules, parallel
@@ -43,6 +44,7 @@ from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs, Placed, label, unbound
 from shardax.plan.records import Layout, LayoutReport, Provenance
 from shardax.plan.searching.dimensions import DimensionModel, needs_no_values, trace_dimensions
+from shardax.plan.timing.workload import ExpectedTime, expected_time, workload_of_program
 
 # What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types.
 _CONSTRAINT_ERRORS = (ShardaxError, ValueError, TypeError, NotImplementedError)
@@ -120,6 +122,11 @@ def evaluate(
     fits = least <= limit
     reason = f"needs {least:,} bytes of a device's memory, which has {limit:,}"
     whole, lost = _whole_program(inputs, layout, facts.matmul_flops)
+    expected = _expected_time(inputs, layout, target, facts)
+    seconds = math.inf if expected is None else expected.seconds
+    chip = target.hardware
+    peak = chip.peak("bf16") * layout.devices
+    chips = layout.devices / chip.devices_per_chip
     copies = rematerialization_warnings(compiled.full_rematerializations, paths, program.sources)
     return report(
         "fits" if fits else "does not fit",
@@ -133,6 +140,24 @@ def evaluate(
         compile_seconds=compiled.seconds,
         warnings=(*placed.warnings, *lost, *copies, *_assumptions(layout), *facts.warnings),
         bubble_share=_bubble_share(compiled.text),
+        expected=expected,
+        mfu=_model_flops(inputs, mesh_axes) / (seconds * peak) if whole else 0.0,
+        tokens_per_second_per_chip=inputs.tokens / (seconds * chips),
+    )
+
+
+def _expected_time(
+    inputs: Inputs, layout: Layout, target: Target, facts: ProgramFacts
+) -> ExpectedTime | None:
+    """Returns the expected time of a compiled program; None on CPU."""
+    if target.hardware.kind == "cpu":
+        return None
+    axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
+    batch_axes = frozenset(axis for name in inputs.batch_names for axis in axes_of.get(name, ()))
+    work = workload_of_program(facts, layout.sizes, batch_axes)
+    is_sparse = bool(axes_of.get("expert"))
+    return expected_time(
+        work, target.hardware, layout.sizes, slices=target.slices, sparse=is_sparse
     )
 
 
@@ -192,6 +217,13 @@ def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
     # The program is that of XLA before its optimizations, without what is unused or there twice.
     text = partitioned_text(lower_alone(inputs, mesh_axes)[0])
     return read_program(text, {}, estimate=True).matmul_flops
+
+
+@functools.lru_cache(maxsize=16)
+def _model_flops(inputs: Inputs, mesh_axes: tuple[str, ...]) -> float:
+    """Returns the operations of a step on one device, without recomputed ones."""
+    program = parse(lower_alone(inputs, mesh_axes)[0].as_text("hlo", debug_info=True))
+    return sum(model_flops(program).by_dtype.values())
 
 
 @functools.lru_cache(maxsize=16)

@@ -26,6 +26,7 @@ from shardax.plan.report.table import (
     Units,
     axes_text,
     band_text,
+    figure,
     quantity,
     scale,
 )
@@ -102,6 +103,11 @@ def headline(report: LayoutReport) -> str:
         sizes = [size for size in (report.peak_bytes, report.limit_bytes) if size is not None]
         texts = (quantity(size, BINARY) for size in sizes)
         parts.append(f"peak {' of '.join(texts)}")
+    if expected := report.expected:
+        unit, size = scale([expected.high], TIMES)
+        texts = [figure(s / size) for s in (expected.seconds, expected.low, expected.high)]
+        waits = f"{report.mfu:.0%} MFU, waits for {expected.waits_for}"
+        parts.append("{} {unit} expected ({} - {}), {waits}".format(*texts, unit=unit, waits=waits))
     if report.time is not None:
         unit, size = scale([report.time.upper], TIMES)
         band = band_text(report.time, size)
@@ -340,6 +346,8 @@ def _figures(a: LayoutReport, b: LayoutReport) -> list[Figures]:
     for name in ("lower", "upper", "compute", "memory", "communication"):
         first, second = getattr(a.time, name, None), getattr(b.time, name, None)
         rows.append((f"time: {name}", first, second, TIMES))
+    seconds = [report.expected and report.expected.seconds for report in (a, b)]
+    rows.append(("time: expected", *seconds, TIMES))
     return rows
 
 

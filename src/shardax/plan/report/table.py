@@ -57,7 +57,12 @@ _MEANINGS = {
     "memory": "Memory traffic at the memory's bandwidth.",
     "communication": "Wire bytes at the bandwidth of the links that their mesh axes use.",
     "band": "A step's time if everything overlaps, to a step's time if nothing does.",
-    "example": "The middle of the band, of one example; layouts are ranked by it.",
+    "example": "Time of one example, expected or the middle of the band; layouts are ranked by it.",
+    "expected": "Expected time, by the model that plan.predict has; layouts are ranked by it.",
+    "range": "What nine measured steps of ten lie in, around the expected time.",
+    "mfu": "Operations of the model over those at the peak; recomputation does not count.",
+    "tokens": "Tokens of the batch in a second, by chip.",
+    "waits": "What takes longest of the expected time beside the device's own kernels.",
     "bound": "What takes longest.",
     "compile": "How long the compiler took.",
     "bubble": "Share of a pipeline's ticks in which a stage has nothing to do.",
@@ -135,6 +140,26 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         lambda report: band_text(report.time, seconds[1]) if report.time else "-",
         lambda report: report.time.middle if report.time else None,
     )
+    expected = [
+        number("expected", "estimate", lambda r: r.expected and r.expected.seconds, [seconds]),
+        Column(
+            "range",
+            "range",
+            seconds[0],
+            "estimate",
+            _MEANINGS["range"],
+            lambda report: _range_text(report, seconds[1]),
+            lambda report: report.expected and report.expected.high,
+        ),
+        number("mfu", "estimate", lambda r: 100 * r.mfu or None, [("%", 1.0)], "MFU"),
+        number(
+            "tokens", "estimate", lambda r: r.tokens_per_second_per_chip or None, [("/s/chip", 1)]
+        ),
+        _words(
+            "waits", lambda r: r.expected.waits_for if r.expected else "-", "estimate", "waits for"
+        ),
+    ]
+    is_expected = any(report.expected for report in reports)
     # What steps of several batch sizes are compared by.
     example = number("example", "estimate", lambda r: r.seconds_per_example, TIMES, "per example")
     axes = wire_axes(reports)
@@ -157,6 +182,7 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         number("peak", measured, lambda r: r.peak_bytes, BINARY),
         number("free", measured, lambda r: r.headroom_bytes, BINARY),
         number("args", "exact", _argument_bytes, BINARY),
+        *(expected if is_expected else []),
         band,
         *([example] if any(report.examples != 1 for report in reports) else []),
         _words("bound", lambda r: r.time.binding if r.time else "-", "estimate", "bound by"),
@@ -217,6 +243,11 @@ def _compiled(value: Callable[[LayoutReport], float | None]) -> Callable[..., fl
 def _settings_text(report: LayoutReport) -> str:
     pairs = (f"{name} {value}" for name, value in report.layout.settings.items())
     return ", ".join(pairs) or "-"
+
+
+def _range_text(report: LayoutReport, size: float) -> str:
+    expected = report.expected
+    return f"{figure(expected.low / size)} - {figure(expected.high / size)}" if expected else "-"
 
 
 def _argument_bytes(report: LayoutReport) -> float | None:
@@ -421,7 +452,7 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
     ranked = [
         (f"{number}{'=' if report.layout.name in tied else ''}", report)
         for number, report in enumerate(plan.reports, 1)
-        if report.compiled
+        if report.compiled or (report.expected and report.outcome in ("fits", "does not fit"))
     ][:top]
     if not ranked:
         return []

@@ -341,6 +341,7 @@ class Candidates:
     too_large: tuple[LayoutReport, ...]  # rejected because their arguments do not fit
     tried: int  # assignments
     distinct: int  # of them, those possible and not equivalent
+    argument_bytes: tuple[Mapping[str, int], ...] = ()  # of a device by kind, for each layout
 
     @property
     def rejected(self) -> tuple[LayoutReport, ...]:
@@ -349,9 +350,16 @@ class Candidates:
 
 
 def find_candidates(
-    dimensions: DimensionModel, space: SearchSpace, inputs: Inputs, limit_bytes: int | None
+    dimensions: DimensionModel,
+    space: SearchSpace,
+    inputs: Inputs,
+    limit_bytes: int | None,
+    settings: Mapping[str, Sequence[Any]] | None = None,
 ) -> Candidates:
-    """Enumerates a search space, without candidates not worth compiling."""
+    """Enumerates a search space, without candidates not worth compiling.
+
+    With ``settings``, candidates are layouts under each of them.
+    """
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
     elements = [math.prod(shape) for shape, _ in dimensions.arguments]
     large = [count > _SMALL_SHARE * sum(elements) for count in elements]
@@ -371,8 +379,21 @@ def find_candidates(
     layouts, repeating = _without_repeated_work(
         [candidate.layout for candidate in distinct], dimensions
     )
-    layouts, too_large = _within_memory(layouts, inputs, limit_bytes)
-    return Candidates(tuple(layouts), tuple(repeating), tuple(too_large), tried, len(distinct))
+    variants: dict[Layout, list[Layout]] = {
+        layout: [layout]
+        if settings is None
+        else with_settings(layout, dimensions, space, inputs, settings)
+        for layout in layouts
+    }
+    fitting, too_large = _within_memory(variants, inputs, limit_bytes)
+    return Candidates(
+        tuple(fitting),
+        tuple(repeating),
+        tuple(too_large),
+        tried,
+        len(distinct),
+        tuple(fitting.values()),
+    )
 
 
 def _enumerate(
@@ -480,28 +501,45 @@ def _without_repeated_work(
 
 
 def _within_memory(
-    layouts: Sequence[Layout], inputs: Inputs, limit_bytes: int | None
-) -> tuple[list[Layout], list[LayoutReport]]:
-    fitting: list[Layout] = []
+    variants: Mapping[Layout, Sequence[Layout]], inputs: Inputs, limit_bytes: int | None
+) -> tuple[dict[Layout, Mapping[str, int]], list[LayoutReport]]:
+    """Returns bytes of arguments of variants that fit, and layouts of which none does."""
+    fitting: dict[Layout, Mapping[str, int]] = {}
     rejected: list[LayoutReport] = []
-    for layout in layouts:
+    for layout, with_layout in variants.items():
         placed = inputs.place(layout)
-        total = sum(placed.argument_bytes.values())
         if placed.errors:
             rejected.append(LayoutReport(layout, "rejected", "\n".join(placed.errors)))
-        elif limit_bytes is None or total <= limit_bytes:
-            fitting.append(layout)
-        else:
+            continue
+        by_variant = {
+            variant: _of_optimizer_rules(variant, placed.argument_bytes) for variant in with_layout
+        }
+        totals = {variant: sum(sizes.values()) for variant, sizes in by_variant.items()}
+        limit = math.inf if limit_bytes is None else limit_bytes
+        fitting |= {
+            variant: sizes for variant, sizes in by_variant.items() if totals[variant] <= limit
+        }
+        if totals and min(totals.values()) > limit:
+            least = min(totals.values())
             report = LayoutReport(
                 layout,
                 "rejected",
-                f"the arguments alone need {total:,} bytes of a device, which has {limit_bytes:,}",
+                f"the arguments alone need {least:,} bytes of a device, which has {limit_bytes:,}",
                 argument_bytes=placed.argument_bytes,
                 limit_bytes=limit_bytes,
                 replicated=placed.replicated,
             )
             rejected.append(report)
     return fitting, rejected
+
+
+def _of_optimizer_rules(layout: Layout, argument_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the bytes of arguments on a device, by the optimizer's own rules."""
+    axes = {axis for _, target in layout.optimizer_rules for axis in mesh_axes_of(target)}
+    shards = math.prod(layout.sizes[axis] for axis in axes)
+    optimizer = argument_bytes.get("optimizer", 0)
+    kept = 0 if layout.optimizer_memory else optimizer // shards
+    return {**argument_bytes, "optimizer": kept} if optimizer else dict(argument_bytes)
 
 
 def with_settings(

@@ -334,6 +334,9 @@ class JaxprWalk:
         self.classes = DimensionClasses()
         self.products: list[RawProduct] = []
         self.loops: tuple[int, ...] = ()
+        self.loop_number = 0  # of the loop that is walked; 0 outside of loops
+        self.loop_count = 0
+        self.argument_uses: set[tuple[int, frozenset[int]]] = set()
         self.constraints: dict[tuple[tuple[int, ...], tuple[Any, ...]], None] = {}
         self.notes: dict[str, None] = {}
 
@@ -399,9 +402,17 @@ class JaxprWalk:
     ) -> None:
         computed = not (operands[0].given or operands[1].given)
         dtype = str(eqn.invars[0].aval.dtype)
-        changes = (operands[0].changes, operands[1].changes, runs)
+        changes = (*map(self._first_changes, operands[:2]), runs)
         product = RawProduct(flops, runs, tuple(dims), computed, dtype, self.loops, changes)
         self.products.append(product)
+
+    def _first_changes(self, operand: TracedArray) -> int:
+        """Returns the changes of an operand; 0 of an argument met before in a loop's body."""
+        use = self.loop_number, frozenset(operand.dims)
+        if not operand.given or use not in self.argument_uses:
+            self.argument_uses.add(use)
+            return operand.changes
+        return 0
 
     def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
         (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
@@ -459,9 +470,12 @@ class JaxprWalk:
         inner = [TracedArray(v.dims[1:], v.given, times) for v in operands[first:]]
         state = [TracedArray(v.dims, False, times) for v in operands[consts:first]]
         inputs = [*operands[:consts], *state]
-        outer_loops, self.loops = self.loops, (*self.loops, *(v.dims[0] for v in operands[first:]))
+        outer = self.loops, self.loop_number
+        self.loops = (*self.loops, *(v.dims[0] for v in operands[first:]))
+        self.loop_count += 1
+        self.loop_number = self.loop_count
         results = self.program(body, [*inputs, *inner], flags, times)
-        self.loops = outer_loops
+        self.loops, self.loop_number = outer
         for start, end in zip(operands[consts:first], results, strict=False):
             self.classes.join_same_sizes(start.dims, end.dims)
         for place in _sums(body, consts, carried):  # what only adds up is summed after the loop
@@ -472,6 +486,8 @@ class JaxprWalk:
         for out, value in zip(eqn.outvars[carried:], results[carried:], strict=True):
             (loop,) = self.classes.new(out.aval.shape[:1])
             self.classes.loop_over(loop)
+            for operand in operands[first:]:  # the same iterations, as of saved activations
+                self.classes.join(loop, operand.dims[0])
             stacked.append(TracedArray((loop, *value.dims), False, runs))
         return [*(TracedArray(v.dims, v.given, runs) for v in results[:carried]), *stacked]
 
@@ -587,8 +603,10 @@ class Product:
     dims: tuple[ProductDimension, ...]  # without those of size 1
     computed: bool  # whether neither operand is an argument of the step
     loops: frozenset[str] = frozenset()  # names of the dimensions that loops around it run over
-    # Of all runs, how often the operands have other values, and the result is not only added up.
+    # Of all runs, how often the operands have other values (0 of arguments that an earlier product
+    # of a loop's body has), and the result is not only added up.
     changes: tuple[int, int, int] = (1, 1, 1)
+    in_blocks: bool = False  # whether loops around it run over dimensions without names only
 
 
 @dataclass(frozen=True)
@@ -679,7 +697,7 @@ def trace_dimensions(
 def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
     """Merges the products with equal dimensions."""
     sizes, classes = walk.classes.size, walk.classes
-    groups: dict[tuple[Any, bool, frozenset[str]], list[RawProduct]] = {}
+    groups: dict[tuple[Any, bool, frozenset[str], bool], list[RawProduct]] = {}
     for product in walk.products:
         dims = tuple(
             ProductDimension(sizes(d), reached.get(classes.find(d), frozenset()), role)
@@ -687,13 +705,15 @@ def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> 
             if sizes(d) != 1
         )
         loops = frozenset(name for loop in product.loops for name in classes.own_names(loop))
-        groups.setdefault((dims, product.computed, loops), []).append(product)
+        in_blocks = bool(product.loops) and not loops
+        groups.setdefault((dims, product.computed, loops, in_blocks), []).append(product)
     merged: list[Product] = []
-    for (dims, computed, loops), group in groups.items():
+    for (dims, computed, loops, in_blocks), group in groups.items():
         flops = sum(product.flops * product.runs for product in group)
         left, right, result = (sum(product.changes[i] for product in group) for i in range(3))
         runs = sum(product.runs for product in group)
-        merged.append(Product(flops, runs, dims, computed, loops, (left, right, result)))
+        changes = left, right, result
+        merged.append(Product(flops, runs, dims, computed, loops, changes, in_blocks))
     return tuple(sorted(merged, key=lambda product: -product.flops))
 
 

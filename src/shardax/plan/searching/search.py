@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for the best layouts of a step on hardware.
 
-Candidates are *screened*: compiled fast, several at a time, in the order of a *rough estimate* of
-their time. Of many candidates those come first whose estimate is at most a few times the least, and
-the others only if too few of these fit. The best are compiled again with full effort; these are the
-*finalists*, whose memory is what the program will need.
-
-The rough estimate is made from the dimension model. A product is split along the mesh axes of its
-dimensions, each axis once; what is summed over split dimensions is sent (twice its bytes), and an
-operand that is split by an axis which another dimension has is gathered (its bytes); in a pipeline
-the former of weights' gradients and the latter of weights happen for each microbatch. It is no
-verdict among good candidates: these are compiled.
+Candidates are ordered by the expected time of the traced step (``traced.py``), those last whose
+arguments and gradients alone do not fit. The first are *screened*: compiled fast, several at a
+time, with the most promising of each form of parallelism; further ones only if too few of these
+fit. The best are compiled again with full effort; these are the *finalists*, whose memory is what
+the program will need. Compiled layouts are ranked by the same model of time, which then reads the
+compiled program.
 """
 
 from __future__ import annotations
@@ -18,16 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardax._parallel.pipeline import bubble_share
 from shardax.partition.context import parallel as parallel_scope
 from shardax.partition.errors import PartitionError, did_you_mean
-from shardax.partition.rules import mesh_axes_of, strings
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
@@ -38,14 +31,18 @@ from shardax.plan.report.progress import SearchProgress as Progress
 from shardax.plan.report.progress import progress_for
 from shardax.plan.searching import candidates as candidate_search
 from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
-from shardax.plan.searching.dimensions import DimensionModel, ProductDimension, trace_dimensions
+from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
+from shardax.plan.searching.traced import traced_time
+from shardax.plan.timing.workload import ExpectedTime
 
-OF_EACH_FORM = 6  # of pipelines, split sequences and others, are compiled in any case
-FEW = 32  # of so many candidates all are compiled, however rough estimates differ
+FEW = 4  # so many candidates are compiled at least
+OF_EACH_FORM = 1  # of pipelines, split sequences and others, are compiled with the first
+_NO_ROOM = "its arguments and gradients alone need more than a device's memory"
+_NOT_COMPILED = (
+    "Nothing was compiled: the time is that of the traced step, and beside arguments and gradients "
+    "the memory is not known. effort='screen' compiles."
+)
 _MORE_FINALISTS = 3  # how many times as many are compiled, if some do not fit with full effort
-_BYTES = 2  # of an element, as computed with
-# Which of left operand, right operand and result have a dimension, by its role.
-_OPERANDS = {"batch": (0, 1, 2), "left": (0, 2), "right": (1, 2), "sum": (0, 1)}
 
 
 def search(
@@ -63,7 +60,7 @@ def search(
     top: int | None = 5,
     finalists: int = 3,
     effort: str = "full",
-    within: float | None = 4.0,
+    within: float | None = 1.3,
     compiler: str = "auto",
     processes: int | None = None,
     cache: Any = "default",
@@ -94,11 +91,12 @@ def search(
         top: How many layouts the plan has; None for all, those too that were not compiled.
         finalists: How many of the best are compiled with full effort.
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
-            to a fifth too low.
-        within: Of more than 32 candidates those are compiled first whose rough estimate is at most
-            so many times the least, and of several forms of parallelism (pipelines, split
-            sequences, experts) the 6 most promising of each; the next 32, if fewer than ``top`` of
-            these fit, and so on. None compiles all.
+            to a fifth too low; ``"trace"`` compiles nothing: times are those of the traced step,
+            and of memory only arguments and gradients are known, for any number of devices.
+        within: Candidates are compiled in the order of their expected time, as traced: the first 4
+            (``top``, if more) and the best of each form of parallelism (pipelines, split sequences,
+            experts), as far as that time is at most so many times the least; then others until
+            ``top`` of them fit. None compiles all.
         compiler: ``"auto"``, ``"target"`` or ``"estimate"``, as for ``compare``.
         processes: How many processes compile; None for one per core.
         cache: Folder for compiled programs, ``"default"`` for that of this user, None for none.
@@ -127,8 +125,8 @@ def search(
         'batch=data (4x1)'
     """
     target = Target.parse(target)
-    if effort not in ("screen", "full"):
-        raise PlanInputError(f"effort is 'screen' or 'full', not {effort!r}.")
+    if effort not in ("trace", "screen", "full"):
+        raise PlanInputError(f"effort is 'trace', 'screen' or 'full', not {effort!r}.")
     for name, value, least in (("top", 1 if top is None else top, 1), ("finalists", finalists, 0)):
         if not isinstance(value, int) or value < least:
             raise PlanInputError(f"{name}={value!r}: give a number of at least {least}.")
@@ -141,18 +139,38 @@ def search(
         for label, examples, inputs in _steps(step, args, batch, remat)
     ]
     inputs = variants[0].inputs
+    if effort == "trace":
+        return _traced_plan(target, variants, top)
     with (
         progress_for(progress) as bar,
         make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
     ):
         run = _Search(target, top, variants, cache_folder(cache), evaluator, bar)
         try:
-            run.screen(within, max(top or 1, finalists))
-            if effort == "full":
-                run.confirm(finalists)
+            finalists = finalists if effort == "full" else 0
+            run.screen(within, max(top or 1, finalists), finalists)
+            run.confirm(finalists)
         except KeyboardInterrupt as error:
             raise run.interrupted() from error
     return run.plan()
+
+
+def _traced_plan(target: Target, variants: Sequence[_Variant], top: int | None) -> Plan:
+    """Returns the plan of candidates that are not compiled."""
+    reports = [
+        LayoutReport(
+            candidate.layout,
+            "fits" if candidate.fitting else "does not fit",
+            "" if candidate.fitting else _NO_ROOM,
+            argument_bytes=dict(candidate.argument_bytes),
+            limit_bytes=target.limit_bytes,
+            expected=candidate.time,
+            warnings=(_NOT_COMPILED,),
+            examples=variants[candidate.variant].examples,
+        )
+        for candidate in _ordered(variants)[:top]
+    ]
+    return Plan(target.text, tuple(reports), tuple(_notes(variants)))
 
 
 def explore(
@@ -188,8 +206,8 @@ def explore(
         >>> x = plan.NamedShape((4096, 64), "float32", ("batch", "embed"))
         >>> apply = lambda weight, x: x @ weight.value
         >>> dimensions, candidates = explore(apply, (weight, x), "cpu:4", meshes=[{"data": 4}])
-        >>> dimensions.flops == 2 * 4096 * 64 * 256, candidates.layouts[0].rules
-        (True, (('batch', 'data'), ('embed', None), ('mlp', None)))
+        >>> dimensions.flops == 2 * 4096 * 64 * 256, dict(candidates.layouts[0].rules)["batch"]
+        (True, 'data')
     """
     target = Target.parse(target)
     shapes = _meshes(target, mesh_axes, meshes)
@@ -258,7 +276,9 @@ class _Variant:
     space: SearchSpace
     candidates: Candidates
     layouts: tuple[Layout, ...]
-    rough: tuple[float, ...]  # estimates of the layouts, as multiples of the least
+    times: tuple[ExpectedTime, ...]  # of the layouts, as traced
+    fitting: tuple[bool, ...]  # whether their arguments and gradients leave room
+    argument_bytes: tuple[Mapping[str, int], ...]  # of a device by kind
 
 
 def _variant(
@@ -276,120 +296,92 @@ def _variant(
     space = candidate_search.search_space(
         model, meshes, activations=candidate_search.names_of_batch(inputs), tie=tie, fix=fix
     )
-    candidates = candidate_search.find_candidates(model, space, inputs, target.limit_bytes)
-    chip = target.hardware
-    flops_per_byte = chip.peak("bf16") / (2 * chip.link_bandwidth)  # over one of its links
-    possible = [
-        layout
-        for layout in candidates.layouts
-        for layout in candidate_search.with_settings(layout, model, space, inputs, settings)
-    ]
-    costs = {layout: rough_cost(layout, model, flops_per_byte) for layout in possible}
-    layouts = sorted(costs, key=lambda layout: costs[layout])  # the most promising first
-    least = min(costs.values(), default=0.0) or 1.0
-    rough = tuple(costs[layout] / least for layout in layouts)
+    limit = target.limit_bytes
+    candidates = candidate_search.find_candidates(model, space, inputs, limit, settings)
+    entries: list[tuple[bool, ExpectedTime, Layout, Mapping[str, int]]] = []
+    for layout, sizes in zip(candidates.layouts, candidates.argument_bytes, strict=True):
+        names = inputs.batch_names
+        time = traced_time(layout, model, target, batch_names=names, argument_bytes=sizes)
+        # Gradients are as large as parameters, and there before the optimizer's step.
+        is_large = limit is not None and sum(sizes.values()) + sizes.get("parameters", 0) > limit
+        entries.append((is_large, time, layout, sizes))
+    entries.sort(key=lambda entry: (entry[0], entry[1].seconds))
+    layouts = [layout for _, _, layout, _ in entries]
     if label:
         layouts = [dataclasses.replace(layout, name=f"{layout.name} {label}") for layout in layouts]
-    return _Variant(label, examples, inputs, model, space, candidates, tuple(layouts), rough)
-
-
-def rough_cost(layout: Layout, dimensions: DimensionModel, flops_per_byte: float) -> float:
-    """Returns operations of one device, bytes sent counted as operations."""
-    axes_of = {name: mesh_axes_of(target) for name, target in layout.rules}
-    place = {name: position for position, name in enumerate(axes_of)}
-    sizes = layout.sizes
-    pipeline = _pipeline_of(layout, dimensions)
-
-    def priority(dim: ProductDimension) -> int:
-        return min((place.get(name, 99) for name in dim.names), default=99)
-
-    total = _BYTES * pipeline.moved * flops_per_byte
-    for product in dimensions.products:
-        used_axes: set[str] = set()
-        whole, parts, gathered, summed = [1, 1, 1], [1, 1, 1], [1, 1, 1], 1
-        names: list[set[str]] = [set(), set(), set()]
-        for dim in sorted(product.dims, key=priority):
-            dim_axes = {axis for name in dim.names for axis in axes_of.get(name, ())}
-            ways = math.prod(sizes[axis] for axis in dim_axes - used_axes)
-            lost = math.prod(sizes[axis] for axis in dim_axes & used_axes)
-            used_axes |= dim_axes
-            for array in _OPERANDS[dim.role]:
-                whole[array] *= dim.size
-                parts[array] *= ways
-                gathered[array] *= lost
-                names[array] |= dim.names
-            if dim.role == "sum":
-                summed *= ways
-        sent = [whole[array] / parts[array] * (1 - 1 / gathered[array]) for array in range(3)]
-        sent[2] += 2 * whole[2] / parts[2] * (1 - 1 / summed)
-        flops = product.flops / math.prod(sizes[axis] for axis in used_axes)
-        times = [1.0, 1.0, 1.0]
-        if product.loops & pipeline.names:
-            flops /= pipeline.stages * (1 - pipeline.bubble)
-            # Weights are gathered, and their gradients summed, for each microbatch.
-            times = [
-                (pipeline.microbatches if counts and counts <= pipeline.weights else 1)
-                / (pipeline.stages * (1 - pipeline.bubble))
-                for counts in names
-            ]
-        # What a loop does not change is sent once, before it; what it adds up, after it.
-        moved = sum(
-            math.prod(factors) for factors in zip(sent, times, product.changes, strict=True)
-        )
-        total += flops + _BYTES * moved * flops_per_byte
-    return total
-
-
-def _best_of_forms(pairs: Sequence[tuple[float, Layout]]) -> set[Layout]:
-    """Returns the most promising layouts of each of several forms."""
-    layouts_of_form: dict[frozenset[str], list[Layout]] = {}
-    for _, layout in pairs:  # the most promising first
-        sizes = layout.sizes
-        form = frozenset(axis for axis in candidate_search.FORMS if sizes.get(axis, 1) > 1)
-        layouts_of_form.setdefault(form, []).append(layout)
-    if len(layouts_of_form) < 2:
-        return set()
-    return {layout for of_form in layouts_of_form.values() for layout in of_form[:OF_EACH_FORM]}
+    return _Variant(
+        label,
+        examples,
+        inputs,
+        model,
+        space,
+        candidates,
+        tuple(layouts),
+        tuple(time for _, time, _, _ in entries),
+        tuple(not is_large for is_large, _, _, _ in entries),
+        tuple(sizes for _, _, _, sizes in entries),
+    )
 
 
 @dataclass(frozen=True)
-class _PipelineCost:
-    """Figures of a layout's pipeline for a rough estimate."""
+class _Candidate:
+    """A layout of a variant that is not compiled yet."""
 
-    names: frozenset[str] = frozenset()  # of the dimensions that its stages split
-    weights: frozenset[str] = frozenset()  # names on the parameters of its layers
-    stages: int = 1
-    microbatches: int = 1
-    bubble: float = 0.0
-    moved: float = 0.0  # elements of weights that one device sends to bring them into rounds
+    variant: int
+    layout: Layout
+    time: ExpectedTime
+    fitting: bool
+    argument_bytes: Mapping[str, int] = dataclasses.field(hash=False, compare=False)
+    share: float = 1.0  # of the least expected time of one example
+
+    @property
+    def form(self) -> frozenset[str]:
+        """Mesh axes of its form of parallelism."""
+        sizes = self.layout.sizes
+        return frozenset(axis for axis in candidate_search.FORMS if sizes.get(axis, 1) > 1)
 
 
-def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _PipelineCost:
-    sizes, chosen = layout.sizes, dict(layout.parallel)
-    stages = sizes.get("stage", 1)
-    names = {name for name, axes in layout.rules if "stage" in mesh_axes_of(axes)}
-    names &= dimensions.looped
-    if stages == 1 or not names or "microbatches" not in chosen:
-        return _PipelineCost()
-    count, how = chosen["microbatches"], chosen.get("schedule", "gpipe")
-    inside = [(s, set(strings(n))) for s, n in dimensions.arguments if names & set(strings(n))]
-    rounds = 1
-    if how == "circular":
-        rounds = min(size for name in names for size in dimensions.sizes_of(name)) // stages
-    axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
-    moved = 0.0
-    for shape, dim_names in inside if rounds > 1 else ():  # there, and its gradient back
-        axes = {axis for name in dim_names for axis in axes_of.get(name, ())}
-        ways = math.prod(sizes[axis] for axis in axes)
-        moved += 2 * math.prod(shape) / ways * (1 - 1 / stages)
-    return _PipelineCost(
-        frozenset(names),
-        frozenset(name for _, dim_names in inside for name in dim_names) - names,
-        stages,
-        count,
-        bubble_share(how, stages, count, rounds),
-        moved,
-    )
+def _ordered(variants: Sequence[_Variant]) -> list[_Candidate]:
+    """Returns the candidates of all variants, the most promising first."""
+    candidates = [
+        (time.seconds / variant.examples, _Candidate(number, layout, time, fits, argument_bytes))
+        for number, variant in enumerate(variants)
+        for layout, time, fits, argument_bytes in zip(
+            variant.layouts, variant.times, variant.fitting, variant.argument_bytes, strict=True
+        )
+    ]
+    candidates.sort(key=lambda pair: (not pair[1].fitting, pair[0]))
+    least = min((seconds for seconds, _ in candidates), default=1.0) or 1.0
+    return [
+        dataclasses.replace(candidate, share=seconds / least) for seconds, candidate in candidates
+    ]
+
+
+def _notes(variants: Sequence[_Variant]) -> list[str]:
+    """Says how many candidates of each variant there were."""
+    notes: list[str] = []
+    for variant in variants:
+        candidates = variant.candidates
+        start = f"{variant.label}: " if variant.label else ""
+        groups = ", ".join("+".join(group) for group in variant.space.groups)
+        notes.append(
+            f"{start}{candidates.tried:,} assignments of {groups} over "
+            f"{len(variant.space.meshes)} meshes; {candidates.distinct} of them possible and "
+            f"different; rejected without compiling: {len(candidates.repeating)} that repeat "
+            f"work, {len(candidates.too_large)} whose arguments do not fit; "
+            f"{len(candidates.layouts)} candidates"
+        )
+    return notes
+
+
+def _best_of_forms(ordered: Sequence[_Candidate]) -> list[_Candidate]:
+    """Returns the most promising layouts of each of several forms."""
+    of_forms: dict[frozenset[str], list[_Candidate]] = {}
+    for candidate in ordered:
+        of_forms.setdefault(candidate.form, []).append(candidate)
+    if len(of_forms) < 2:
+        return []
+    return [candidate for of_form in of_forms.values() for candidate in of_form[:OF_EACH_FORM]]
 
 
 def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequence[Any]]:
@@ -422,6 +414,17 @@ def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequenc
     return settings
 
 
+def _not_compiled(candidate: _Candidate) -> LayoutReport:
+    """Returns the report of a candidate that was left out."""
+    reason = (
+        f"not compiled: as traced it takes {candidate.share:.2f} times as long as the most "
+        "promising candidate; within=None compiles all"
+    )
+    if not candidate.fitting:
+        reason = f"not compiled: {_NO_ROOM}; within=None compiles all"
+    return LayoutReport(candidate.layout, "rejected", reason, expected=candidate.time)
+
+
 class _Search:
     """A running search, with the reports so far."""
 
@@ -442,46 +445,38 @@ class _Search:
         self._shown = bar
         self._reports: dict[str, LayoutReport] = {}
         self._left_out: list[LayoutReport] = []
+        self._confirmed: set[str] = set()  # names of layouts compiled with full effort
 
-    def screen(self, within: float | None, enough: int) -> None:
-        """Compiles in stages by rough estimate, each stage whole, until enough fit."""
-        many = sum(len(variant.layouts) for variant in self._variants) > FEW
-        limit = within if within is not None and many else float("inf")
-        waiting = [
-            list(zip(variant.rough, variant.layouts, strict=True)) for variant in self._variants
-        ]
-        # Forms of parallelism differ in what a rough estimate leaves out, so each is compiled.
-        first = [_best_of_forms(pairs) for pairs in waiting]
-        while any(waiting):
-            chosen = [
-                [pair for pair in pairs if pair[0] <= limit or pair[1] in best]
-                for pairs, best in zip(waiting, first, strict=True)
-            ]
-            stages = [[layout for _, layout in pairs] for pairs in chosen]
-            waiting = [
-                [pair for pair in pairs if pair[0] > limit and pair[1] not in best]
-                for pairs, best in zip(waiting, first, strict=True)
-            ]
-            self._compile(stages, "screen", "screening")
-            if sum(report.outcome == "fits" for report in self._reports.values()) >= enough:
-                break
-            # At least one more, so that every stage brings the end nearer.
-            following = sorted(rough for queue in waiting for rough, _ in queue)[: max(FEW, 1)]
-            limit = following[-1] if following else limit
-        self._left_out = [
-            LayoutReport(
-                layout,
-                "rejected",
-                f"not compiled: by a rough estimate it takes {rough:.1f} times as long as the most "
-                "promising candidate; within=None compiles all",
-            )
-            for queue in waiting
-            for rough, layout in queue
+    def screen(self, within: float | None, enough: int, finalists: int) -> None:
+        """Compiles in the order of expected times until enough fit, the first with full effort."""
+        waiting = _ordered(self._variants)
+        first_stage = waiting
+        if within is not None and len(waiting) > FEW:
+            near = [candidate for candidate in waiting if candidate.share <= within]
+            chosen = [*near[: max(FEW, enough, 1)], *_best_of_forms(near)]
+            first_stage = list(dict.fromkeys(chosen or waiting[:1]))
+        stage = first_stage
+        while stage:
+            waiting = [candidate for candidate in waiting if candidate not in stage]
+            # What is expected to be best is not compiled twice.
+            missing = max(0, finalists - len(self._confirmed))
+            self._confirmed.update(candidate.layout.name for candidate in stage[:missing])
+            self._compile(self._of_variants(stage[:missing]), "full", "finalists")
+            self._compile(self._of_variants(stage[missing:]), "screen", "screening")
+            fits = sum(report.outcome == "fits" for report in self._reports.values())
+            stage = waiting[: max(enough - fits, 2)] if fits < enough else []
+        self._left_out = [_not_compiled(candidate) for candidate in waiting]
+
+    def _of_variants(self, stage: Sequence[_Candidate]) -> list[list[Layout]]:
+        """Returns the layouts of candidates by variant."""
+        return [
+            [candidate.layout for candidate in stage if candidate.variant == number]
+            for number in range(len(self._variants))
         ]
 
     def confirm(self, finalists: int) -> None:
         """Compiles the best with full effort, until enough of them fit."""
-        confirmed: set[str] = set()
+        confirmed = self._confirmed
         left = finalists * _MORE_FINALISTS
         while left > 0:
             ranked = sorted(self._reports.values(), key=rank)
@@ -516,28 +511,36 @@ class _Search:
     def plan(self, *more: str) -> Plan:
         """Returns the plan of the reports, with notes."""
         notes = list(more)
-        for variant in self._variants:
-            candidates = variant.candidates
-            start = f"{variant.label}: " if variant.label else ""
-            groups = ", ".join("+".join(group) for group in variant.space.groups)
-            notes.append(
-                f"{start}{candidates.tried:,} assignments of {groups} over "
-                f"{len(variant.space.meshes)} meshes; {candidates.distinct} of them possible and "
-                f"different; rejected without compiling: {len(candidates.repeating)} that repeat "
-                f"work, {len(candidates.too_large)} whose arguments do not fit; "
-                f"{len(candidates.layouts)} candidates"
-            )
+        notes += _notes(self._variants)
         outcomes = [report.outcome for report in self._reports.values()]
         counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
         if counts:
-            left = f"; left out by a rough estimate: {len(self._left_out)}" * bool(self._left_out)
+            left = f"; left out by expected time: {len(self._left_out)}" * bool(self._left_out)
             notes.append(f"compiled: {', '.join(counts)}{left}")
+        notes += self._distance()
         notes += dict.fromkeys(note for variant in self._variants for note in variant.space.notes)
         reports = sorted(self._reports.values(), key=rank)[: self._top]
         if self._top is None:
             reports += self._left_out
             reports += [report for v in self._variants for report in v.candidates.rejected]
         return Plan(self._target.text, tuple(reports), tuple(notes))
+
+    def _distance(self) -> list[str]:
+        """Says how far times of the traced step are from those of compiled programs."""
+        traced = {
+            layout.name: time.seconds
+            for variant in self._variants
+            for layout, time in zip(variant.layouts, variant.times, strict=True)
+        }
+        ratios = [
+            traced[name] / report.expected.seconds
+            for name, report in self._reports.items()
+            if report.expected is not None and report.outcome == "fits"
+        ]
+        if not ratios:
+            return []
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        return [f"expected times before compiling: {spread} of those of the compiled programs"]
 
     def interrupted(self) -> PlanInterrupted:
         """Returns the error of an interrupted search, with its progress."""

@@ -88,13 +88,16 @@ class Kernels:
         self, tokens: float, context: float, heads: float, key_width: int, value_width: int
     ) -> float:
         """Returns the seconds of fused attention, forward."""
+        operations = 2 * tokens * (context + _FORWARD_ATTENTION_BLOCK / 2) * heads
+        widths = key_width + value_width
+        return operations * widths / self.attention_rate(widths / 2)
+
+    def attention_rate(self, width: float) -> float:
+        """Returns the operations a second of fused attention, by a head's width."""
         ramp = self.figures["kernels.attention_ramp"]
-        width = (key_width + value_width) / 2
         share = self.figures[f"{self.family}.attention_share"] * (128 + ramp) / 128
         share = min(share * width / (width + ramp), 0.95)
-        operations = 2 * tokens * (context + _FORWARD_ATTENTION_BLOCK / 2) * heads
-        peak = self.chip.peak("bf16")
-        return operations * (key_width + value_width) / (peak * share)
+        return self.chip.peak("bf16") * share
 
     def attention_backward(self, forward: float) -> float:
         """Seconds of the derivative of fused attention: five products for two."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import default_figures, find_chip
 from shardax.plan.timing.step import StepParts, layer_parameters, local_parameters, step_parts
 from shardax.plan.timing.transformer import SOFTWARE, Recompute, TrainingStep, TransformerShape
+from shardax.plan.timing.workload import band_of
 
 _OPTIONS = Options(PlanInputError)
-_UNSURE = ("tensor", "experts", "host", "gradients", "bubble")  # parts that widen the band
 
 _RUNTIME_BYTES = {"gpu": 2.5e9, "tpu": 0.5e9, "cpu": 0.0}  # CUDA's context, collectives' buffers
 _FRAGMENTS = {"gpu": 1.04, "tpu": 1.0, "cpu": 1.0}  # what an allocator holds over what is in use
@@ -60,10 +59,7 @@ class StepEstimate:
     @property
     def waits_for(self) -> str:
         """Name of the largest part that is no arithmetic."""
-        seconds = dataclasses.asdict(self.parts)
-        for name in ("products", "attention", "memory"):
-            del seconds[name]
-        return max(seconds, key=lambda name: seconds[name])
+        return self.parts.longest_wait
 
 
 def predict(
@@ -124,19 +120,15 @@ def predict(
     remedy = "plan.compare(target='cpu:8') compiles for virtual devices of a CPU."
     _OPTIONS.check("hardware", chip.name, chip.kind != "cpu", "a GPU or TPU", remedy)
     parts = step_parts(model, step, chip, software, values)
-    by_part = dataclasses.asdict(parts)
-    seconds = sum(by_part.values())
-    widths = [values[f"band.{name}"] * by_part[name] / seconds for name in _UNSURE]
-    if model.experts:
-        widths.append(values["band.sparse"])
-    width = math.exp(math.hypot(values["band.base"], *widths))
+    expected = band_of(parts, values, sparse=bool(model.experts))
+    seconds = expected.seconds
     memory = memory_bytes(model, step, chip)
     tokens = step.global_batch * step.sequence
     chips = step.device_count / chip.devices_per_chip
     return StepEstimate(
         seconds,
-        seconds / width,
-        seconds * width,
+        expected.low,
+        expected.high,
         memory,
         memory <= chip.memory_bytes,
         parts,

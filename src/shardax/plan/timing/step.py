@@ -245,6 +245,15 @@ class StepParts:
     optimizer: float
     stragglers: float
 
+    @property
+    def longest_wait(self) -> str:
+        """Name of the largest part that is no arithmetic, or "nothing"."""
+        seconds = {**vars(self)}
+        for name in ("products", "attention", "memory"):
+            del seconds[name]
+        name = max(seconds, key=lambda name: seconds[name])
+        return name if seconds[name] else "nothing"
+
 
 def layer_parameters(
     model: TransformerShape, step: TrainingStep, *, sparse: bool

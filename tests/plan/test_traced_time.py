@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected times of layouts: of a traced step, of its compiled program, and beside each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardax as sx
+from shardax import models, plan, train
+from shardax.hlo import MatrixProduct
+from shardax.plan.inputs import Inputs
+from shardax.plan.searching.dimensions import trace_dimensions
+from shardax.plan.searching.traced import traced_workload
+
+LENGTH = 256
+
+
+@sx.jit(donate_argnums=(0, 1))
+def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+    loss, gradients = sx.value_and_grad(models.next_token_loss)(model, batch)
+    optimizer.update(gradients)
+    return loss
+
+
+def decoder(batch: int = 64, **options: Any) -> tuple[Any, ...]:
+    config = models.TransformerConfig(
+        vocab_size=4096, num_layers=4, embed_dim=1024, num_heads=8, num_kv_heads=8, head_dim=128,
+        mlp_dim=4096, scan_layers=True, dtype="bfloat16", **options,
+    )  # fmt: skip
+    model = models.Transformer(config, rngs=sx.Rngs(0))
+    tokens = plan.NamedShape((batch, LENGTH), "int32", ("batch", "seq"))
+    return model, train.Optimizer(model, optax.adamw(1e-3)), {"inputs": tokens, "targets": tokens}
+
+
+def traced(rules: list[Any], mesh: dict[str, int], args: tuple[Any, ...] | None = None) -> Any:
+    inputs = Inputs(step, args or decoder())
+    layout = plan.Layout("layout", tuple(rules), tuple(mesh.items()))
+    return traced_workload(layout, trace_dimensions(inputs, mesh), inputs.batch_names, {})
+
+
+FSDP = [("batch", "data"), ("embed", "data")]
+TENSOR = [("heads", "model"), ("kv_heads", "model"), ("mlp", "model"), ("vocab", "model")]
+
+
+def test_devices_share_operations_of_a_split_batch() -> None:
+    whole, split = traced([], {"data": 1}), traced([("batch", "data")], {"data": 8})
+    total = sum(product.flops for product in whole.products)
+    assert sum(product.flops for product in split.products) == pytest.approx(total / 8)
+
+
+def test_fsdp_gathers_a_weight_once_in_each_pass() -> None:
+    transfers = traced(FSDP, {"data": 8}).transfers
+    weights = 4 * 1024 * (4 * 1024 + 3 * 4096) + 1024 * 4096  # of layers, and the output
+    gathered = sum(t.runs * t.payload for t in transfers if t.role == "parameters")
+    # Forward and backward; the output layer's is gathered once, as no loop is between its uses.
+    assert gathered == pytest.approx(2 * (2 * weights - 1024 * 4096))
+    scattered = sum(t.runs * t.payload for t in transfers if t.role == "gradients")
+    assert scattered == pytest.approx(2 * weights)
+    assert {t.kind for t in transfers if t.role == "gradients"} == {"reduce-scatter"}
+    assert not [t for t in transfers if t.role == "tensor"]
+
+
+def test_tensor_shards_sum_activations_over_their_axis() -> None:
+    transfers = traced(TENSOR, {"model": 4}).transfers
+    assert {t.role for t in transfers} == {"tensor"}
+    stream = 2 * 64 * LENGTH * 1024  # bytes in bfloat16
+    sums = sum(t.runs for t in transfers if t.kind == "all-reduce" and t.payload == stream)
+    # In a layer two forward, and backward one for each product that reads the stream: of gate and
+    # up, queries, keys and values; one of the output layer.
+    assert sums == 4 * (2 + 2 + 3) + 1
+
+
+@settings(max_examples=10)
+@given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]))
+def test_operations_do_not_depend_on_the_mesh(data: int, model: int) -> None:
+    rules = [("batch", "data"), *TENSOR]
+    work = traced(rules, {"data": data, "model": model})
+    total = sum(product.flops for product in traced([], {"data": 1}).products)
+    assert sum(product.flops for product in work.products) * data * model == pytest.approx(total)
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [
+        (FSDP, {"data": 8}),
+        ([("batch", "data"), *TENSOR], {"data": 4, "model": 2}),
+        ([("batch", "data")], {"data": 8}),
+    ],
+    ids=["fsdp", "tensor", "data"],
+)
+def test_traced_and_compiled_times_agree(rules: list[Any], mesh: dict[str, int]) -> None:
+    args = decoder()
+    [report] = plan.compare(
+        step, args, {"layout": rules}, mesh, "gpu:h100:1x8", compiler="estimate", cache=None
+    )
+    fixed = dict.fromkeys(("batch", "embed", "heads", "kv_heads", "mlp", "vocab")) | dict(rules)
+    searched = plan.search(
+        step, args, "gpu:h100:1x8", meshes=[mesh], fix=fixed, effort="trace"
+    ).reports[0]
+    assert report.expected is not None and searched.expected is not None
+    assert searched.expected.seconds == pytest.approx(report.expected.seconds, rel=0.35)
+    assert not searched.compiled and report.compiled
+
+
+def test_trace_of_a_published_model_ranks_its_layout_first() -> None:
+    model = decoder(512, remat="full")
+    found = plan.search(
+        step, model, "tpu:v5e:8x8", mesh_axes=("data", "model"), effort="trace", top=3
+    )
+    assert dict(found.best().layout.rules)["batch"] in ("data", ("data", "model"))
+    assert all(report.expected is not None for report in found)
+    seconds = [report.expected.seconds for report in found if report.expected]
+    assert seconds == sorted(seconds)
+    assert "Nothing was compiled" in str(found)
+
+
+def test_expected_time_survives_json(tmp_path: Any) -> None:
+    found = plan.search(step, decoder(), "tpu:v5e:4x4", effort="trace", top=2)
+    found.to_json(tmp_path / "plan.json")
+    assert plan.Plan.from_json(tmp_path / "plan.json") == found
+
+
+def test_report_says_mfu_and_tokens_of_the_expected_time() -> None:
+    [report] = plan.compare(
+        step, decoder(), {"fsdp": FSDP}, {"data": 8}, "gpu:h100:1x8", compiler="estimate",
+        cache=None,
+    )  # fmt: skip
+    assert report.expected is not None
+    seconds = report.expected.seconds
+    assert report.tokens_per_second_per_chip == pytest.approx(64 * LENGTH / seconds / 8)
+    peak = 8 * plan.find_hardware("h100").peak("bf16")
+    assert 0 < report.mfu <= report.flops * 8 / (seconds * peak) * 1.001
+    assert "MFU" in str(plan.explain(report)) and "expected" in str(plan.explain(report))
+
+
+def test_cpu_layouts_have_no_expected_time() -> None:
+    def loss(weight: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(x @ weight.value)
+
+    weight = sx.Param(sx.Init(jax.nn.initializers.ones, (8, 8)), axes=("in", "out"))
+    x = plan.NamedShape((8, 8), "float32", ("batch", "in"))
+    [report] = plan.compare(
+        loss, (weight, x), {"dp": [("batch", "data")]}, {"data": 8}, "cpu:8", cache=None
+    )
+    assert report.expected is None and report.time is not None
+
+
+def test_matrix_products_of_a_program_have_their_shapes() -> None:
+    from shardax.hlo import parse, read_program
+
+    text = jax.jit(jnp.matmul).lower(jnp.ones((6, 4, 3)), jnp.ones((6, 3, 5))).as_text("hlo")
+    [product] = read_program(parse(text), {}).products
+    assert product == MatrixProduct(2 * 6 * 4 * 3 * 5, 4, 5, 3, 6, "f32")
