@@ -14,6 +14,8 @@ a model and hardware.
     python benchmarks/published.py --rows steps.jsonl --json out.json  # one prediction a row
     python benchmarks/published.py --rows steps.jsonl --halves         # errors of fits on halves
     python benchmarks/published.py --rows steps.jsonl --fit FIGURES    # fit all, write the figures
+    python benchmarks/published.py --rows steps.jsonl --plot OUT.svg   # predicted over published
+    python benchmarks/published.py --rows steps.jsonl --table OUT.json # what published_steps reads
 """
 
 from __future__ import annotations
@@ -223,6 +225,67 @@ def write_figures(figures: Mapping[str, float], path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+COLUMNS = (
+    *("model", "billion parameters", "hardware", "chips", "layout", "sequence", "precision"),
+    *("tokens per second and chip", "MFU, %", "source"),
+)
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Writes the measured rows as the table of `plan.published_steps`."""
+    table: list[list[Any]] = []
+    for row in rows:
+        if row.get("outcome") != "ran" or not row.get("step_seconds"):
+            continue
+        try:
+            model, step, hardware, software = plan.read_row(row)
+            estimate = plan.predict(model, step, hardware, software=software)
+        except PlanError:
+            continue
+        tokens = step.global_batch * step.sequence / row["step_seconds"] / row["chips"]
+        mfu = estimate.mfu * estimate.seconds / row["step_seconds"]
+        table.append(
+            [
+                *(row["model"], round(model.parameters / 1e9, 2), hardware.name),
+                *(int(row["chips"]), row.get("form") or "", step.sequence, step.precision),
+                *(round(tokens), round(100 * mfu, 1), row["source"].partition("@")[0]),
+            ]
+        )
+    table.sort(key=lambda entry: (entry[2], entry[0], entry[3]))
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in table)
+    text = f'{{"columns": {json.dumps(COLUMNS)},\n "rows": [\n{lines}\n]}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def draw(rows: Sequence[Row], predictions: Sequence[Prediction], path: Path) -> None:
+    """Draws predicted over published seconds, by hardware."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "published", "font.size": 9})
+    from matplotlib import pyplot
+
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row, prediction in zip(rows, predictions, strict=True):
+        if row.get("step_seconds") and not prediction["skipped"]:
+            label = re.sub(r"-\d+$", "", plan.read_row(row)[2].name.removesuffix("-hbm2e-96"))
+            points.setdefault(label, []).append((row["step_seconds"], prediction["seconds"]))
+    figure, axes = pyplot.subplots(figsize=(6.4, 5.2))
+    markers = itertools.cycle("os^Dv<>PX*hd")
+    for label, pairs in sorted(points.items()):
+        axes.scatter(*zip(*pairs, strict=True), s=14, marker=next(markers), alpha=0.7, label=label)
+    ends = [f(value for pairs in points.values() for pair in pairs for value in pair)
+            for f in (min, max)]  # fmt: skip
+    axes.plot(ends, ends, color="0.4", linewidth=1)
+    for factor in (0.8, 1.25):
+        low, high = ends
+        axes.plot(ends, [factor * low, factor * high], color="0.6", linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="published step, s", ylabel="predicted step, s")
+    axes.legend(ncols=2, frameon=False)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -230,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where the predictions go")
     parser.add_argument("--halves", action="store_true", help="train and test error apart")
     parser.add_argument("--fit", type=Path, help="file of figures that gets the fitted values")
+    parser.add_argument("--plot", type=Path, help="picture of predicted over published seconds")
+    parser.add_argument("--table", type=Path, help="table of measured steps that is written")
     parser.add_argument("--all", action="store_true", help="also rows that are not complete")
     options = parser.parse_args(arguments)
     lines = options.rows.read_text(encoding="utf-8").splitlines()
@@ -246,6 +311,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [row for row in rows if row.get("complete_strict")]
     if options.fit:
         write_figures(plan.calibrate(rows, from_priors=True, rounds=20), options.fit)
+    elif options.table:
+        write_table(rows, options.table)
+    elif options.plot:
+        draw(rows, [predict_row(row) for row in rows], options.plot)
     elif options.halves:
         for title, parts in test_on_halves(rows).items():
             for part, values in parts.items():

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import SingleDeviceSharding
 from tests.hlo.compilers import COMPILERS
 
 from shardax.errors import HloReadError
-from shardax.hlo import matmul_flops, parse, read_program
+from shardax.hlo import MatrixProduct, matmul_flops, parse, read_program
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -193,3 +194,60 @@ def test_kernel_calls_are_named_as_not_counted() -> None:
 def test_unreadable_product_is_refused(line: str, why: str) -> None:
     with pytest.raises(HloReadError, match=rf"'r' cannot be counted: .*{why}"):
         matmul_flops(parse(one(line, "f32[2,2]")))
+
+
+def attention_call(target: str, mask: str, window: int = 0) -> str:
+    """A call of cuDNN's attention of 2 x 8 heads of 64, 256 queries and 128 keys."""
+    config = (
+        '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", '
+        f'"dimensions": ["2", "8", "256", "128"]}}, "mask_type": "{mask}", '
+        f'"sliding_window_length": {window}}}}}'
+    )
+    operands = ["bf16[2,256,8,64]", "bf16[2,128,8,64]", "bf16[2,128,8,64]"]
+    call = f'bf16[2,8,256,64] custom-call(%p0, %p1, %p2), custom_call_target="{target}"'
+    return one(f"{call}, backend_config={config}", *operands)
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "window", "pairs", "products"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 0, 256 * 128, 2),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 0, 128 * 129 // 2 + 128 * 128, 2),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 16, 16 * 17 // 2 + 240 * 16, 2),
+        ("__cudnn$fmhaSoftmaxBackward", "NO_MASK", 0, 256 * 128, 5),
+    ],
+)
+def test_fused_attention_counts_pairs_that_a_mask_leaves(
+    target: str, mask: str, window: int, pairs: int, products: int
+) -> None:
+    facts = read_program(attention_call(target, mask, window), {})
+    assert facts.matmul_flops == products * 2 * 2 * 8 * pairs * 64
+    assert [(each.rows, each.columns, each.depth, each.fused) for each in facts.products] == [
+        (256, 128, 64, True)
+    ]
+    assert facts.warnings == ()
+
+
+def test_a_pallas_kernel_counts_what_it_says() -> None:
+    def double(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = 2 * x_ref[...]
+
+    cost = pl.CostEstimate(flops=12_345, transcendentals=0, bytes_accessed=4096)
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    call = pl.pallas_call(double, out_shape=x, cost_estimate=cost)
+    text = jax.jit(call).trace(x).lower(lowering_platforms=("tpu",)).as_text("hlo")
+    assert "\n" in text.partition("cost_estimate")[2][:40]  # its settings are several lines
+    facts = read_program(text, {})
+    assert (facts.matmul_flops, facts.hbm_bytes, facts.warnings) == (12_345, 4096, ())
+
+
+def test_a_kernel_without_a_cost_is_named() -> None:
+    facts = read_program(one('f32[] custom-call(), custom_call_target="tpu_custom_call"'), {})
+    assert facts.matmul_flops == 0
+    assert facts.warnings == ("What 'tpu_custom_call' computes is not counted (1 calls).",)
+
+
+def test_products_of_a_program_have_their_shapes() -> None:
+    text = jax.jit(jnp.matmul).lower(jnp.ones((6, 4, 3)), jnp.ones((6, 3, 5))).as_text("hlo")
+    [product] = read_program(text, {}).products
+    assert product == MatrixProduct(2 * 6 * 4 * 3 * 5, 4, 5, 3, 6, "f32")

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
 
+import shardax as sx
 from shardax import plan
-from shardax.errors import PlanInputError
+from shardax.errors import PlanError, PlanInputError
 from shardax.plan.timing.figures import default_figures, figure_table
 from shardax.plan.timing.kernels import Links
 from shardax.plan.timing.predict import state_bytes
@@ -258,3 +260,119 @@ def test_rows_without_usable_seconds_are_left_out() -> None:
     for seconds_of_step in (float("nan"), -1.0, None):
         with pytest.raises(PlanInputError, match="No row can be predicted"):
             plan.calibrate([{**row, "step_seconds": seconds_of_step}])
+
+
+RUN: dict[str, Any] = {
+    "model": {"vocab_size": 256, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "mlp_dim": 256},
+    "batch_size": 16,
+    "seq_len": 64,
+    "mesh": "data=4, model=2",
+}
+
+
+def write_run(folder: Path, log: str, **changes: Any) -> Path:
+    (folder / "run.json").write_text(json.dumps({**RUN, **changes}))
+    (folder / "log.jsonl").write_text(log)
+    return folder
+
+
+LOG = '{"step": 2, "eval_loss": 3.0}\n' + "".join(
+    f'{{"step": {step}, "tokens_per_second": {rate}}}\n'
+    for step, rate in ((5, 1024.0), (10, 2048.0), (15, 9999.0))
+)
+
+
+def test_run_is_a_row_with_its_median_step(tmp_path: Path) -> None:
+    row = plan.read_run(write_run(tmp_path, LOG), "h100")
+    assert row["step_seconds"] == 16 * 64 / 2048
+    model, step, chip, software = plan.read_row(row)
+    assert (model.layers, model.embed, chip.name, software) == (2, 64, "h100", "xla")
+    assert (step.data, step.tensor, step.zero, step.device_count) == (4, 2, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh", "degrees"),
+    [
+        ([["batch", "data"], ["embed", "data"]], "data=4", (4, 1, 3, 4)),
+        ([["batch", ["data", "model"]]], "data=4, model=2", (8, 1, 0, 1)),
+        ([["batch", "data"], ["mlp", "model"]], "data=4, model=2", (4, 2, 0, 1)),
+    ],
+)
+def test_run_has_the_degrees_of_its_rules(
+    rules: list[Any], mesh: str, degrees: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path, LOG, rules={"rules": rules}, mesh=mesh)
+    step = plan.read_row(plan.read_run(folder, "h100"))[1]
+    assert (step.data, step.tensor, step.zero, step.shard_count) == degrees
+
+
+def test_calibration_by_a_run_moves_the_prediction_to_it(tmp_path: Path) -> None:
+    model = {"vocab_size": 32000, "num_layers": 8, "embed_dim": 2048, "num_heads": 16}
+    sizes = {"model": {**model, "mlp_dim": 8192, "dtype": "bfloat16"}, "seq_len": 2048}
+    folder = write_run(tmp_path, LOG, **sizes, batch_size=64, mesh="data=8")
+    row = dict(plan.read_run(folder, "h100"))
+    shape, step, chip, software = plan.read_row(row)
+    before = plan.predict(shape, step, chip, software=software)
+    row["step_seconds"] = 1.3 * before.seconds
+    mine = chip.like(name="mine", time_figures=plan.calibrate([row] * 8))
+    after = plan.predict(shape, step, mine, software=software)
+    assert after.seconds == pytest.approx(row["step_seconds"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("log", "changes", "message"),
+    [
+        ("", {}, "the log says no tokens_per_second yet"),
+        (LOG, {"source": "llama"}, "trains a published model"),
+        (LOG, {"mesh": "data"}, "run.json is damaged"),
+        (LOG, {"model": None}, "trains a published model"),
+        ("{", {}, "the run cannot be read"),
+    ],
+)
+def test_runs_without_a_measurement_are_refused(
+    log: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan.read_run(write_run(tmp_path, log, **changes), "h100")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is no run of shardax train"):
+        plan.read_run(tmp_path, "h100")
+
+
+def test_unknown_time_figures_of_hardware_are_refused() -> None:
+    step = plan.TrainingStep(global_batch=8, sequence=4096, data=8)
+    mine = plan.find_hardware("h100").like(time_figures={"hopper.speed": 1.0})
+    with pytest.raises(PlanInputError, match=r"There is no figure 'hopper\.speed'"):
+        plan.predict(LLAMA, step, mine)
+
+
+def test_published_steps_are_the_nearest_of_each_model() -> None:
+    steps = plan.published_steps("v5p", parameters=7e10, chips=512)
+    assert [step.hardware for step in steps[:2]] == ["v5p", "v5p"]
+    assert len({(step.model, step.hardware) for step in steps}) == len(steps) == 3
+    assert all(0.1 < step.mfu < 0.8 and ":" in step.source for step in steps)
+
+
+def test_plan_lists_published_steps_beside_expected_times() -> None:
+    def loss(weight: Any, x: Any) -> Any:
+        return (x @ weight.value).sum()
+
+    weight = sx.Param(sx.Init(jax.nn.initializers.ones, (64, 256)), axes=("embed", "mlp"))
+    x = plan.NamedShape((4096, 64), "bfloat16", ("batch", "embed"))
+    for target, listed in (("gpu:h100:1x8", True), ("cpu:8", False)):
+        found = plan.search(loss, (weight, x), target, effort="trace", meshes=[{"data": 8}])
+        assert ("Published steps of models and hardware like these" in str(found)) == listed
+
+
+def test_published_table_and_plot_are_written(published: ModuleType, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = {**ROW, "outcome": "ran", "source": "mine:table", "complete_strict": True}
+    rows.write_text(json.dumps(row) + "\n")
+    table, plot = tmp_path / "table.json", tmp_path / "plot.svg"
+    assert published.main(["--rows", str(rows), "--table", str(table)]) == 0
+    [entry] = json.loads(table.read_text())["rows"]
+    assert entry[-1] == "mine:table" and entry[2] == plan.read_row(row)[2].name
+    assert published.main(["--rows", str(rows), "--plot", str(plot)]) == 0
+    assert "<svg" in plot.read_text()

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax import models, plan, train
-from shardax.hlo import MatrixProduct
 from shardax.plan.inputs import Inputs
 from shardax.plan.searching.dimensions import trace_dimensions
 from shardax.plan.searching.traced import traced_workload
@@ -30,9 +29,10 @@ def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 
 def decoder(batch: int = 64, **options: Any) -> tuple[Any, ...]:
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 4096}
     config = models.TransformerConfig(
-        vocab_size=4096, num_layers=4, embed_dim=1024, num_heads=8, num_kv_heads=8, head_dim=128,
-        mlp_dim=4096, scan_layers=True, dtype="bfloat16", **options,
+        vocab_size=4096, num_layers=4, embed_dim=1024, scan_layers=True,
+        **sizes, **({"dtype": "bfloat16"} | options),
     )  # fmt: skip
     model = models.Transformer(config, rngs=sx.Rngs(0))
     tokens = plan.NamedShape((batch, LENGTH), "int32", ("batch", "seq"))
@@ -152,9 +152,30 @@ def test_cpu_layouts_have_no_expected_time() -> None:
     assert report.expected is None and report.time is not None
 
 
-def test_matrix_products_of_a_program_have_their_shapes() -> None:
-    from shardax.hlo import parse, read_program
+def test_kernels_and_precisions_are_compared_together() -> None:
+    def make(attention: str | None, precision: str) -> Any:
+        def loss(weight: Any, x: jax.Array) -> jax.Array:
+            heads = (x.astype(precision) @ weight.value.astype(precision)).reshape(64, 512, 8, 128)
+            out = jax.nn.dot_product_attention(heads, heads, heads, implementation=attention)
+            return out.astype("float32").sum()
 
-    text = jax.jit(jnp.matmul).lower(jnp.ones((6, 4, 3)), jnp.ones((6, 3, 5))).as_text("hlo")
-    [product] = read_program(parse(text), {}).products
-    assert product == MatrixProduct(2 * 6 * 4 * 3 * 5, 4, 5, 3, 6, "f32")
+        weight = sx.Param(sx.Init(jax.nn.initializers.ones, (1024, 1024)), axes=("embed", "heads"))
+        return loss, (weight, plan.NamedShape((64, 512, 1024), "float32", ("batch", None, "embed")))
+
+    found = plan.search(
+        make, (), "gpu:h100:1x8", effort="trace", meshes=[{"data": 8}], top=None,
+        fix={"batch": "data"}, attention=[None, "xla"], precision=["float32", "bfloat16"],
+    )  # fmt: skip
+    labels = {report.layout.name.partition(" attention:")[2] for report in found}
+    assert labels == {
+        f"{kernel} precision:{dtype}"
+        for kernel in (None, "xla")
+        for dtype in ("float32", "bfloat16")
+    }
+    # Products in bfloat16 run at twice the rate of those in float32, and move half of the bytes.
+    assert found.best().layout.name.endswith("bfloat16")
+
+
+def test_choices_of_a_step_need_a_function_that_makes_it() -> None:
+    with pytest.raises(sx.errors.PlanInputError, match="With precision, step is a function"):
+        plan.search(step, decoder(), "gpu:h100:1x8", precision=["bfloat16"])

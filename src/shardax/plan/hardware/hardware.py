@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import re
 import tomllib
@@ -65,6 +66,12 @@ def _all(kind: type, value: Any) -> bool:
 
 _POSITIVE = ("memory_bandwidth", "link_bandwidth", "network_bandwidth")
 _COUNTS = ("torus_dimensions", "wraparound", "node_size", "devices_per_chip")
+
+
+def _is_figure(value: Any) -> bool:
+    return _number(value) and 0 <= value < math.inf
+
+
 # What the value of an attribute is, in words, and whether one is; of the others a number.
 _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "name": ("text", lambda value: isinstance(value, str)),
@@ -76,6 +83,10 @@ _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "copy_bandwidth": (
         'bytes a second by kind of collective, such as {"all-reduce" = 1e9}',
         _figures,
+    ),
+    "time_figures": (
+        'figures of the time model by name, such as {"hopper.product_share" = 0.7}',
+        lambda value: isinstance(value, Mapping) and all(map(_is_figure, value.values())),
     ),
     **dict.fromkeys(("compiler", "sources"), ("a table", lambda value: isinstance(value, Mapping))),
     "shapes": ('texts such as ["2x2", "4x4"]', functools.partial(_all, str)),
@@ -120,6 +131,8 @@ class Hardware:
         pod: The largest slice.
         compiler: What the compiler must know of the device: for a TPU ``topology`` (libtpu's name)
             and options of it; for a GPU the fields of XLA's description of one.
+        time_figures: Figures of the model of expected times that replace the library's, by name:
+            what ``plan.calibrate`` returns.
         sources: Where figures come from, by the name of the attribute.
 
     Raises:
@@ -154,6 +167,7 @@ class Hardware:
     shapes: tuple[str, ...] = ()
     pod: tuple[int, ...] = ()
     compiler: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    time_figures: Mapping[str, float] = field(default_factory=dict, hash=False)
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

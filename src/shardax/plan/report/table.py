@@ -15,6 +15,7 @@ twelve layouts that fail to divide a dimension are one line.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
 import textwrap
@@ -23,8 +24,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardax._core.text import columns as aligned
+from shardax.plan.errors import HardwareError, PlanFileError, TargetError
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport, TimeBand
+from shardax.plan.timing.published import published_steps
 
 if TYPE_CHECKING:
     from shardax.plan.records import Plan
@@ -513,9 +516,29 @@ def _sections(plan: Plan, top: int) -> list[tuple[str, list[str]]]:
         ("Ties (=)", tie),
         *about,
         ("Notes", [*left_out, *plan.notes]),
+        ("Published steps of models and hardware like these", published_lines(plan)),
         ("Where the figures come from", [*provenance_lines(reports), *_label_lines(compiled)]),
     ]
     return [(title, lines) for title, lines in sections if lines]
+
+
+def published_lines(plan: Plan) -> list[str]:
+    """Returns published steps near the best layout with an expected time, a line each."""
+    report = next((report for report in plan.reports if report.expected), None)
+    if report is None:
+        return []
+    from shardax.plan.hardware.targets import Target
+
+    arrays = [array for array in report.arrays if array.kind == "parameters"]
+    parameters = sum(math.prod(array.shape) for array in arrays)
+    try:
+        chip = Target.parse(plan.target).hardware
+        if chip.kind == "cpu":
+            return []
+        chips = max(1, report.layout.devices // chip.devices_per_chip)
+        return [step.text for step in published_steps(chip.name, max(parameters, 1), chips)]
+    except (HardwareError, PlanFileError, TargetError):  # hardware that only its maker knows
+        return []
 
 
 def _wrapped(lines: Sequence[str], width: int) -> list[str]:

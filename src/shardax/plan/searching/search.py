@@ -56,6 +56,8 @@ def search(
     fix: Mapping[str, Any] | None = None,
     batch: Sequence[int] | None = None,
     remat: Sequence[Any] | None = None,
+    attention: Sequence[Any] | None = None,
+    precision: Sequence[Any] | None = None,
     parallel: Mapping[str, Sequence[Any]] | None = None,
     top: int | None = 5,
     finalists: int = 3,
@@ -69,9 +71,10 @@ def search(
     """Finds the best layouts of a step on hardware, present or not.
 
     Args:
-        step: What is planned; see ``compare``. With ``batch`` or ``remat``: a function that makes
-            it, called with those as keywords, which returns ``(step, args)``.
-        args: Its positional arguments, as for ``compare``; ``()`` with ``batch`` or ``remat``.
+        step: What is planned; see ``compare``. With ``batch``, ``remat``, ``attention`` or
+            ``precision``: a function that makes it, called with those as keywords, which returns
+            ``(step, args)``.
+        args: Its positional arguments, as for ``compare``; ``()`` if ``step`` makes them.
         target: The hardware, such as ``"tpu:v5e:4x4"``.
         mesh_axes: Names of mesh axes; all sizes that multiply to the target's devices are tried.
             Several slices have an axis ``"slice"`` before them, which only splits the batch. Three
@@ -83,6 +86,8 @@ def search(
         fix: Mesh axes of names that are not searched, such as ``{"vocab": "model"}``.
         batch: Batch sizes to compare, by the time that one example takes.
         remat: Ways to rematerialise to compare, whatever these are for the step.
+        attention: Kernels of attention to compare, such as ``["xla", "cudnn"]``.
+        precision: Precisions to compare, such as ``["float32", "bfloat16"]``.
         parallel: Values to compare by setting: ``"microbatches"``, ``"schedule"`` and ``"context"``
             of ``sx.parallel``, where the mesh has stages or splits the sequence (None: one, two and
             four microbatches a stage and both schedules; all-gather and ring-zigzag); ``"zero"``, 0
@@ -136,7 +141,11 @@ def search(
     settings = _settings(parallel)
     variants = [
         _variant(label, examples, inputs, shapes, target, tie, fix, settings)
-        for label, examples, inputs in _steps(step, args, batch, remat)
+        for label, examples, inputs in _steps(
+            step,
+            args,
+            {"batch": batch, "remat": remat, "attention": attention, "precision": precision},
+        )
     ]
     inputs = variants[0].inputs
     if effort == "trace":
@@ -237,13 +246,10 @@ def _meshes(
 
 
 def _steps(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    batch: Sequence[int] | None,
-    remat: Sequence[Any] | None,
+    step: Callable[..., Any], args: Sequence[Any], choices: Mapping[str, Sequence[Any] | None]
 ) -> Iterable[tuple[str, float, Inputs]]:
     """Yields name, examples a step and inputs of the steps to compare."""
-    varied = {n: list(v) for n, v in (("batch", batch), ("remat", remat)) if v is not None}
+    varied = {name: list(values) for name, values in choices.items() if values is not None}
     if not varied:
         yield "", 1.0, Inputs(step, args)
         return
@@ -258,7 +264,7 @@ def _steps(
         built = step(**chosen)
         if not isinstance(built, tuple) or len(built) != 2:
             raise PlanInputError(
-                f"step(**{chosen}) returned {type(built).__name__}; with batch= or remat= it "
+                f"step(**{chosen}) returned {type(built).__name__}; with {', '.join(varied)} it "
                 "returns (step, args)."
             )
         label = " ".join(f"{name}:{value}" for name, value in chosen.items())

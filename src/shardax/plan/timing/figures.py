@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardax.plan.errors import HardwareError
+from shardax._core.checks import Options
+from shardax.plan.errors import HardwareError, PlanInputError
 from shardax.plan.hardware.hardware import Hardware, find_hardware
+
+_OPTIONS = Options(PlanInputError)
 
 GENERATIONS = {
     "volta": ("v100",),
@@ -71,6 +75,18 @@ def figure_table() -> Mapping[str, Figure]:
 def default_figures() -> Mapping[str, float]:
     """Returns the values of the figures."""
     return {name: figure.value for name, figure in figure_table().items()}
+
+
+def figures_of(chip: Hardware, changes: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Returns the values of the figures for hardware, with the user's own."""
+    values = dict(default_figures())
+    for name, value in {**chip.time_figures, **(changes or {})}.items():
+        if name not in values:
+            raise PlanInputError(f"There is no figure {name!r}; there are {', '.join(values)}.")
+        is_figure = math.isfinite(value) and value >= 0
+        _OPTIONS.check(name, value, is_figure, "a finite number of at least 0")
+        values[name] = value
+    return values
 
 
 def _read(name: str) -> dict[str, Any]:

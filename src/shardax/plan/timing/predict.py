@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardax._core.checks import Options
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.hardware import Hardware
-from shardax.plan.timing.figures import default_figures, find_chip
+from shardax.plan.timing.figures import figures_of, find_chip
 from shardax.plan.timing.step import StepParts, layer_parameters, local_parameters, step_parts
 from shardax.plan.timing.transformer import SOFTWARE, Recompute, TrainingStep, TransformerShape
 from shardax.plan.timing.workload import band_of
@@ -78,7 +77,8 @@ def predict(
         hardware: A name of known hardware, or the hardware.
         software: What runs the step: ``"xla"``, ``"megatron"``, ``"pytorch"`` or
             ``"pytorch-compile"``.
-        figures: Figures of the time model that replace those of the library, by name.
+        figures: Figures of the time model that replace those of the hardware and of the library,
+            by name.
 
     Returns:
         Seconds with a band, memory, and seconds by part.
@@ -105,18 +105,9 @@ def predict(
         raise PlanInputError(
             f"software is {software!r}; it is one of {', '.join(map(repr, SOFTWARE))}."
         )
-    values = default_figures()
-    if figures:
-        if unknown := sorted(set(figures) - set(values)):
-            raise PlanInputError(
-                f"There are no figures {', '.join(unknown)}; there are {', '.join(values)}."
-            )
-        for name, value in figures.items():
-            is_figure = math.isfinite(value) and value >= 0
-            _OPTIONS.check(name, value, is_figure, "a finite number of at least 0")
-        values = {**values, **figures}
     _check_layout(model, step)
     chip = find_chip(hardware) if isinstance(hardware, str) else hardware
+    values = figures_of(chip, figures)
     remedy = "plan.compare(target='cpu:8') compiles for virtual devices of a CPU."
     _OPTIONS.check("hardware", chip.name, chip.kind != "cpu", "a GPU or TPU", remedy)
     parts = step_parts(model, step, chip, software, values)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from shardax.hlo import Collective, MatrixProduct, ProgramFacts
 from shardax.plan.hardware.hardware import SHORT_NAMES, Hardware
-from shardax.plan.timing.figures import default_figures
+from shardax.plan.timing.figures import figures_of
 from shardax.plan.timing.kernels import Kernels, Links
 from shardax.plan.timing.step import StepParts
 
@@ -105,7 +105,7 @@ def expected_time(
     figures: Mapping[str, float] | None = None,
 ) -> ExpectedTime:
     """Returns the expected seconds of a step's work."""
-    values = {**default_figures(), **(figures or {})}
+    values = figures_of(chip, figures)
     if chip.kind == "cpu":
         return band_of(_cpu_parts(work, chip), values, sparse=sparse)
     devices = math.prod(mesh.values())
