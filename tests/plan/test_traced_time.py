@@ -179,3 +179,12 @@ def test_kernels_and_precisions_are_compared_together() -> None:
 def test_choices_of_a_step_need_a_function_that_makes_it() -> None:
     with pytest.raises(sx.errors.PlanInputError, match="With precision, step is a function"):
         plan.search(step, decoder(), "gpu:h100:1x8", precision=["bfloat16"])
+
+
+def test_pages_show_expected_times_by_part(tmp_path: Any) -> None:
+    found = plan.search(step, decoder(), "tpu:v5e:4x4", effort="trace", top=2)
+    found.to_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert "Expected time of a step" in text and "waits for" in text
+    assert "Published steps of models and hardware like these" in text
+    assert text.count("products") >= 2  # in the legend and in the bars' descriptions

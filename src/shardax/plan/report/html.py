@@ -10,6 +10,7 @@ for screen readers say.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -52,7 +53,7 @@ _AXES = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#9c7
 
 def page(plan: Plan) -> str:
     """Returns the page of a plan, without outside files."""
-    compiled = [report for report in plan.reports if report.compiled]
+    compiled = [report for report in plan.reports if table.has_figures(report)]
     columns = table.columns_of(compiled) if compiled else ()
     numbers = {report.layout.name: place for place, report in enumerate(plan.reports, 1)}
     detailed, charted = compiled[:_DETAILED], compiled[:_CHARTED]
@@ -72,7 +73,13 @@ def page(plan: Plan) -> str:
             _wire_chart(charted),
         ),
         _section(
-            "Time of a step",
+            "Expected time of a step",
+            "A model, not a measurement: seconds by what takes them, and the range that nine "
+            "measured steps of ten lie in.",
+            _expected_chart(charted),
+        ),
+        _section(
+            "Bounds of the time of a step",
             "A model, not a measurement: from everything overlapping to nothing overlapping.",
             _time_chart(charted),
         ),
@@ -223,6 +230,27 @@ def _wire_chart(reports: Sequence[LayoutReport]) -> str:
         parts = ", ".join(f"{name} {quantity(n, DECIMAL)}" for name, n in sizes.items() if n)
         description = f"{total}: {parts or 'nothing'}"
         rows.append(ChartRow(report.layout.name, _stacked(sizes, colors), total, description))
+    return _chart(rows, colors)
+
+
+def _expected_chart(reports: Sequence[LayoutReport]) -> str:
+    """Expected seconds by part."""
+    pairs = [(report, report.expected) for report in reports if report.expected]
+    unit, size = table.scale([expected.high for _, expected in pairs], TIMES)
+    totals: Counter[str] = Counter()
+    for _, expected in pairs:
+        totals.update({name: share for name, share in vars(expected.parts).items() if share})
+    names = [name for name, _ in totals.most_common(len(_AXES) - 1)]
+    colors = dict(zip([*names, "the rest"], _AXES, strict=False))
+    rows: list[ChartRow] = []
+    for report, expected in pairs:
+        parts = {name: getattr(expected.parts, name) for name in names}
+        parts["the rest"] = max(0.0, expected.seconds - sum(parts.values()))
+        ends = [table.figure(end / size) for end in (expected.seconds, expected.low, expected.high)]
+        text = "{} ({} - {}) {}".format(*ends, unit)
+        said = [f"{name} {quantity(part, TIMES)}" for name, part in parts.items() if part]
+        description = f"{text}: {', '.join(said)}; waits for {expected.waits_for}"
+        rows.append(ChartRow(report.layout.name, _stacked(parts, colors), text, description))
     return _chart(rows, colors)
 
 
@@ -395,7 +423,9 @@ def _group(group: CollectiveGroup, total: float) -> str:
 
 def _notes(plan: Plan) -> str:
     notes_by_title = table.notes_of(plan.reports)
-    notes_by_title.append(("Notes", tuple(table.Note(text, ()) for text in plan.notes)))
+    published = "Published steps of models and hardware like these"
+    for title, texts in (("Notes", plan.notes), (published, table.published_lines(plan))):
+        notes_by_title.append((title, tuple(table.Note(text, ()) for text in texts)))
     sections = ""
     for title, notes in notes_by_title:
         texts = [

@@ -455,7 +455,7 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
     ranked = [
         (f"{number}{'=' if report.layout.name in tied else ''}", report)
         for number, report in enumerate(plan.reports, 1)
-        if report.compiled or (report.expected and report.outcome in ("fits", "does not fit"))
+        if has_figures(report)
     ][:top]
     if not ranked:
         return []
@@ -483,6 +483,11 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
         )
         for columns in groups
     ]
+
+
+def has_figures(report: LayoutReport) -> bool:
+    """Whether a layout was compiled, or is one of a plan that compiles nothing."""
+    return report.compiled or bool(report.expected and report.outcome != "rejected")
 
 
 def _shortened(column: Column, most: int) -> Column:
