@@ -15,13 +15,16 @@ LINK = re.compile(r"\]\(([^)]+)\)")
 FRONT = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/comparison.md", "docs/index.md"]
 
 
-def sections_of_comparison() -> dict[str, list[str]]:
+LIBRARIES = "shardax Flax-NNX Equinox Penzai MaxText Levanter SpectraX AutoParallel".split()
+PATH = re.compile(r"`((?:tests|benchmarks)/[^`]+)`")
+
+
+def table_of_comparison() -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """Header, rows and the links by name."""
     text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
-    sections = [part.splitlines() for part in text.split("\n## ")[1:]]
-    found = {lines[0]: [line for line in lines if line.startswith("- **")] for lines in sections}
-    return {
-        title: lines for title, lines in found.items() if title != "Where the others are better"
-    }
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return header, rows, dict(re.findall(r"^\[([^\]]+)\]: (https://\S+)$", text, re.M))
 
 
 @pytest.mark.parametrize("page", FRONT)
@@ -32,13 +35,25 @@ def test_local_links_lead_to_files(page: str) -> None:
     assert [target for target in local if not (folder / target).exists()] == []
 
 
+def test_comparison_has_a_column_for_each_library() -> None:
+    header, rows, _ = table_of_comparison()
+    assert header == ["", *(name.replace("-", " ") for name in LIBRARIES)]
+    assert {len(row) for row in rows} == {len(header)} and len(rows) >= 10
+    assert all(row[0] and row[1] for row in rows)  # shardax has a word on every feature
+
+
 def test_each_comparison_claim_is_tested_or_cited() -> None:
-    sections = sections_of_comparison()
-    assert {title: len(lines) for title, lines in sections.items() if len(lines) != 6} == {}
-    for line in (line for lines in sections.values() for line in lines):
-        shown = re.findall(r"`((?:tests|benchmarks)/[^`]+)`", line)
-        assert shown or LINK.search(line), line
-        assert [path for path in shown if not (ROOT / path).is_file()] == [], line
+    _, rows, links = table_of_comparison()
+    claims = [cell for row in rows for cell in row[1:] if cell]
+    assert [claim for claim in claims if not (PATH.search(claim) or "][" in claim)] == []
+    paths = [path for claim in claims for path in PATH.findall(claim)]
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    cited = [name for claim in claims for name in re.findall(r"\]\[([^\]]+)\]", claim)]
+    assert sorted(set(cited) - set(links)) == []
+
+
+def test_what_is_said_of_shardax_is_tested() -> None:
+    assert [row[1] for row in table_of_comparison()[1] if not PATH.search(row[1])] == []
 
 
 def test_index_lists_each_page_once_in_four_parts() -> None:
