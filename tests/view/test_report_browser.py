@@ -67,7 +67,7 @@ def test_report_is_in_sight_and_can_be_read(
     assert browser.execute_script(COVERED) == []
 
 
-def test_axes_and_text_keep_their_size_on_a_phone(browser: Any, page: Path) -> None:
+def test_numbers_keep_their_size_on_a_phone(browser: Any, page: Path) -> None:
     show(browser, page, 390)
     sizes = "return [...document.querySelectorAll('.plot .x span')].map(e => [e.innerText, %s])"
     assert browser.execute_script(sizes % "getComputedStyle(e).fontSize") == [

@@ -20,22 +20,22 @@ _PHONE_WIDTH, _DIGIT_WIDTH, _GAP = 250, 8, 12  # pixels: the axis of steps, a di
 _COLORS = ("#8d949e", "#f28e2b", "#59a14f", "#b07aa1")  # of reference lines, in turn
 
 
-class Curve(NamedTuple):
-    """A curve of the chart: its name, key in the records, color, and whether points are marked."""
+class LossCurve(NamedTuple):
+    """A curve of the chart, and where its losses are found."""
 
     name: str
-    key: str
+    key: str  # in the records
     color: str
-    has_dots: bool
+    has_dots: bool  # whether each point is marked
 
 
 _CURVES = (
-    Curve("training", "loss", "#4e79a7", False),
-    Curve("held out", "eval_loss", "#e15759", True),
+    LossCurve("training", "loss", "#4e79a7", False),
+    LossCurve("held out", "eval_loss", "#e15759", True),
 )
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """The range of an axis, and the round numbers in it."""
 
     low: float
@@ -93,8 +93,8 @@ def loss_chart(records: Sequence[Mapping[str, Any]], references: Mapping[str, fl
     )
 
 
-def round_axis(values: Sequence[float], intervals: int = _INTERVALS) -> Axis:
-    """Makes the axis of some numbers; it begins and ends at round ones."""
+def round_axis(values: Sequence[float], intervals: int = _INTERVALS) -> ChartAxis:
+    """Makes an axis of numbers, from a round one to another."""
     low, high = min(values), max(values)
     if low == high:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
@@ -102,22 +102,22 @@ def round_axis(values: Sequence[float], intervals: int = _INTERVALS) -> Axis:
     first, last = math.floor(low / size), math.ceil(high / size)
     largest = sys.float_info.max
     ticks = [max(-largest, min(count * size, largest)) for count in range(first, last + 1)]
-    return Axis(ticks[0], ticks[-1], ticks, _format_ticks(ticks, size))
+    return ChartAxis(ticks[0], ticks[-1], ticks, _format_ticks(ticks, size))
 
 
-def _step_axis(first: int, last: int) -> Axis:
-    """Makes the axis of steps: as many round numbers as a phone has room for."""
+def _step_axis(first: int, last: int) -> ChartAxis:
+    """Makes an axis of steps, with numbers for which phones have room."""
     room = _PHONE_WIDTH // (_DIGIT_WIDTH * len(f"{last:,}") + _GAP)
     room = max(2, min(_MOST_STEPS, room))
     size = 1
     while last // size - -(-first // size) + 1 > room:
         size = round(_round_step(1.5 * size))
     ticks = [float(step) for step in range(-(-first // size) * size, last + 1, size)]
-    return Axis(first, last, ticks, [f"{tick:,.0f}" for tick in ticks])
+    return ChartAxis(first, last, ticks, [f"{tick:,.0f}" for tick in ticks])
 
 
 def _round_step(size: float) -> float:
-    """Returns 1, 2 or 5 times a power of ten, at least as large as a number."""
+    """Rounds a size up to 1, 2 or 5 times a power of ten."""
     if size <= 0:
         return 1.0
     power = 10.0 ** max(math.floor(math.log10(size)), -300)
@@ -147,7 +147,7 @@ def _horizontal(y: float, color: str, kind: str) -> str:
     return f'<line class="{kind}" x1="0" x2="100" y1="{y:.2f}" y2="{y:.2f}" stroke="{color}"/>'
 
 
-def _tick_labels(axis: Axis, side: str) -> str:
+def _tick_labels(axis: ChartAxis, side: str) -> str:
     return "".join(
         f'<span style="{side}:{axis.percent(tick):.2f}%">{escape(label)}</span>'
         for tick, label in zip(axis.ticks, axis.labels, strict=True)

@@ -184,7 +184,7 @@ _MODULE_HEADER = ("module", "type", "elements", "bytes/device", "FLOPs/device", 
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
-    """Returns a table in a box that scrolls; cells are HTML already, the header is text."""
+    """Makes a scrolling table of HTML cells under a text header."""
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     kind = f' class="{name}"' if name else ""
