@@ -95,12 +95,13 @@ def loss_chart(records: Sequence[Mapping[str, Any]], references: Mapping[str, fl
 
 def round_axis(values: Sequence[float], intervals: int = _INTERVALS) -> ChartAxis:
     """Makes an axis of numbers, from a round one to another."""
+    largest = sys.float_info.max
     low, high = min(values), max(values)
     if low == high:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+        half = (abs(low) or 1.0) / 2
+        low, high = max(low - half, -largest), min(high + half, largest)
     size = _round_step(high / intervals - low / intervals)
     first, last = math.floor(low / size), math.ceil(high / size)
-    largest = sys.float_info.max
     ticks = [max(-largest, min(count * size, largest)) for count in range(first, last + 1)]
     return ChartAxis(ticks[0], ticks[-1], ticks, _format_ticks(ticks, size))
 
@@ -117,7 +118,7 @@ def _step_axis(first: int, last: int) -> ChartAxis:
 
 
 def _round_step(size: float) -> float:
-    """Rounds a size up to 1, 2 or 5 times a power of ten."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     if size <= 0:
         return 1.0
     power = 10.0 ** max(math.floor(math.log10(size)), -300)
