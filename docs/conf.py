@@ -30,7 +30,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 html_static_path = ["_static"]
-html_css_files = ["notebooks.css"]
+html_css_files = ["pages.css"]
 exclude_patterns = ["_build", "_templates"]
 templates_path = ["_templates"]
 

@@ -15,13 +15,16 @@ LINK = re.compile(r"\]\(([^)]+)\)")
 FRONT = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/comparison.md", "docs/index.md"]
 
 
-def sections_of_comparison() -> dict[str, list[str]]:
+LIBRARIES = ["Flax NNX", "Equinox", "Penzai", "MaxText", "Levanter", "SpectraX", "AutoParallel"]
+
+
+def tables_of_comparison() -> list[list[list[str]]]:
+    """Both tables of the page: the libraries, and what shows the claims about shardax."""
     text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
-    sections = [part.splitlines() for part in text.split("\n## ")[1:]]
-    found = {lines[0]: [line for line in lines if line.startswith("- **")] for lines in sections}
-    return {
-        title: lines for title, lines in found.items() if title != "Where the others are better"
-    }
+    tables = [part.splitlines() for part in re.findall(r"(?:^\|.*\n)+", text, re.M)]
+    return [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in table] for table in tables
+    ]
 
 
 @pytest.mark.parametrize("page", FRONT)
@@ -32,13 +35,24 @@ def test_local_links_lead_to_files(page: str) -> None:
     assert [target for target in local if not (folder / target).exists()] == []
 
 
+def test_comparison_has_a_column_for_each_library() -> None:
+    (header, _, *rows), _ = tables_of_comparison()
+    assert header == ["", "shardax", *LIBRARIES]
+    assert {len(row) for row in rows} == {len(header)} and len(rows) >= 10
+
+
 def test_each_comparison_claim_is_tested_or_cited() -> None:
-    sections = sections_of_comparison()
-    assert {title: len(lines) for title, lines in sections.items() if len(lines) != 6} == {}
-    for line in (line for lines in sections.values() for line in lines):
-        shown = re.findall(r"`((?:tests|benchmarks)/[^`]+)`", line)
-        assert shown or LINK.search(line), line
-        assert [path for path in shown if not (ROOT / path).is_file()] == [], line
+    (_, _, *rows), (_, _, *evidence) = tables_of_comparison()
+    assert [feature for feature, _ in evidence] == [row[0] for row in rows]
+    paths = [re.findall(r"`((?:tests|benchmarks)/[^`]+\.py)`", files) for _, files in evidence]
+    assert all(paths) and all(row[1] for row in rows)
+    assert [path for files in paths for path in files if not (ROOT / path).is_file()] == []
+    text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    sources = set(re.findall(r"^\[([^\]]+)\]: (?:https://|benchmarks\.md#)\S+$", text, re.M))
+    claims = [claim for row in rows for claim in row[2:] if claim]
+    cited = [re.fullmatch(r"\[[^\]]+\]\[([^\]]+)\]", claim) for claim in claims]
+    assert [claim for claim, link in zip(claims, cited, strict=True) if link is None] == []
+    assert {link[1] for link in cited if link} <= sources
 
 
 def test_index_lists_each_page_once_in_four_parts() -> None:

@@ -8,45 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.browsing import NEEDS_BROWSER, chromium
+from tests.browsing import NEEDS_BROWSER, OVERFLOWING, PALE, chromium, show
 from tests.plan.samples import sample_reports
 
 from shardax.plan.records import Plan
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 pytestmark = NEEDS_BROWSER
-
-OVERFLOWING = """
-const reaches = element => element.getBoundingClientRect().right > innerWidth + 1;
-return [...document.querySelectorAll('body *')]
-  .filter(element => reaches(element) && !element.parentElement.closest('.scroll'))
-  .map(element => element.outerHTML.slice(0, 80));
-"""
-PALE = """
-const luminance = color => {
-  const [r, g, b] = color.match(/[0-9.]+/g).slice(0, 3).map(c => c / 255)
-    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-};
-const clear = color => color === 'rgba(0, 0, 0, 0)';
-const ground = element => {
-  for (; element; element = element.parentElement) {
-    const color = getComputedStyle(element).backgroundColor;
-    if (!clear(color)) return color;
-  }
-  return getComputedStyle(document.body).backgroundColor;
-};
-const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-const pale = [];
-while (texts.nextNode()) {
-  const element = texts.currentNode.parentElement;
-  if (!texts.currentNode.data.trim() || element.closest('svg, script, style')) continue;
-  const [a, b] = [getComputedStyle(element).color, ground(element)].map(luminance);
-  const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  if (contrast < 4.5) pale.push([texts.currentNode.data.slice(0, 40), contrast]);
-}
-return pale;
-"""
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +39,6 @@ def quiet(browser: Any) -> Iterator[None]:
     )
     assert loaded == []
     assert browser.get_log("browser") == []
-
-
-def show(browser: Any, page: Path, width: int = 1280, scheme: str = "light", part: str = "") -> Any:
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    browser.get("about:blank")
-    browser.get(page.as_uri() + part)
-    return browser
 
 
 def sort_by(browser: Any, title: str) -> tuple[list[str], str]:

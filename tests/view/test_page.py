@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import html.parser
-import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax.view.page import loss_svg, write_report
+from shardax.view.page import write_report
 
 VOID = {"meta", "link", "br", "img"}
 RECORDS: list[dict[str, Any]] = [
@@ -69,11 +67,6 @@ def write(path: Path, **changes: Any) -> Path:
         "sample": "once upon a time",
     }
     return write_report(path, **{**given, **changes})
-
-
-def points(line: Mapping[str, str | None]) -> list[tuple[float, float]]:
-    pairs = [pair.split(",") for pair in (line["points"] or "").split()]
-    return [(float(x), float(y)) for x, y in pairs]
 
 
 def test_page_has_facts_curve_picture_sample_and_table(tmp_path: Path) -> None:
@@ -138,38 +131,3 @@ def test_new_report_replaces_previous_atomically(
     write(path, title="third")
     assert "third" in path.read_text(encoding="utf-8")
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_curve_falls_as_the_loss_does() -> None:
-    page = Page(loss_svg(RECORDS, {}))
-    training, held_out = map(points, page.all("polyline"))
-    (x0, y0), (x1, y1) = training
-    assert x0 < x1 and y0 < y1  # SVG counts y downwards
-    assert len(held_out) == 1 and held_out[0][0] == x1 and y0 < held_out[0][1] < y1
-    assert len(page.all("circle")) == 1
-
-
-def test_reference_lines_stand_at_their_loss() -> None:
-    page = Page(loss_svg(RECORDS, {"low": 2.0, "high": 3.0}))
-    lines = {line["y1"]: line["y2"] for line in page.all("line")}
-    assert all(y1 == y2 for y1, y2 in lines.items())
-    assert [float(y or "nan") for y in lines] == [y for _, y in points(page.all("polyline")[0])][
-        ::-1
-    ]
-    assert "low 2.000" in page.texts and "high 3.000" in page.texts
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [{"step": 1, "loss": 2.0}],
-        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}],
-        [{"step": 1, "loss": math.inf}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": math.nan}],
-        [{"step": 1, "eval_loss": 2.0}],
-        [{"note": "no step"}, {"step": 4, "loss": 2.0}],
-    ],
-)
-def test_every_log_makes_a_curve_of_finite_points(records: Sequence[Mapping[str, Any]]) -> None:
-    lines = Page(loss_svg(records, {})).all("polyline")
-    assert len(lines) == 1
-    assert all(math.isfinite(x) and math.isfinite(y) for x, y in points(lines[0]))

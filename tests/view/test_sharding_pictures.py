@@ -82,6 +82,20 @@ def test_text_has_labeled_box_per_distinct_shard(
     assert all(sum(mark in "┬┼┴" for mark in edge) == len(devices[0]) - 1 for edge in edges)
 
 
+def luminance(color: str) -> float:
+    """Relative luminance of ``#rrggbb``, as WCAG 2.2 defines it."""
+    channels = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+
+def test_labels_can_be_read_on_every_color(auto_mesh: Mesh) -> None:
+    text = sx.view.sharding_svg(placed(auto_mesh, (8,), PartitionSpec(BOTH)))
+    fills = set(re.findall(r'<rect[^>]*fill="(#[0-9a-f]{6})"', text))
+    assert len(fills) == 8 and set(re.findall(r'<text[^>]*fill="(\w+)"', text)) == {"black"}
+    assert min((luminance(fill) + 0.05) / 0.05 for fill in fills) > 4.5  # level AA
+
+
 def test_a_text_keeps_its_proportions_within_bounds(auto_mesh: Mesh) -> None:
     def size(shape: tuple[int, ...]) -> tuple[int, int]:
         lines = sharding_text(placed(auto_mesh, shape, NO_SPLIT)).splitlines()

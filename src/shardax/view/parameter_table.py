@@ -184,11 +184,15 @@ _MODULE_HEADER = ("module", "type", "elements", "bytes/device", "FLOPs/device", 
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
-    """Returns a table; cells are HTML already, the header is text."""
+    """Makes a scrolling table of HTML cells under a text header."""
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     kind = f' class="{name}"' if name else ""
-    return f"<table{kind}><tr>{head}</tr>{body}</table>"
+    # The style stands in the element, for notebooks have no style of this package.
+    return (
+        '<div class="wide" style="overflow-x:auto" tabindex="0" role="region" aria-label="Table">'
+        f"<table{kind}><tr>{head}</tr>{body}</table></div>"
+    )
 
 
 def table(

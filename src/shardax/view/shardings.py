@@ -214,7 +214,7 @@ def sharding_svg(value: Any, width: int = 280, height: int = 160) -> str:
             continue
         parts.append(
             f'<text x="{x + wide / 2:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="middle" '
-            f'font-size="12" fill="white">{label}</text>'
+            f'font-size="12" fill="black">{label}</text>'
         )
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '

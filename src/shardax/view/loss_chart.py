@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chart of losses over steps, as HTML without scripts.
+
+Curves are SVG that stretches with the page. Texts are HTML beside it, so that they keep their size
+on a phone: numbers along the axes, and below them a legend, where labels cannot lie over curves or
+over each other. Its style is part of ``page.html``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+_INTERVALS = 5  # of the axis of losses, about
+_MOST_STEPS = 7  # numbers along the axis of steps, where a phone has room for them
+_PHONE_WIDTH, _DIGIT_WIDTH, _GAP = 250, 8, 12  # pixels: the axis of steps, a digit, what is between
+_COLORS = ("#8d949e", "#f28e2b", "#59a14f", "#b07aa1")  # of reference lines, in turn
+
+
+class LossCurve(NamedTuple):
+    """A curve of the chart, and where its losses are found."""
+
+    name: str
+    key: str  # in the records
+    color: str
+    has_dots: bool  # whether each point is marked
+
+
+_CURVES = (
+    LossCurve("training", "loss", "#4e79a7", False),
+    LossCurve("held out", "eval_loss", "#e15759", True),
+)
+
+
+class ChartAxis(NamedTuple):
+    """The range of an axis, and the round numbers in it."""
+
+    low: float
+    high: float
+    ticks: list[float]
+    labels: list[str]
+
+    def percent(self, value: float) -> float:
+        """Returns how far along the axis a value is."""
+        # Divided first: a difference of two large floats may not be one.
+        span = self.high / 2 - self.low / 2
+        return min(max(50 * ((value - self.low) / span), 0.0), 100.0) if span else 50.0
+
+
+def loss_chart(records: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> str:
+    """Draws training and held-out loss over steps, with reference lines."""
+    curves = [(curve, _points(records, curve.key)) for curve in _CURVES]
+    curves = [(curve, points) for curve, points in curves if points]
+    if not curves:
+        return "<p>No losses were recorded.</p>"
+    steps = [step for _, points in curves for step, _ in points]
+    losses = [loss for _, points in curves for _, loss in points]
+    x_axis = _step_axis(min(steps), max(steps))
+    y_axis = round_axis([*losses, *references.values()])
+    lines: list[str] = []
+    legend: list[str] = []
+    for tick in y_axis.ticks:
+        lines.append(_horizontal(100 - y_axis.percent(tick), "currentColor", "grid"))
+    for number, (name, value) in enumerate(references.items()):
+        color = _COLORS[number % len(_COLORS)]
+        lines.append(_horizontal(100 - y_axis.percent(value), color, "reference"))
+        legend.append(_legend_entry("dashed", color, f"{name} {value:.3f}"))
+    summary: list[str] = []
+    for curve, points in curves:
+        places = [(x_axis.percent(step), 100 - y_axis.percent(loss)) for step, loss in points]
+        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
+        lines.append(f'<polyline points="{text}" stroke="{curve.color}"/>')
+        if curve.has_dots or len(points) == 1:
+            # A line of no length with round ends is a disk, which does not stretch.
+            dots = "".join(f"M{x:.2f},{y:.2f}h0" for x, y in places)
+            lines.append(f'<path class="dots" d="{dots}" stroke="{curve.color}"/>')
+        legend.append(_legend_entry("solid", curve.color, f"{curve.name} {points[-1][1]:.3f}"))
+        summary.append(f"{curve.name} {points[-1][1]:.3f} at step {points[-1][0]:,}")
+    label = escape("; ".join([f"Loss over {len(set(steps)):,} steps", *summary]))
+    y_labels = _tick_labels(y_axis, "bottom")
+    x_labels = _tick_labels(x_axis, "left")
+    widest = max(map(len, y_axis.labels))
+    return (
+        f'<figure class="chart" style="--gutter:{widest + 1}ch">'
+        f'<div class="plot" role="img" aria-label="{label}"><div class="y">{y_labels}</div>'
+        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(lines)}</svg>'
+        f'<div class="x">{x_labels}</div></div><p class="axis">step</p>'
+        f'<ul class="legend">{"".join(legend)}</ul></figure>'
+    )
+
+
+def round_axis(values: Sequence[float], intervals: int = _INTERVALS) -> ChartAxis:
+    """Makes an axis of numbers, from a round one to another."""
+    largest = sys.float_info.max
+    low, high = min(values), max(values)
+    if low == high:
+        half = (abs(low) or 1.0) / 2
+        low, high = max(low - half, -largest), min(high + half, largest)
+    size = _round_step(high / intervals - low / intervals)
+    first, last = math.floor(low / size), math.ceil(high / size)
+    ticks = [max(-largest, min(count * size, largest)) for count in range(first, last + 1)]
+    return ChartAxis(ticks[0], ticks[-1], ticks, _format_ticks(ticks, size))
+
+
+def _step_axis(first: int, last: int) -> ChartAxis:
+    """Makes an axis of steps, with numbers for which phones have room."""
+    room = _PHONE_WIDTH // (_DIGIT_WIDTH * len(f"{last:,}") + _GAP)
+    room = max(2, min(_MOST_STEPS, room))
+    size = 1
+    while last // size - -(-first // size) + 1 > room:
+        size = round(_round_step(1.5 * size))
+    ticks = [float(step) for step in range(-(-first // size) * size, last + 1, size)]
+    return ChartAxis(first, last, ticks, [f"{tick:,.0f}" for tick in ticks])
+
+
+def _round_step(size: float) -> float:
+    """Rounds up to 1, 2 or 5 times a power of ten."""
+    if size <= 0:
+        return 1.0
+    power = 10.0 ** max(math.floor(math.log10(size)), -300)
+    return next((f * power for f in (1, 2, 5) if f * power >= size * (1 - 1e-9)), 10 * power)
+
+
+def _format_ticks(ticks: Sequence[float], size: float) -> list[str]:
+    """Formats numbers alike, with as many digits as tell them apart."""
+    largest = max(map(abs, ticks))
+    finest, leading = math.floor(math.log10(size) + 1e-9), math.floor(math.log10(largest))
+    if leading >= 6 or finest < -6:
+        return [f"{tick:.{max(0, leading - finest)}e}" for tick in ticks]
+    return [f"{tick:,.{max(0, -finest)}f}" for tick in ticks]
+
+
+def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Returns steps and finite losses of the records that have them."""
+    points = [
+        (int(record["step"]), float(record[key]))
+        for record in records
+        if key in record and "step" in record
+    ]
+    return [(step, loss) for step, loss in points if math.isfinite(loss)]
+
+
+def _horizontal(y: float, color: str, kind: str) -> str:
+    return f'<line class="{kind}" x1="0" x2="100" y1="{y:.2f}" y2="{y:.2f}" stroke="{color}"/>'
+
+
+def _tick_labels(axis: ChartAxis, side: str) -> str:
+    return "".join(
+        f'<span style="{side}:{axis.percent(tick):.2f}%">{escape(label)}</span>'
+        for tick, label in zip(axis.ticks, axis.labels, strict=True)
+    )
+
+
+def _legend_entry(line: str, color: str, text: str) -> str:
+    return f'<li><i style="border-top:2px {line} {color}"></i>{escape(text)}</li>'
