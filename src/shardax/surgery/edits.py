@@ -343,8 +343,10 @@ class _Terms(NamedTuple):
         )
         rank = _unused(whole.input + whole.kernel)[0]
         middle = "".join(letter for letter in whole.input if letter not in summed) + rank
-        first = Equation(whole.input, batch + summed + rank, middle, whole.ellipsis)
-        second = Equation(middle, batch + rank + made, whole.output, whole.ellipsis)
+        inputs = whole.ellipsis, whole.input_place
+        first = Equation(whole.input, batch + summed + rank, middle, *inputs)
+        outputs = whole.ellipsis, 0, whole.output_place
+        second = Equation(middle, batch + rank + made, whole.output, *outputs)
         return cls(whole, first, second, sizes)
 
 
