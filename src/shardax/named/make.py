@@ -381,7 +381,7 @@ def choice(
             raise base.NamedAxesError(
                 f"choice along {axis!r} takes probabilities with the axes {{{axis!r}: {size}}}, "
                 f"but was given {base.shown(weights.dims, weights.shape)}. For others at each "
-                f"position there is named.categorical(key, jnp.log(p), {axis!r})."
+                f"position: named.categorical(key, named.nmap(jnp.log)(p), {axis!r})."
             )
         weights = weights.unwrap(axis)
     positions = random(

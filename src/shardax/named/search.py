@@ -19,6 +19,7 @@ from shardax.named import base
 from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, align
 from shardax.named.lift import run_lifted
+from shardax.nn.parameters import canonical_dtype
 
 
 def one_hot(x: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
@@ -45,7 +46,7 @@ def one_hot(x: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
     data, dims = _integers("one_hot", x)._parts()
     name, size = _single("one_hot", axes)
     dims = base.check_dims((*dims, name))
-    return NamedArray._make(jax.nn.one_hot(data, size, dtype=jnp.dtype(dtype)), dims)
+    return NamedArray._make(jax.nn.one_hot(data, size, dtype=canonical_dtype(dtype)), dims)
 
 
 def nonzero(
@@ -161,15 +162,9 @@ def bincount(x: Any, axes: base.Axes, *, weights: Any = None) -> NamedArray:
     """
     array = _integers("bincount", x)
     name, size = _single("bincount", axes)
-    counts: Any = np.int32(1)
-    if weights is not None:
-        weights = weights if isinstance(weights, NamedArray) else NamedArray(weights, ())
-        counts = weights
-    operands = [Operand(*array._parts())]
-    operands.append(
-        Operand(*counts._parts()) if weights is not None else Operand(jnp.asarray(counts), ())
-    )
-    (values, amounts), _ = align(operands)
+    weights = np.int32(1) if weights is None else weights
+    weights = weights if isinstance(weights, NamedArray) else NamedArray(weights, ())
+    (values, amounts), _ = align([Operand(*array._parts()), Operand(*weights._parts())])
     values, amounts = jnp.broadcast_arrays(values, amounts)
     # Negative positions would count from the end.
     values = jnp.where(values < 0, size, values).ravel()

@@ -43,7 +43,8 @@ def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> Na
         >>> window(x, 2).unwrap("time").tolist()
         [2, 3, 4]
         >>> starts = sx.named.wrap([0, 3], "batch")
-        >>> sx.named.dynamic_slice(x, {"time": starts}, {"time": 2}).unwrap("batch", "time").tolist()
+        >>> parts = sx.named.dynamic_slice(x, {"time": starts}, {"time": 2})
+        >>> parts.unwrap("batch", "time").tolist()
         [[0, 1], [3, 4]]
     """
     array = as_named(array, "dynamic_slice")
@@ -143,7 +144,7 @@ def _checked_starts(
             value = np.int32(value)
         is_named = isinstance(value, NamedArray)
         unfit = np.ndim(value) > 0 and (not is_named or value.positional_shape)
-        if unfit or not jnp.issubdtype(jnp.result_type(getattr(value, "data", value)), np.integer):
+        if unfit or not jnp.issubdtype(getattr(value, "dtype", type(value)), np.integer):
             raise base.NamedAxesError(
                 f"{function} begins at integers, also named arrays of them, but the start along "
                 f"{name!r} is {value!r}. Name its dimensions: named.wrap(starts, 'batch')."
