@@ -202,7 +202,8 @@ class Sequential(Module):
 
     Each is called on the result of the one before. Further arguments of the call, such as a mask or
     positions, are given by name and reach every layer that has a parameter of that name; of a
-    ``Sequential``, ``Stack``, ``Jitted`` or ``Remat`` among the layers, what is in it decides.
+    ``Sequential``, ``Stack``, ``Jitted`` or ``Remat`` among the layers, what is in it decides. The
+    ``mask`` of a ``LayerNorm``, ``RMSNorm`` or ``GroupNorm`` is given by calling it.
 
     Args:
         *layers: Modules or functions, called with one argument and those that they take by name.
@@ -275,7 +276,9 @@ def _side_inputs(layer: Any, names: Collection[str]) -> set[str]:
     if isinstance(layer, Sequential):
         return {name for inner in layer.layers for name in _side_inputs(inner, names)}
     if isinstance(layer, (ModuleWrapper, Stack)):
-        return _side_inputs(layer.stacked if isinstance(layer, Stack) else layer.body, names)
+        body = layer.stacked if isinstance(layer, Stack) else layer.body
+        return set() if body is None else _side_inputs(body, names)
+    names = set(names).difference(getattr(type(layer), "_direct_inputs", ()))
     parameters = (parameters_of(layer) or ())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)

@@ -39,6 +39,8 @@ class _Norm(Module):
 
     scale: Param[Any] | None
     bias: Param[Any] | None = None
+    # The mask of a ``Sequential`` is mostly one of attention, which says something else.
+    _direct_inputs = frozenset({"mask"})
 
     def _take_options(
         self, features: int, epsilon: float, axes: Sequence[str | None], dtype: Any
@@ -396,6 +398,8 @@ class BatchNorm(_Norm):
         >>> norm(jnp.array([[1.0], [3.0]])).ravel().tolist()
         [0.0, 2.0]
     """
+
+    _direct_inputs = frozenset()
 
     def __init__(
         self,
