@@ -133,7 +133,7 @@ def _checked_starts(
             raise base.NamedAxesError(
                 f"{function} has {size} positions along {name!r}, of which the array has {length}."
             )
-        value = start.value if isinstance(start, Variable) else start
+        value: Any = start.value if isinstance(start, Variable) else start
         if is_integer(value):
             value = value + length if value < 0 else value
             if not 0 <= value <= length - size:

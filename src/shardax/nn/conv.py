@@ -545,7 +545,7 @@ class _AdaptivePool(Module):
 
 
 class AdaptiveAvgPool(_AdaptivePool):
-    """Means over windows, of as many as the result is to have, channels last.
+    """Means over windows, as many as the result shall have, channels last.
 
     Window ``i`` of ``n`` over a dimension of size ``s`` goes from ``floor(i * s / n)`` to
     ``ceil((i + 1) * s / n)``, as in PyTorch: windows overlap where ``n`` does not divide ``s``.
@@ -574,7 +574,7 @@ class AdaptiveAvgPool(_AdaptivePool):
 
 
 class AdaptiveMaxPool(_AdaptivePool):
-    """Maxima over windows, of as many as the result is to have, channels last.
+    """Maxima over windows, as many as the result shall have, channels last.
 
     The windows are those of ``AdaptiveAvgPool``.
 

@@ -216,7 +216,7 @@ def weighted_values(
     softcap: float | None = None,
     to_weights: Callable[[jax.Array], jax.Array] = softmax,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Any = None,
     precision: Any = None,
 ) -> jax.Array:
     """Weighs values, by a fused kernel where that can."""
@@ -251,7 +251,7 @@ def weighted_values(
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
     if causal:
-        order = causal_order(*scores.shape[-2:], window)
+        order = causal_order(scores.shape[-2], scores.shape[-1], window)
         order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
         mask = order if mask is None else mask & order
     if mask is not None:  # what may not be read has the weight 0, as in jax.nn
@@ -273,7 +273,7 @@ def _fused(
     causal: bool,
     scale: float | None,
     window: int | None,
-    implementation: Literal["xla", "cudnn"] | None,
+    implementation: Any,
 ) -> jax.Array:
     """Runs ``jax.nn.dot_product_attention``."""
     near = None if window is None else (window - 1, 0)

@@ -73,9 +73,9 @@ class Equation:
             first = first.replace("...", f"...{shared}")
             second = second.replace("...", shared)
             output = output.replace("...", f"...{shared}" if "..." in first else shared)
-        places = (max(term.find("..."), 0) for term in (first, output))
-        terms = (term.replace("...", "") for term in (first, second, output))
-        return cls(*terms, "..." in first, *places)
+        inputs, kernel, outputs = (term.replace("...", "") for term in (first, second, output))
+        before, start = (max(term.find("..."), 0) for term in (first, output))
+        return cls(inputs, kernel, outputs, "..." in first, before, start)
 
     @property
     def made(self) -> str:

@@ -35,7 +35,7 @@ _KERNELS = PathContains("kernel")
 
 
 class _NormalizedWeights(ModuleWrapper):
-    """Base of wrappers that call a layer with other values of its kernels."""
+    """Base of wrappers around a layer with normalized kernels."""
 
     def __init__(self, layer: Any, wrt: Filter, epsilon: float) -> None:
         Module.__init__(self)
@@ -75,7 +75,7 @@ class _NormalizedWeights(ModuleWrapper):
 
 
 def _hand_back(layer: Any, body: Any, new: Mapping[int, Variable[Any]]) -> None:
-    """Sets what a call made, such as what it sowed, on the layer itself."""
+    """Sets new attributes, such as sown values, on the layer itself."""
     # Variables are shared, so that writes to them need nothing; attributes are those of copies.
     replaced, originals = {id(variable) for variable in new.values()}, dict(modules_in(body))
     for path, module in modules_in(layer):
@@ -87,7 +87,7 @@ def _hand_back(layer: Any, body: Any, new: Mapping[int, Variable[Any]]) -> None:
 
 
 class WeightNorm(_NormalizedWeights):
-    """A layer whose kernels have a norm of 1, times a learnt scale, for each feature.
+    """A layer with kernels of norm 1 times a scale, by feature.
 
     ``kernel * scale / sqrt(sum(kernel**2) + epsilon)``, summed over all dimensions but those of the
     features; Salimans and Kingma, "Weight Normalization", 2016.
@@ -114,9 +114,8 @@ class WeightNorm(_NormalizedWeights):
         >>> import jax.numpy as jnp, numpy as np, shardax as sx
         >>> layer = sx.nn.WeightNorm(sx.nn.Linear(2, 2, use_bias=False, rngs=sx.Rngs(0)))
         >>> layer.body.kernel.value = np.array([[3.0, 1.0], [4.0, 0.0]], np.float32)
-        >>> print(np.round(layer(jnp.eye(2)), 2))
-        [[0.6 1. ]
-         [0.8 0. ]]
+        >>> np.allclose(layer(jnp.eye(2)), [[0.6, 1.0], [0.8, 0.0]])
+        True
     """
 
     _own = frozenset({"body", "wrt", "epsilon", "feature_axes", "scale"})
@@ -134,8 +133,8 @@ class WeightNorm(_NormalizedWeights):
         rngs: Rngs | None = None,
     ) -> None:
         super().__init__(layer, wrt, epsilon)
-        axes = feature_axes if isinstance(feature_axes, (tuple, list)) else (feature_axes,)
-        self.feature_axes = () if feature_axes is None else tuple(axes)
+        axes: Any = feature_axes if isinstance(feature_axes, (tuple, list)) else (feature_axes,)
+        self.feature_axes: tuple[int, ...] = () if feature_axes is None else tuple(axes)
         scales: dict[str, Param[Any]] = {}
         for path, kernel in self._kernels(least_ndim=1).items():
             dims = self._feature_dims(kernel)
@@ -175,7 +174,7 @@ class WeightNorm(_NormalizedWeights):
 
 
 class SpectralNorm(_NormalizedWeights):
-    """A layer whose kernels have a largest singular value of 1.
+    """A layer with kernels of largest singular value 1.
 
     The singular value is approximated by power iteration, which goes on from call to call; Miyato
     et al., "Spectral Normalization for Generative Adversarial Networks", 2018. A kernel of more
