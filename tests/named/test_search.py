@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from tests.advice import run_advice
 
 from shardax import named
@@ -282,3 +283,45 @@ def test_half_precision_stays_under_strict_promotion(dtype: Any) -> None:
         assert update.dtype == dtype
         assert named.bincount(X, {"bin": 3}, weights=x.sum()).dtype == dtype
         assert named.one_hot(X, {"v": 3}, dtype).dtype == dtype
+
+
+# --- over Explicit mesh axes ---
+
+SPLIT = wrap(np.arange(32).reshape(4, 8) % 11, "a", "b")
+SEARCHES: dict[str, Any] = {
+    "one_hot": lambda x: named.one_hot(x, {"v": 4}),
+    "bincount": lambda x: named.bincount(x, {"v": 4}),
+    "bincount, weights": lambda x: named.bincount(x, {"v": 4}, weights=named.arange({"b": 8})),
+    "nonzero": lambda x: named.nonzero(x > 3, "hit", size=30)["b"],
+    "unique": lambda x: named.unique(x, "v", size=9, return_inverse=True)[1],
+    "searchsorted": lambda x: named.searchsorted(named.arange({"edge": 9}), x, "edge"),
+    "searchsorted, both": lambda x: named.searchsorted(
+        named.arange({"edge": 9}) + 0 * x, x, "edge"
+    ),
+    "dynamic_slice": lambda x: named.dynamic_slice(x, {"b": jnp.int32(2)}, {"b": 3}),
+    "dynamic_slice, named": lambda x: named.dynamic_slice(
+        x, {"b": named.arange({"a": 4})}, {"b": 3}
+    ),
+    "dynamic_update_slice": lambda x: named.dynamic_update_slice(x, named.ones({"b": 3}), {"b": 2}),
+    "dynamic_update_slice, named": lambda x: named.dynamic_update_slice(
+        x, named.ones({"b": 3}), {"b": named.arange({"a": 4})}
+    ),
+    "permutation": lambda x: named.permutation(jax.random.key(0), x, "b", independent=True),
+    "logsumexp": lambda x: named.logsumexp(x / 2, ("b",)),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_searches_run_over_explicit_mesh_axes(name: str, explicit_mesh: Mesh) -> None:
+    function = SEARCHES[name]
+    expected = function(SPLIT)
+    with jax.set_mesh(explicit_mesh):
+        layouts = (
+            [{"a": "data"}] if "named" in name else [{"a": "data"}, {"a": "data", "b": "model"}]
+        )
+        for layout in layouts:
+            x = named.shard(SPLIT, layout, explicit_mesh)
+            result = jax.jit(function)(x)
+            assert result.axes == expected.axes
+            names = tuple(expected.axes)
+            np.testing.assert_allclose(result.unwrap(*names), expected.unwrap(*names), rtol=1e-6)

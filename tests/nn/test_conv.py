@@ -327,3 +327,17 @@ def test_adaptive_pools_keep_the_batch_split(explicit_mesh: Mesh):
         y = sx.nn.AdaptiveAvgPool(2)(jax.device_put(x, PartitionSpec("data", None, "model")))
     assert jax.typeof(y).sharding.spec == PartitionSpec("data", None, "model")
     close(y, expected)
+
+
+@pytest.mark.parametrize("pool", ["AdaptiveAvgPool", "AdaptiveMaxPool"])
+def test_adaptive_pools_and_their_gradients_equal_pytorch(pool: str):
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    x, sizes = floats(2, 9, 7, 3), (4, 10)
+    theirs = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
+    expected = getattr(torch.nn, f"{pool}2d")(sizes)(theirs)
+    expected.sin().sum().backward()
+    layer = getattr(sx.nn, pool)(sizes)
+    found, gradient = jax.value_and_grad(lambda x: jnp.sin(layer(x)).sum())(x)
+    close(layer(x), expected.detach().numpy().transpose(0, 2, 3, 1))
+    close(found, expected.detach().sin().sum(), 1e-4)
+    close(gradient, theirs.grad.numpy().transpose(0, 2, 3, 1))

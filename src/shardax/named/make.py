@@ -21,6 +21,7 @@ from shardax.named import base
 from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 from shardax.named.lift import run_lifted
+from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def wrap(array: Any, *names: Any) -> NamedArray:
@@ -423,7 +424,8 @@ def permutation(key: Any, array: Any, axis: Any, *, independent: bool = False) -
         )
     data, dims = array.canonical()._parts()
     place = dims.index(axis)
-    return NamedArray(jax.random.permutation(key, data, axis=place, independent=True), dims)
+    shuffle = functools.partial(jax.random.permutation, axis=place, independent=True)
+    return NamedArray(with_layout(shuffle, explicit_sharding(data), key, data), dims)
 
 
 def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax.named import base
@@ -20,6 +21,7 @@ from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, align
 from shardax.named.lift import run_lifted
 from shardax.nn.parameters import canonical_dtype
+from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
 
 
 def one_hot(x: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
@@ -85,7 +87,7 @@ def nonzero(
             f"{base.shown(array.dims, array.shape)}. Name all dimensions, x.tag(...)."
         )
     _check_size("nonzero", array, size)
-    places = jnp.nonzero(array.data, size=size, fill_value=fill_value)
+    places = jnp.nonzero(_gathered(array.data), size=size, fill_value=fill_value)
     return {
         name: NamedArray(place, (axis,)) for name, place in zip(array.dims, places, strict=True)
     }
@@ -128,7 +130,7 @@ def unique(
     _check_size("unique", array, size)
     data, dims = array._parts()
     values, inverse, counts = jnp.unique(
-        data, return_inverse=True, return_counts=True, size=size, fill_value=fill_value
+        _gathered(data), return_inverse=True, return_counts=True, size=size, fill_value=fill_value
     )
     results = [NamedArray(values, (axis,))]
     if return_inverse:
@@ -165,11 +167,16 @@ def bincount(x: Any, axes: base.Axes, *, weights: Any = None) -> NamedArray:
     weights = np.int32(1) if weights is None else weights
     weights = weights if isinstance(weights, NamedArray) else NamedArray(weights, ())
     (values, amounts), _ = align([Operand(*array._parts()), Operand(*weights._parts())])
-    values, amounts = jnp.broadcast_arrays(values, amounts)
-    # Negative positions would count from the end.
-    values = jnp.where(values < 0, size, values).ravel()
-    zeros = jnp.zeros(size, amounts.dtype)
-    return NamedArray(zeros.at[values].add(amounts.ravel(), mode="drop"), (name,))
+
+    def count(values: jax.Array, amounts: jax.Array) -> jax.Array:
+        values, amounts = jnp.broadcast_arrays(values, amounts)
+        # Negative positions would count from the end.
+        values = jnp.where(values < 0, size, values).ravel()
+        return jnp.zeros(size, amounts.dtype).at[values].add(amounts.ravel(), mode="drop")
+
+    layout = joined_sharding([(values, ()), (amounts, ())])  # no dimension keeps its own
+    layout = None if layout is None else NamedSharding(layout.mesh, PartitionSpec(None))
+    return NamedArray(with_layout(count, layout, values, amounts), (name,))
 
 
 def searchsorted(array: Any, values: Any, axis: Any, side: str = "left") -> NamedArray:
@@ -209,7 +216,33 @@ def searchsorted(array: Any, values: Any, axis: Any, side: str = "left") -> Name
             f"values.rename({{{axis!r}: 'value'}})."
         )
     find = functools.partial(jnp.searchsorted, side=side)
-    return run_lifted(NamedArray._make, find, (sorted_array.untag(axis), values), {})
+    values = values if isinstance(values, NamedArray) else NamedArray(values, ())
+    edges, searched = Operand(*sorted_array._parts()), Operand(*values._parts())
+    names = base.sorted_names({*sorted_array.axes, *values.axes} - {axis})
+    positional = base.positional_places(searched.dims)
+
+    def run(edge_data: jax.Array, data: jax.Array) -> jax.Array:
+        pair = (
+            NamedArray._make(edge_data, edges.dims).untag(axis),
+            NamedArray._make(data, searched.dims),
+        )
+        return run_lifted(NamedArray._make, find, pair, {}).data
+
+    owners = [searched if name in searched.dims else edges for name in names]
+    parts = [
+        (owner.data, (owner.dims.index(name),)) for name, owner in zip(names, owners, strict=True)
+    ]
+    layout = joined_sharding([(searched.data, positional), *parts])
+    data = with_layout(run, layout, edges.data, searched.data)
+    return NamedArray._make(data, (*(None for _ in positional), *names))
+
+
+def _gathered(data: jax.Array) -> jax.Array:
+    """Returns an array whole on every device, over Explicit mesh axes."""
+    layout = explicit_sharding(data)
+    if layout is None:
+        return data
+    return jax.sharding.reshard(data, NamedSharding(layout.mesh, PartitionSpec()))
 
 
 def _integers(function: str, x: Any) -> NamedArray:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.checks import is_integer
 from shardax._core.variable import Variable
@@ -16,6 +17,7 @@ from shardax.named import base
 from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, expand, place_of
 from shardax.named.lift import run_lifted
+from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> NamedArray:
@@ -165,7 +167,16 @@ def _along_starts(function: Any, arrays: tuple[NamedArray, ...], values: Mapping
     if not any(isinstance(start, NamedArray) and start.axes for start in starts):
         firsts = [start.data if isinstance(start, NamedArray) else start for start in starts]
         places = tuple(map(array._place, names))
-        data = function(*(x.data for x in arrays), places, firsts)
+
+        def run_whole(*datas: jax.Array) -> jax.Array:
+            return function(*datas[: len(arrays)], places, list(datas[len(arrays) :]))
+
+        layout = explicit_sharding(array.data)
+        if layout is not None and len(arrays) == 1:  # what is sliced comes out whole
+            entries = [None if i in places else entry for i, entry in enumerate(layout.spec)]
+            layout = NamedSharding(layout.mesh, PartitionSpec(*entries))
+        firsts = map(jnp.asarray, firsts)
+        data = with_layout(run_whole, layout, *(x.data for x in arrays), *firsts)
         return NamedArray._make(data, array.dims)
     count = len(array.positional_shape)
     places = tuple(range(count, count + len(names)))
