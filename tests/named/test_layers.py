@@ -99,6 +99,27 @@ def test_embed_equals_that_of_nn():
     assert_close(scores, expected[1], "batch", "time", "vocab")
 
 
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_masked_norms_equal_those_over_positions(kind: str) -> None:
+    numbers = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    mask = np.arange(80).reshape(2, 5, 8) % 3 > 0
+    mask[1, 2] = False
+    layer, reference = getattr(named, kind)({"embed": 8}), getattr(sx.nn, kind)(8)
+    x, seen = (
+        named.wrap(numbers, "batch", "time", "embed"),
+        named.wrap(mask, "batch", "time", "embed"),
+    )
+    y = layer(x.order_as("embed", "batch", "time"), mask=seen).unwrap("batch", "time", "embed")
+    np.testing.assert_allclose(y, reference(numbers, mask=mask), rtol=1e-5, atol=1e-5)
+    rows = named.wrap(mask.any(-1), "batch", "time")  # of a row all elements count, or none
+    expected = layer(x).unwrap("batch", "time", "embed")
+    np.testing.assert_array_equal(layer(x, mask=rows).unwrap("batch", "time", "embed"), expected)
+    with pytest.raises(sx.errors.LayerInputError, match="mask > 0"):
+        layer(x, mask=seen.astype(np.float32))
+    with pytest.raises(sx.errors.NamedAxesError, match="head"):
+        layer(x, mask=named.ones({"head": 2}, bool))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_norms_equal_those_of_nn(kind, dtype):

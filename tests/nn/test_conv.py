@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
@@ -104,6 +105,9 @@ TRANSPOSED: list[dict[str, Any]] = [
     {"padding": "VALID", "strides": 4},
     {"padding": "VALID", "dilation": 2},
     {"padding": [(1, 2)], "strides": 2},
+    {"padding": "CIRCULAR"},
+    {"padding": "CIRCULAR", "strides": 2, "dilation": 2},
+    {"padding": "CIRCULAR", "strides": 5},
 ]
 
 
@@ -111,7 +115,7 @@ TRANSPOSED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("rank", "options"),
     [(2, one) for one in TRANSPOSED]
-    + [(rank, TRANSPOSED[place]) for rank in (1, 3) for place in (2, 6, 7)],
+    + [(rank, TRANSPOSED[place]) for rank in (1, 3) for place in (2, 6, 7, 10)],
     ids=str,
 )
 def test_transposed_convolution_and_its_gradients_equal_flax(rank: int, options: dict[str, Any]):
@@ -125,6 +129,15 @@ def test_transposed_convolution_and_its_gradients_equal_flax(rank: int, options:
         given["kernel_dilation"] = (given["kernel_dilation"],) * rank
     peer = linen.ConvTranspose(6, (3, 4, 2)[:rank], strides=steps, **given)
     check_against_flax(layer, peer, floats(2, *SIZES[rank], 4))
+
+
+@pytest.mark.parametrize("name", ["Conv", "ConvTranspose"])
+def test_masked_kernels_and_their_gradients_equal_flax(name: str):
+    mask = np.random.default_rng(0).integers(0, 2, (3, 2, 4, 6))
+    layer = getattr(sx.nn, name)(4, 6, (3, 2), mask=mask, rngs=sx.Rngs(0))
+    peer = getattr(linen, name)(6, (3, 2), mask=mask)
+    check_against_flax(layer, peer, floats(2, 5, 6, 4))
+    assert [path for path, _ in sx.iter_variables(layer, sx.Param)] == [("kernel",), ("bias",)]
 
 
 def test_transposed_groups_are_convolved_separately():
@@ -245,8 +258,14 @@ def test_inputs_that_do_not_fit_are_refused():
     reflecting = sx.nn.Conv(4, 8, 7, padding="REFLECT", rngs=sx.Rngs(0))
     with pytest.raises(LayerInputError, match="at least 4 along"):
         reflecting(floats(2, 3, 4))
-    with pytest.raises(LayerConfigError, match="padding='CIRCULAR'"):
-        sx.nn.ConvTranspose(4, 8, 3, padding="CIRCULAR", rngs=sx.Rngs(0))
+    with pytest.raises(LayerConfigError, match="padding='REFLECT'"):
+        sx.nn.ConvTranspose(4, 8, 3, padding="REFLECT", rngs=sx.Rngs(0))
+    with pytest.raises(LayerConfigError, match=r"mask has the shape \(3,\)") as caught:
+        sx.nn.Conv(4, 8, 3, mask=np.ones(3), rngs=sx.Rngs(0))
+    mask = run_advice(
+        caught.value, "np.broadcast_to(mask, (3, 4, 8))", {"np": np, "mask": np.ones((3, 1, 1))}
+    )
+    assert sx.nn.Conv(4, 8, 3, mask=mask, rngs=sx.Rngs(0)).mask.axes == ("window", "in", "out")
 
 
 def test_grouped_convolution_with_split_kernel_equals_one_device() -> None:
@@ -267,3 +286,58 @@ def test_grouped_convolution_with_split_kernel_equals_one_device() -> None:
     np.testing.assert_allclose(found[0], value, rtol=1e-5)
     for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pool", ["AdaptiveAvgPool", "AdaptiveMaxPool"])
+@pytest.mark.parametrize("sizes", [(4, 3), (9, 1), (2, 11), (None, 7)], ids=str)
+def test_adaptive_pools_reduce_the_documented_windows(pool: str, sizes: tuple[Any, ...]):
+    x = floats(2, 9, 7, 3)
+    counts = [size or length for size, length in zip(sizes, (9, 7), strict=True)]
+    reduce = np.mean if pool == "AdaptiveAvgPool" else np.max
+    expected = np.empty((2, *counts, 3), np.float32)
+    for i, j in np.ndindex(*counts):
+        rows, columns = (
+            slice(place * length // count, -(-(place + 1) * length // count))
+            for place, length, count in zip((i, j), (9, 7), counts, strict=True)
+        )
+        expected[:, i, j] = reduce(x[:, rows, columns], axis=(1, 2))
+    close(call(getattr(sx.nn, pool)(sizes), x), expected)
+
+
+def test_adaptive_pools_keep_dtypes_and_infinities():
+    numbers = np.array([[1], [9], [-3]], np.int32)
+    assert sx.nn.AdaptiveMaxPool(2)(numbers).tolist() == [[9], [9]]
+    assert sx.nn.AdaptiveAvgPool(3)(numbers).dtype == jnp.float32
+    assert sx.nn.AdaptiveMaxPool(1)(numbers > 5).tolist() == [[True]]
+    ends = np.array([[np.inf], [1.0], [2.0]], jnp.bfloat16)
+    assert sx.nn.AdaptiveAvgPool(3)(ends).dtype == jnp.bfloat16
+    assert sx.nn.AdaptiveAvgPool(2)(ends).ravel().tolist() == [np.inf, 1.5]
+    with pytest.raises(LayerConfigError, match="output_size=0"):
+        sx.nn.AdaptiveAvgPool((2, 0))
+    with pytest.raises(LayerInputError, match="at least one element"):
+        sx.nn.AdaptiveAvgPool(2)(np.zeros((2, 0, 3)))
+    with pytest.raises(LayerConfigError, match="given none"):
+        sx.nn.AdaptiveAvgPool(())
+
+
+def test_adaptive_pools_keep_the_batch_split(explicit_mesh: Mesh):
+    x = floats(2, 5, 8)
+    expected = sx.nn.AdaptiveAvgPool(2)(x)
+    with jax.set_mesh(explicit_mesh):
+        y = sx.nn.AdaptiveAvgPool(2)(jax.device_put(x, PartitionSpec("data", None, "model")))
+    assert jax.typeof(y).sharding.spec == PartitionSpec("data", None, "model")
+    close(y, expected)
+
+
+@pytest.mark.parametrize("pool", ["AdaptiveAvgPool", "AdaptiveMaxPool"])
+def test_adaptive_pools_and_their_gradients_equal_pytorch(pool: str):
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    x, sizes = floats(2, 9, 7, 3), (4, 10)
+    theirs = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
+    expected = getattr(torch.nn, f"{pool}2d")(sizes)(theirs)
+    expected.sin().sum().backward()
+    layer = getattr(sx.nn, pool)(sizes)
+    found, gradient = jax.value_and_grad(lambda x: jnp.sin(layer(x)).sum())(x)
+    close(layer(x), expected.detach().numpy().transpose(0, 2, 3, 1))
+    close(found, expected.detach().sin().sum(), 1e-4)
+    close(gradient, theirs.grad.numpy().transpose(0, 2, 3, 1))

@@ -148,6 +148,69 @@ DESCRIPTORS = {
         # The first dimension is always the batch; here each row is an example.
         call=lambda layer, x: layer(x) if x.ndim > 1 else layer(x[None])[0],
     ),
+    "Einsum, ellipses and a shared bias": Descriptor(
+        lambda rngs, dtype: sx.nn.Einsum(
+            "b...e,...ed->b...d", (3, 8, 2), (3, 2), dtype=dtype, rngs=rngs
+        ),
+        floats(4, 3, 8),
+        (4, 3, 2),
+        {("kernel",): (None, "e", "d"), ("bias",): (None, "d")},
+        call=lambda layer, x: layer(x) if x.ndim > 2 else layer(x[None])[0],
+    ),
+    "Conv, masked": Descriptor(
+        lambda rngs, dtype: sx.nn.Conv(
+            8, 12, 3, mask=np.tri(36, 8, dtype=bool).reshape(3, 8, 12), dtype=dtype, rngs=rngs
+        ),
+        floats(4, 5, 8),
+        (4, 5, 12),
+        {("kernel",): ("window", "in", "out"), ("bias",): ("out",)},
+    ),
+    "ConvTranspose, circular": Descriptor(
+        lambda rngs, dtype: sx.nn.ConvTranspose(
+            8, 12, 3, strides=2, padding="CIRCULAR", dtype=dtype, rngs=rngs
+        ),
+        floats(4, 5, 8),
+        (4, 10, 12),
+        {("kernel",): ("window", "in", "out"), ("bias",): ("out",)},
+    ),
+    "LayerNorm, masked": Descriptor(
+        lambda rngs, dtype: sx.nn.LayerNorm(8, dtype=dtype),
+        floats(4, 3, 8),
+        (4, 3, 8),
+        {("scale",): ("embed",), ("bias",): ("embed",)},
+        call=lambda layer, x: layer(x, mask=np.arange(8) < 5),
+    ),
+    "GroupNorm, masked": Descriptor(
+        lambda rngs, dtype: sx.nn.GroupNorm(8, 2, dtype=dtype),
+        floats(4, 8),
+        (4, 8),
+        {("scale",): ("embed",), ("bias",): ("embed",)},
+        call=lambda layer, x: layer(jnp.atleast_2d(x), mask=np.arange(8) % 4 < 3).reshape(x.shape),
+    ),
+    "PReLU": Descriptor(
+        lambda rngs, dtype: sx.nn.PReLU(features=8, dtype=dtype),
+        floats(4, 8),
+        (4, 8),
+        {("negative_slope",): ("embed",)},
+    ),
+    "WeightNorm": Descriptor(
+        lambda rngs, dtype: sx.nn.WeightNorm(sx.nn.Linear(8, 12, dtype=dtype, rngs=rngs)),
+        floats(4, 8),
+        (4, 12),
+        {
+            ("body", "kernel"): ("in", "out"),
+            ("body", "bias"): ("out",),
+            ("scale", "kernel"): ("out",),
+        },
+    ),
+    "SpectralNorm": Descriptor(
+        lambda rngs, dtype: sx.nn.SpectralNorm(
+            sx.nn.Linear(8, 12, dtype=dtype, rngs=rngs), n_steps=30, rngs=rngs
+        ),
+        floats(4, 8),
+        (4, 12),
+        {("body", "kernel"): ("in", "out"), ("body", "bias"): ("out",)},
+    ),
     "BatchNorm, running statistics": Descriptor(
         lambda rngs, dtype: sx.nn.BatchNorm(8, dtype=dtype, use_running_average=True),
         floats(4, 3, 8),
@@ -162,6 +225,19 @@ DESCRIPTORS = {
         call=lambda stack, x: stack(x.astype(stack.stacked.dtype)),  # what goes around keeps dtype
     ),
     "MultiHeadAttention": Descriptor(attention, floats(4, 3, 8), (4, 3, 8), attention_axes()),
+    "MultiHeadAttention, to another size by a function": Descriptor(
+        lambda rngs, dtype: attention(
+            rngs,
+            dtype,
+            out_features=12,
+            causal=True,
+            num_kv_heads=4,
+            attention_fn=sx.nn.dot_product_attention,
+        ),
+        floats(4, 3, 8),
+        (4, 3, 12),
+        attention_axes(),
+    ),
     "MultiHeadAttention, causal, grouped, rotary": Descriptor(
         lambda rngs, dtype: attention(rngs, dtype, num_kv_heads=4, causal=True, rope_base=100.0),
         floats(4, 3, 8),

@@ -103,6 +103,15 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
         nn.LSTMCell(8, 8, **options), nn.LSTMCell(8, 8, **options)
     ),
     "Stack": lambda options: nn.Stack(lambda: nn.Linear(8, 8, **options), 2),
+    "PReLU": lambda options: nn.PReLU(features=8, param_dtype=options["param_dtype"]),
+    "WeightNorm": lambda options: nn.WeightNorm(nn.Linear(8, 8, **options)),
+    "SpectralNorm": lambda options: nn.SpectralNorm(nn.Linear(8, 8, **options), rngs=RNGS),
+    "AdaptiveAvgPool": lambda options: nn.Sequential(
+        nn.Linear(8, 8, **options), nn.AdaptiveAvgPool(2)
+    ),
+    "AdaptiveMaxPool": lambda options: nn.Sequential(
+        nn.Linear(8, 8, **options), nn.AdaptiveMaxPool(7)
+    ),
 }
 RNGS = sx.Rngs(0)
 ELSEWHERE = {"AttentionCache", "Embed", "RNN", "LSTMCell", "Sequential"}  # in models and above

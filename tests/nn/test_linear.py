@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.values import with_values
 
@@ -116,6 +117,19 @@ def test_kernel_without_rngs_raises_missing_rngs():
         layer(np.zeros(2, np.float32))
 
 
+def spelled(equation: str, *shapes: tuple[int, ...]) -> list[str]:
+    """The letters of input, kernel and result, capital ones for those of the ellipsis."""
+    inputs, output = equation.replace(" ", "").split("->")
+    terms, extra = inputs.split(","), ""
+    for place, shape in enumerate(shapes):
+        if "..." in terms[place]:
+            count = len(shape) - len(terms[place]) + 3
+            own = "XYZ"[3 - count :]
+            terms[place] = terms[place].replace("...", own)
+            extra = max(extra, own, key=len)
+    return [*terms, output.replace("...", extra)]
+
+
 @pytest.mark.parametrize(
     ("equation", "x_shape", "kernel_shape", "bias_shape"),
     [
@@ -125,6 +139,11 @@ def test_kernel_without_rngs_raises_missing_rngs():
         ("...ge,gef->...gf", (5, 3, 8), (3, 8, 2), (2,)),
         ("x,xy->y", (8,), (8, 3), None),
         ("...e,f->...ef", (5, 8), (3,), (3,)),
+        ("ab...,bcd->acd...", (2, 8, 3, 5), (8, 4, 2), (4, 2)),
+        ("a...b,...bc->c...a", (2, 5, 3, 8), (3, 8, 4), (4,)),
+        ("a...,ab->...b", (8, 3, 5), (8, 4), (4,)),
+        ("ab,...b->a...", (2, 8), (5, 3, 8), (5, 3)),
+        ("...ab,...bc->...ac", (5, 2, 8), (8, 4), None),
     ],
 )
 def test_einsum_computes_its_equation_and_spreads_the_bias(
@@ -136,14 +155,32 @@ def test_einsum_computes_its_equation_and_spreads_the_bias(
     expected = np.einsum(equation, x, kernel)
     if bias_shape is not None:
         layer.bias.value = floats(*bias_shape)
-        letters = equation.split("->")[1].replace("...", "")
-        first, second = equation.split("->")[0].replace("...", "").split(",")
-        shape = [
-            kernel_shape[second.index(letter)] if letter in second and letter not in first else 1
-            for letter in letters
-        ]
+        first, second, output = spelled(equation, x_shape, kernel_shape)
+        shape = [1] * expected.ndim
+        own = [letter for letter in second if letter not in first]
+        for place, letter in enumerate(output):
+            if letter in own:
+                shape[place] = kernel_shape[second.index(letter)]
         expected = expected + floats(*bias_shape).reshape(shape)
     np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("equation", "x_shape", "kernel_shape", "bias_shape"),
+    [
+        ("...ge,gef->...gf", (5, 3, 8), (3, 8, 2), (3, 2)),
+        ("ab...,bac->ca...", (2, 8, 3), (8, 2, 4), (4, 2)),
+        ("...e,...ed->...d", (5, 3, 8), (3, 8, 2), (3, 2)),
+    ],
+)
+def test_einsum_bias_covers_shared_dimensions_like_flax(
+    equation: str, x_shape: Any, kernel_shape: Any, bias_shape: Any
+):
+    layer = with_values(sx.nn.Einsum(equation, kernel_shape, bias_shape, rngs=sx.Rngs(0)))
+    peer = nnx.Einsum(equation, kernel_shape, bias_shape, rngs=nnx.Rngs(0))
+    peer.kernel[...], peer.bias[...] = layer.kernel.value, layer.bias.value
+    x = floats(*x_shape)
+    np.testing.assert_allclose(call(layer, x), peer(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +188,8 @@ def test_einsum_computes_its_equation_and_spreads_the_bias(
     [
         (lambda: sx.nn.Einsum("te,ed", (2, 2), rngs=None), "cannot read the equation 'te,ed'"),
         (lambda: sx.nn.Einsum("...te,ed->td", (2, 2), rngs=None), "cannot read the equation"),
+        (lambda: sx.nn.Einsum("te,...ed->td", (2, 2), rngs=None), "cannot read the equation"),
+        (lambda: sx.nn.Einsum("...t...,ed->...d", (2, 2), rngs=None), "cannot read the equation"),
         (lambda: sx.nn.Einsum("tt,td->td", (2, 2), rngs=None), "a letter twice in 'tt'"),
         (lambda: sx.nn.Einsum("te,ed->tx", (2, 2), rngs=None), r"\['x'\] in the result"),
         (lambda: sx.nn.Einsum("te,ed->td", (2,), rngs=None), "'ed' of 2 dimensions"),

@@ -28,6 +28,8 @@ IDS = {
     "a row": np.array([[6, 7, 100, -100], [0, 1, 2, 3]], np.int32),
     "whole": np.full((BATCH, TIME), -1, np.int32),
 }
+NORMS = ("layer norm", "rms norm", "group norm", "instance norm")
+ELEMENTS = np.arange(BATCH * TIME * FEATURES).reshape(BATCH, TIME, FEATURES) % 3 > 0
 ATTENTION: dict[str, dict[str, Any]] = {
     "attention": {},
     "attention, grouped": {"num_kv_heads": 2, "use_bias": True},
@@ -43,6 +45,10 @@ def make(dtype: Any) -> dict[str, Any]:
         for name, more in ATTENTION.items()
     }
     layers["batch norm"] = nn.BatchNorm(FEATURES, **options)
+    layers["layer norm"] = nn.LayerNorm(FEATURES, **options)
+    layers["rms norm"] = nn.RMSNorm(FEATURES, **options)
+    layers["group norm"] = nn.GroupNorm(FEATURES, 2, **options)
+    layers["instance norm"] = nn.InstanceNorm(FEATURES, **options)
     layers["embed"] = nn.Embed(6, FEATURES, **options)
     layers["rnn"] = nn.RNN(nn.SimpleCell(FEATURES, FEATURES, **options))
     layers["reversed rnn"] = nn.RNN(nn.SimpleCell(FEATURES, FEATURES, **options), reverse=True)
@@ -64,6 +70,9 @@ def run(layers: dict[str, Any], x: Any, real: Any, segments: Any, ids: Any) -> d
         )
     norm = layers["batch norm"]
     results["batch norm"] = norm(x, mask=real[..., None])
+    for name in NORMS:
+        results[name] = layers[name](x, mask=real[..., None])
+        results[f"{name}, elements"] = layers[name](x, mask=ELEMENTS)
     results["running mean"], results["running variance"] = norm.mean.value, norm.var.value
     for name in ("rnn", "reversed rnn"):
         carry, y = layers[name](x, mask=real, return_carry=True)
@@ -105,6 +114,22 @@ def attended(layer: Any, x: np.ndarray, context: np.ndarray, allowed: np.ndarray
     return y if layer.out.bias is None else y + wide(layer.out.bias)
 
 
+def normalized(layer: Any, x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    groups = getattr(layer, "num_groups", 1)
+    # Of a group norm one group is over time too; of others each row is a group.
+    lead, dims = ((BATCH, TIME), (1, 3)) if hasattr(layer, "num_groups") else ((-1, 1), (1, 3))
+    parts = [
+        array.reshape(*lead, groups, FEATURES // groups) for array in np.broadcast_arrays(x, mask)
+    ]
+    grouped, counts = parts
+    counts = counts | ~counts.any(dims, keepdims=True)
+    is_rms = isinstance(layer, nn.RMSNorm)
+    mean = 0.0 if is_rms else grouped.mean(dims, keepdims=True, where=counts)
+    variance = ((grouped - mean) ** 2).mean(dims, keepdims=True, where=counts)
+    y = ((grouped - mean) / np.sqrt(variance + layer.epsilon)).reshape(x.shape) * wide(layer.scale)
+    return y if is_rms else y + wide(layer.bias)
+
+
 def steps(cell: Any, x: np.ndarray, real: np.ndarray, order: Any) -> tuple[Any, Any]:
     hidden, y = np.zeros((BATCH, FEATURES)), np.zeros_like(x)
     for step in order:
@@ -141,6 +166,9 @@ def expected(layers: dict[str, Any], x: Any, real: Any, segments: Any, ids: Any)
     results["batch norm"] = y
     results["running mean"] = np.broadcast_to(0.01 * mean, FEATURES)
     results["running variance"] = np.broadcast_to(0.99 + 0.01 * variance, FEATURES)
+    for name in NORMS:
+        results[name] = normalized(layers[name], x, real[..., None])
+        results[f"{name}, elements"] = normalized(layers[name], x, ELEMENTS)
     for name, order in (("rnn", range(TIME)), ("reversed rnn", reversed(range(TIME)))):
         carry, y = steps(layers[name].cell, x, real, order)
         results |= {name: y, f"{name}, carry": carry}
@@ -219,6 +247,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: nn.BatchNorm(8)(X, mask=np.full((2, 4, 1), 0.5)),
         LayerInputError,
         "Of weights: mask > 0",
+    ),
+    "layer norm, shape": (
+        lambda: nn.LayerNorm(8)(X, mask=REAL["part"]),
+        LayerInputError,
+        r"LayerNorm\(8\) takes a mask.* broadcasts to \(2, 4, 8\)",
     ),
     "rnn, shape": (lambda: RECUR(X, mask=np.ones(4, bool)), LayerInputError, "mask of booleans"),
     "rnn, numbers": (lambda: RECUR(X, mask=np.ones((2, 4))), LayerInputError, "mask of booleans"),

@@ -121,6 +121,17 @@ def test_side_inputs_reach_nested_layers_by_name():
         np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_mask_of_attention_does_not_reach_norms():
+    attention = with_values(sx.nn.MultiHeadAttention(4, 2, rngs=sx.Rngs(0)))
+    alone = sx.surgery.LoRA(None, 2, in_features=4, out_features=4)
+    for norm in (sx.nn.RMSNorm(4), sx.nn.LayerNorm(4), sx.nn.GroupNorm(4, 2)):
+        model = sx.nn.Sequential(attention, norm, alone)
+        expected = alone(norm(attention(X, mask=MASK)))
+        np.testing.assert_allclose(call(model, X, mask=MASK), expected, rtol=1e-4, atol=1e-5)
+        with pytest.raises(LayerInputError, match="no layer takes mask"):
+            sx.nn.Sequential(norm)(X, mask=MASK)
+
+
 def test_unknown_and_unnamed_side_inputs_are_refused():
     linear = with_values(sx.nn.Linear(4, 4, rngs=sx.Rngs(0)))
     model = sx.nn.Sequential(jnp.tanh, linear)

@@ -297,8 +297,16 @@ def test_recurrent_kernels_start_orthogonal_for_each_gate() -> None:
 
 def test_unsuitable_cells_and_inputs_are_refused() -> None:
     rnn = sx.nn.RNN(make("gru"))
-    with pytest.raises(LayerConfigError, match=r"RNN runs a cell.*initial_carry"):
-        sx.nn.RNN(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))
+    linear = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+    with pytest.raises(LayerConfigError, match=r"RNN runs a cell.*Linear does not say") as caught:
+        sx.nn.RNN(linear)
+    code = "def initial_carry(self, x):\n    return jnp.zeros((*x.shape[:-1], features), x.dtype)\n"
+    names = {"jnp": jnp, "features": 2}
+    run_advice(caught.value, code, names)
+    step = lambda self, carry, x: (carry + linear(x), carry)  # noqa: E731
+    methods = {"initial_carry": names["initial_carry"], "__call__": step}
+    cell = type("Sum", (sx.Module,), methods)()
+    assert sx.nn.RNN(cell)(jnp.ones((1, 4, 2))).shape == (1, 4, 2)
     with pytest.raises(LayerConfigError, match="RNN runs a cell") as caught:
         sx.nn.RNN(sx.nn.GRUCell)
     code = "sx.nn.RNN(sx.nn.LSTMCell(in_features, features, rngs=rngs))"

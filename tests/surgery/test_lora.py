@@ -449,3 +449,77 @@ def test_named_layers_are_adapted_and_merged(
     expected = merged.layers[0](x).unwrap(*names)
     np.testing.assert_allclose(sx.jit(first)(x).unwrap(*names), expected, rtol=1e-4, atol=1e-5)
     assert not np.allclose(expected, plain.unwrap(*names))
+
+
+# --- with sizes: around any layer, or alone ---
+
+
+class Cubed(sx.Module):
+    """A layer of a user, with an argument of its own."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.weight = sx.Param(np.full((8, 4), 0.5, np.float32))
+
+    def __call__(self, x: Any, power: int = 3, *, shift: float = 0.0) -> Any:
+        return (x @ self.weight.value) ** power + shift
+
+
+def sized(layer: Any, **options: Any) -> Any:
+    adapter = sx.surgery.LoRA(layer, 2, 0.5, in_features=8, out_features=4, **options)
+    return with_values(adapter)
+
+
+def test_sized_adapters_add_their_term_to_any_layer() -> None:
+    x = np.arange(24, dtype=np.float32).reshape(3, 8) / 24
+    layer, adapter = (
+        Cubed(sx.Rngs(0)),
+        sx.surgery.LoRA(Cubed(sx.Rngs(0)), 2, 0.5, in_features=8, out_features=4),
+    )
+    np.testing.assert_array_equal(adapter(x, 2, shift=1.0), layer(x, 2, shift=1.0))
+    adapter.b.value = b = np.arange(8, dtype=np.float32).reshape(2, 4)
+    expected = np.asarray(layer(x)) + 0.5 * x @ np.asarray(adapter.a.value) @ b
+    np.testing.assert_allclose(sx.jit(lambda m, x: m(x))(adapter, x), expected, rtol=1e-5)
+    gradients = sx.grad(lambda adapter: adapter(x).sum(), wrt="lora")(adapter)
+    assert sorted(gradients.flat()) == [("a",), ("b",)]
+    assert (adapter.a.axes, adapter.b.axes) == (("in", None), (None, "out"))
+
+
+def test_adapters_alone_are_layers_and_merge_into_one() -> None:
+    x = np.ones((3, 8), np.float32)
+    model = sx.nn.Sequential(sized(None), jnp.tanh)
+    merged = sx.surgery.merge_lora(model)
+    assert type(merged.layers[0]) is sx.nn.Linear
+    assert merged.layers[0].bias is None
+    np.testing.assert_allclose(merged(x), model(x), rtol=1e-5)
+    narrow = sized(None, param_dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        assert narrow(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_what_sized_adapters_cannot_do_is_refused() -> None:
+    names: dict[str, Any] = {"sx": sx, "layer": Cubed(sx.Rngs(0))}
+    with pytest.raises(errors.SelectionError, match="no kernel that LoRA knows") as caught:
+        sx.surgery.LoRA(names["layer"], 2)
+    code = "sx.surgery.LoRA(layer, 2, in_features=8, out_features=4)"
+    adapter = run_advice(caught.value, code, names)
+    assert adapter(np.ones((3, 8))).shape == (3, 4)
+    with pytest.raises(errors.SelectionError, match="around a Cubed") as caught:
+        sx.surgery.merge_lora(adapter)
+    names["model"] = sx.nn.MLP(8, 4, rngs=sx.Rngs(0))
+    run_advice(caught.value, "sx.surgery.lora(sx.select(model), rank=2)", names)
+    with pytest.raises(errors.SelectionError, match="a Module that is called") as caught:
+        sx.surgery.LoRA(3, 2, in_features=8, out_features=4)
+    code = "sx.surgery.LoRA(None, 2, in_features=8, out_features=4)"
+    assert run_advice(caught.value, code, names)(np.ones((3, 8))).shape == (3, 4)
+    with pytest.raises(errors.LayerConfigError, match="out_features=None"):
+        sx.surgery.LoRA(None, 2, in_features=8)
+    conv = sx.nn.Conv(4, 4, 3, mask=np.ones((3, 4, 4)), rngs=sx.Rngs(0))
+    with pytest.raises(errors.SelectionError, match="Conv with a mask of its kernel"):
+        sx.surgery.lora(sx.select([conv]), rank=2)
+
+
+def test_adapters_follow_an_ellipsis_inside_an_equation() -> None:
+    layer = sx.nn.Einsum("ab...,bcd->acd...", (8, 4, 2), rngs=sx.Rngs(0))
+    adapter = with_values(sx.surgery.LoRA(layer, 2))
+    x = np.random.default_rng(0).normal(size=(2, 8, 3, 5)).astype(np.float32)
+    np.testing.assert_allclose(adapter.merged()(x), adapter(x), rtol=1e-4, atol=1e-4)

@@ -4,6 +4,8 @@
 from shardax.named.array import NamedArray as NamedArray
 from shardax.named.functions import dot as dot
 from shardax.named.functions import einsum as einsum
+from shardax.named.functions import log_softmax as log_softmax
+from shardax.named.functions import logsumexp as logsumexp
 from shardax.named.functions import nmap as nmap
 from shardax.named.functions import scan as scan
 from shardax.named.functions import softmax as softmax
@@ -16,10 +18,13 @@ from shardax.named.layout import Constrain as Constrain
 from shardax.named.layout import constrain as constrain
 from shardax.named.layout import shard as shard
 from shardax.named.make import arange as arange
+from shardax.named.make import categorical as categorical
+from shardax.named.make import choice as choice
 from shardax.named.make import concatenate as concatenate
 from shardax.named.make import full as full
 from shardax.named.make import normal as normal
 from shardax.named.make import ones as ones
+from shardax.named.make import permutation as permutation
 from shardax.named.make import randint as randint
 from shardax.named.make import random as random
 from shardax.named.make import random_split as random_split
@@ -30,3 +35,12 @@ from shardax.named.make import unstack as unstack
 from shardax.named.make import where as where
 from shardax.named.make import wrap as wrap
 from shardax.named.make import zeros as zeros
+from shardax.named.search import bincount as bincount
+from shardax.named.search import nonzero as nonzero
+from shardax.named.search import one_hot as one_hot
+from shardax.named.search import searchsorted as searchsorted
+from shardax.named.search import unique as unique
+from shardax.named.slicing import dynamic_slice as dynamic_slice
+from shardax.named.slicing import dynamic_update_slice as dynamic_update_slice
+from shardax.named.slicing import pad as pad
+from shardax.named.slicing import tile as tile

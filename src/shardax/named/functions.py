@@ -16,7 +16,14 @@ from shardax._transforms.errors import CarryError
 from shardax._transforms.lift.engine import wraps
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
-from shardax.named.elementwise import Operand, check_sizes, listing, named_sizes, place_of
+from shardax.named.elementwise import (
+    Operand,
+    check_sizes,
+    listing,
+    named_sizes,
+    place_of,
+    places_of,
+)
 from shardax.named.lift import is_named, is_whole, run_lifted
 from shardax.nn.arithmetic import cast_all
 from shardax.partition.explicit import joined_sharding
@@ -78,18 +85,24 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
     return NamedArray._make(data, (*joint, *free_names[0], *free_names[1]))
 
 
+_DOTS = "..."
+
+
 def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
     """Sums products of arrays over names, given as a text.
 
     Args:
         subscripts: The names of each array, separated by spaces, with commas between arrays, and
-            those of the result after ``->``. Names that the result lacks are summed over.
+            those of the result after ``->``. Names that the result lacks are summed over. An
+            ellipsis stands for the names of a named array that are not mentioned; in the result,
+            for all of these.
         *arrays: As many arrays. Of a named one, names that are not mentioned stay, and go together
             with those of other arrays; the dimensions of a plain one are named in order.
         dtype: Dtype of the sums and of the result; None for that of the products.
 
     Returns:
-        The result, stored as: the names that are not mentioned, then those after ``->``.
+        The result, stored as: the names that are not mentioned, in place of the ellipsis or in
+        front, and those after ``->``.
 
     Raises:
         NamedAxesError: If the text does not fit the arrays, or a name has two sizes.
@@ -99,9 +112,16 @@ def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
         >>> x, w = sx.named.ones({"batch": 2, "time": 3, "embed": 4}), jnp.ones((4, 5))
         >>> sx.named.einsum("time embed, embed mlp -> mlp time", x, w).axes
         {'batch': 2, 'mlp': 5, 'time': 3}
+        >>> sx.named.einsum("... embed, embed mlp -> ... mlp", x, w).axes
+        {'batch': 2, 'time': 3, 'mlp': 5}
     """
-    terms, arrow, last = subscripts.partition("->")
+    terms, arrow, last = subscripts.replace("...", f" {_DOTS} ").partition("->")
     inputs, result = [term.split() for term in terms.split(",")], last.split()
+    if any(_DOTS in term for term in inputs) and _DOTS not in result:
+        raise NamedAxesError(
+            f"einsum({subscripts!r}) has an ellipsis for the names that are not mentioned, which "
+            f"stay: write it in the result too, '... embed, embed mlp -> ... mlp'."
+        )
     operands: list[Operand] = []
     for term, array in zip(inputs, arrays, strict=False):
         if isinstance(array, Variable):
@@ -109,7 +129,8 @@ def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
         operand = Operand(array, tuple(term))
         if isinstance(array, NamedArray):
             operand = Operand(*array._parts())
-        elif not hasattr(array, "shape") or len(array.shape) != len(term):
+            term = [name for name in term if name != _DOTS]
+        elif not hasattr(array, "shape") or len(array.shape) != len(term) or _DOTS in term:
             operand = None
         if operand is None or None in operand.dims or not {*term} <= {*operand.dims}:
             raise NamedAxesError(
@@ -120,7 +141,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
         operands.append(operand)
     mentioned = [name for term in inputs for name in term]
     twice = any(len({*names}) < len(names) for names in (*inputs, result))
-    if not arrow or twice or len(inputs) != len(arrays) or not {*result} <= {*mentioned}:
+    if not arrow or twice or len(inputs) != len(arrays) or not {*result} <= {*mentioned, _DOTS}:
         raise NamedAxesError(
             f"einsum({subscripts!r}) does not fit {len(arrays)} arrays: give the names of each, "
             "every name once, with commas between, and those of the result, which are some of "
@@ -128,7 +149,9 @@ def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
         )
     sizes = named_sizes(operands)
     places = {name: place for place, name in enumerate(sizes)}
-    dims = (*(name for name in sizes if name not in mentioned), *result)
+    place = result.index(_DOTS) if _DOTS in result else 0
+    further = (name for name in sizes if name not in mentioned)
+    dims = (*result[:place], *further, *(name for name in result[place:] if name != _DOTS))
     interleaved: list[Any] = []
     for data, own_dims in operands:
         interleaved += [data, [places[name] for name in own_dims]]
@@ -152,11 +175,11 @@ def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
 
 
 def softmax(x: NamedArray, axis: Any) -> NamedArray:
-    """Returns exponentials along an axis, divided by their sum.
+    """Returns exponentials along axes, divided by their sum.
 
     Args:
         x: A named array.
-        axis: A name, or the number of a positional dimension.
+        axis: A name, the number of a positional dimension, or a list or tuple of these.
 
     Returns:
         The same axes.
@@ -168,9 +191,62 @@ def softmax(x: NamedArray, axis: Any) -> NamedArray:
         >>> import shardax as sx
         >>> sx.named.softmax(sx.named.zeros({"a": 4}), "a").unwrap("a").tolist()
         [0.25, 0.25, 0.25, 0.25]
+        >>> sx.named.softmax(sx.named.zeros({"a": 4, "b": 2}), ("a", "b")).max().item()
+        0.125
     """
     data, dims = as_named(x, "softmax")._parts()
-    return NamedArray._make(jax.nn.softmax(data, axis=place_of(dims, axis)), dims)
+    return NamedArray._make(jax.nn.softmax(data, axis=_places(dims, axis)), dims)
+
+
+def log_softmax(x: NamedArray, axis: Any) -> NamedArray:
+    """Returns the logarithm of the softmax along axes.
+
+    Args:
+        x: A named array.
+        axis: As for ``softmax``.
+
+    Returns:
+        The same axes.
+
+    Raises:
+        NamedAxesError: If there is no such axis.
+
+    Example:
+        >>> import shardax as sx
+        >>> sx.named.log_softmax(sx.named.zeros({"a": 1}), "a").unwrap("a").tolist()
+        [0.0]
+    """
+    data, dims = as_named(x, "log_softmax")._parts()
+    return NamedArray._make(jax.nn.log_softmax(data, axis=_places(dims, axis)), dims)
+
+
+def logsumexp(x: NamedArray, axis: Any) -> NamedArray:
+    """Returns the logarithm of the sum of exponentials along axes.
+
+    Args:
+        x: A named array.
+        axis: As for ``softmax``.
+
+    Returns:
+        The axes that remain.
+
+    Raises:
+        NamedAxesError: If there is no such axis.
+
+    Example:
+        >>> import shardax as sx
+        >>> x = sx.named.zeros({"a": 1, "b": 1, "batch": 2})
+        >>> sx.named.logsumexp(x, ("a", "b")).unwrap("batch").tolist()
+        [0.0, 0.0]
+    """
+    data, dims = as_named(x, "logsumexp")._parts()
+    places = _places(dims, axis)
+    remaining = tuple(name for place, name in enumerate(dims) if place not in places)
+    return NamedArray._make(jax.nn.logsumexp(data, axis=places), remaining)
+
+
+def _places(dims: Dims, axis: Any) -> tuple[int, ...]:
+    return (place_of(dims, axis),) if axis is None else places_of(dims, axis)
 
 
 def nmap(function: Callable[..., Any]) -> Callable[..., Any]:

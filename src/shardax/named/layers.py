@@ -24,7 +24,7 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import Param
-from shardax.named.array import NamedArray
+from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot, softmax
 from shardax.named.make import arange, where
@@ -313,6 +313,7 @@ class _Normalization(Module):
     scale: Param[Any] | None
     bias: Param[Any] | None = None
     _centred = False
+    _direct_inputs = frozenset({"mask"})  # as of nn's norms
 
     def _declare(
         self,
@@ -331,13 +332,23 @@ class _Normalization(Module):
             setattr(self, name, parameter_made)
         self.dtype = parameters.canonical_dtype(dtype)
 
-    def _normalised(self, x: NamedArray) -> NamedArray:
-        x = check_input(f"{type(self).__name__}({self.axes})", x, self.axes)
+    def _normalised(self, x: NamedArray, mask: Any) -> NamedArray:
+        layer = f"{type(self).__name__}({self.axes})"
+        x, where = check_input(layer, x, self.axes), None
         names = list(self.axes.names)
+        if mask is not None:
+            mask = as_named(mask, f"The mask of {layer}")
+            if jnp.issubdtype(mask.dtype, np.inexact):
+                hint = "Of weights: mask > 0."
+                parameters.refuse_input(layer, "a mask of booleans", mask, hint)
+            within = [name for name in names if name in mask.axes]
+            where = mask.astype(bool)
+            # Where none counts all do; a mask without these axes says no more than that.
+            where = where | ~where.any(within) if within else where | ~where
         wide = x.astype(arithmetic.at_least_float32(x.dtype))
         if self._centred:  # the variance is that of centred values: an offset costs no precision
-            wide = wide - wide.mean(names)
-        data, dims = ((wide * wide).mean(names) + self.epsilon)._parts()
+            wide = wide - wide.mean(names, where=where)
+        data, dims = ((wide * wide).mean(names, where=where) + self.epsilon)._parts()
         y = wide * NamedArray._make(jax.lax.rsqrt(data), dims)
         if self.scale is not None:
             y = y * beside(self.scale, self.axes, y)
@@ -391,19 +402,22 @@ class RMSNorm(_Normalization):
         scale = scale_init if use_scale else None
         self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, *, mask: Any = None) -> NamedArray:
         """Normalises an input.
 
         Args:
             x: Has the layer's axes, and any others.
+            mask: Which elements count for the statistics; booleans with axes of ``x``. Where none
+                counts all do.
 
         Returns:
             The same axes, in the compute dtype.
 
         Raises:
-            LayerInputError: If an axis is missing or has another size.
+            LayerInputError: If an axis is missing or has another size, or the mask has numbers.
+            NamedAxesError: If the mask has an axis that ``x`` lacks.
         """
-        return self._normalised(x)
+        return self._normalised(x, mask)
 
 
 class LayerNorm(_Normalization):
@@ -455,19 +469,22 @@ class LayerNorm(_Normalization):
         scale, bias = scale_init if use_scale else None, bias_init if use_bias else None
         self._declare(axes, epsilon, dtype, param_dtype, rngs, scale=scale, bias=bias)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, *, mask: Any = None) -> NamedArray:
         """Normalises an input.
 
         Args:
             x: Has the layer's axes, and any others.
+            mask: Which elements count for the statistics; booleans with axes of ``x``. Where none
+                counts all do.
 
         Returns:
             The same axes, in the compute dtype.
 
         Raises:
-            LayerInputError: If an axis is missing or has another size.
+            LayerInputError: If an axis is missing or has another size, or the mask has numbers.
+            NamedAxesError: If the mask has an axis that ``x`` lacks.
         """
-        return self._normalised(x)
+        return self._normalised(x, mask)
 
 
 class Attention(Module):

@@ -21,6 +21,7 @@ from shardax.named import base
 from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 from shardax.named.lift import run_lifted
+from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def wrap(array: Any, *names: Any) -> NamedArray:
@@ -290,6 +291,141 @@ def random_split(key: Any, axes: base.Axes) -> NamedArray:
         {'batch': 3, 'head': 2}
     """
     return random(lambda key, shape: jax.random.split(key, shape), key, axes)
+
+
+def categorical(key: Any, logits: Any, axis: Any, axes: base.Axes | None = None) -> NamedArray:
+    """Draws positions along an axis, by the logarithms of their probabilities.
+
+    Args:
+        key: A random key, or a named array of keys, of which each draws.
+        logits: A named array; they need not be normalized.
+        axis: The name of the axis whose positions are drawn.
+        axes: Sizes by name of further axes, along which draws are independent.
+
+    Returns:
+        Integers with the other axes of the logits, the further ones and those of the keys, stored
+        in canonical order.
+
+    Raises:
+        NamedAxesError: If there is no such axis, logits have positional dimensions, or a further
+            axis is there already.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> logits = sx.named.wrap([[0.0, -1e9], [-1e9, 0.0]], "batch", "vocab")
+        >>> tokens = sx.named.categorical(jax.random.key(0), logits, "vocab", {"draw": 2})
+        >>> tokens.unwrap("batch", "draw").tolist()
+        [[0, 0], [1, 1]]
+    """
+    array = as_named(logits, "categorical")
+    array._place(axis)
+    if array.positional_shape:
+        raise base.NamedAxesError(
+            f"categorical draws along all names but {axis!r}, but the logits have positional "
+            f"dimensions: {base.shown(array.dims, array.shape)}. Name them, logits.tag(...)."
+        )
+    further, _ = base.check_sizes_by_name(axes or {})
+    of_keys = key.axes if isinstance(key, NamedArray) else {}
+    for name in further:
+        if name in array.axes or name in of_keys:
+            raise base.NamedAxesError(
+                f"categorical draws along the further axis {name!r}, which the "
+                f"{'logits' if name in array.axes else 'keys'} have already. Give another name, or "
+                f"leave it out."
+            )
+    sizes = {name: size for name, size in array.axes.items() if name != axis} | dict(axes or {})
+    names = tuple(name for name in base.sorted_names(sizes) if name not in of_keys)
+    shared = tuple(name for name in array.axes if name in of_keys and name != axis)
+    data = expand(Operand(*array._parts()), (*shared, *names, axis))
+    draw = functools.partial(
+        jax.random.categorical, axis=-1, shape=tuple(sizes[name] for name in names)
+    )
+    if not isinstance(key, NamedArray):
+        return NamedArray(draw(key, data), names)
+    lifted = NamedArray(data, (*shared, *(None,) * (len(names) + 1)))
+    return run_lifted(NamedArray._make, draw, (key, lifted), {}).tag(*names).canonical()
+
+
+def choice(
+    key: Any, array: Any, axis: Any, axes: base.Axes, *, replace: bool = True, p: Any = None
+) -> NamedArray:
+    """Draws slices of an array along an axis.
+
+    Args:
+        key: A random key, or a named array of keys, of which each draws.
+        array: A named array.
+        axis: The name of the axis to draw along.
+        axes: Sizes by name of the axes that take its place. Of one that the array has too each
+            position draws for itself; along other axes of the array the draws are the same.
+        replace: Whether a position may be drawn more than once.
+        p: Probabilities of the positions, with that axis only; None for all alike.
+
+    Returns:
+        The array with the axes in place of the axis.
+
+    Raises:
+        NamedAxesError: If there is no such axis, or ``p`` has other axes.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> x = sx.named.arange({"item": 3}) * 10
+        >>> p = sx.named.wrap([0.0, 0.0, 1.0], "item")
+        >>> sx.named.choice(jax.random.key(0), x, "item", {"draw": 2}, p=p).unwrap("draw").tolist()
+        [20, 20]
+    """
+    array = as_named(array, "choice")
+    size = array.data.shape[array._place(axis)]
+    weights = p
+    if p is not None:
+        weights = p if isinstance(p, NamedArray) else wrap(jnp.asarray(p), axis)
+        if weights.axes != {axis: size}:
+            raise base.NamedAxesError(
+                f"choice along {axis!r} takes probabilities with the axes {{{axis!r}: {size}}}, "
+                f"but was given {base.shown(weights.dims, weights.shape)}. For others at each "
+                f"position: named.categorical(key, named.nmap(jnp.log)(p), {axis!r})."
+            )
+        weights = weights.unwrap(axis)
+    positions = random(
+        lambda key, shape: jax.random.choice(key, size, shape, replace, weights), key, axes
+    )
+    return array[{axis: positions}]
+
+
+def permutation(key: Any, array: Any, axis: Any, *, independent: bool = False) -> NamedArray:
+    """Returns an array with its slices along an axis in random order.
+
+    Args:
+        key: A random key, or a named array of keys, each of which orders its own positions.
+        array: A named array.
+        axis: The name of the axis.
+        independent: Whether each position along the other axes has an order of its own.
+
+    Returns:
+        The same axes, and those of the keys.
+
+    Raises:
+        NamedAxesError: If there is no such axis, or ``independent`` is given with named keys.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> x = sx.named.permutation(jax.random.key(0), sx.named.arange({"item": 4}), "item")
+        >>> sorted(x.unwrap("item").tolist())
+        [0, 1, 2, 3]
+    """
+    array = as_named(array, "permutation")
+    size = array.data.shape[array._place(axis)]
+    if not independent:
+        order = random(lambda key, shape: jax.random.permutation(key, size), key, {axis: size})
+        return array[{axis: order}]
+    if isinstance(key, NamedArray):
+        raise base.NamedAxesError(
+            "permutation(independent=True) takes one key, but was given named ones, each of which "
+            "orders its own positions: leave independent out."
+        )
+    data, dims = array.canonical()._parts()
+    place = dims.index(axis)
+    shuffle = functools.partial(jax.random.permutation, axis=place, independent=True)
+    return NamedArray(with_layout(shuffle, explicit_sharding(data), key, data), dims)
 
 
 def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:

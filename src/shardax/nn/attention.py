@@ -2,9 +2,7 @@
 """Multi-head attention, and its cache.
 
 Vaswani et al., "Attention Is All You Need", 2017. Grouped-query attention (Ainslie et al., 2023)
-has fewer heads of keys and values than heads of queries; consecutive query heads share one. The
-weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel where
-there is one.
+has fewer heads of keys and values than heads of queries; consecutive query heads share one.
 
 ``AttentionCache`` keeps the keys and values of earlier calls. What may be read of it follows from
 the position that each slot holds, never from the slot's number; so padding, and a ring whose slots
@@ -13,7 +11,6 @@ are used again, need no rule of their own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +28,15 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
-from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
+from shardax.nn.arithmetic import as_array, cast_all
+from shardax.nn.dot_product import (
+    causal_order,
+    check_mask,
+    combine_masks,
+    repeat_heads,
+    softmax,
+    weighted_values,
+)
 from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
@@ -39,11 +44,6 @@ from shardax.nn.parameters import as_axes, as_size, refuse_input, zeros
 from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import current_context
 from shardax.partition.explicit import explicit_entries
-
-
-def softmax(scores: jax.Array) -> jax.Array:
-    """Returns the softmax over the last dimension, the weights of attention."""
-    return jax.nn.softmax(scores, axis=-1)
 
 
 class QueryKeyValue(NamedTuple):
@@ -74,6 +74,7 @@ class MultiHeadAttention(Module):
         num_heads: Heads of queries.
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads``; None for as many.
         head_dim: Size of a head; None for ``features / num_heads``.
+        out_features: Size of the last dimension of the result; None for ``features``.
         causal: Whether a position reads only from itself and earlier ones.
         rope_base: Base of the rotary position embedding (``shardax.nn.rope``); None for no
             positions.
@@ -90,6 +91,10 @@ class MultiHeadAttention(Module):
         key_norm: Likewise of the keys.
         dropout: Rate of dropout on the weights, while training.
         implementation: That of ``jax.nn.dot_product_attention``: None, "xla" or "cudnn" (on GPUs).
+        attention_fn: What weighs the values instead, called as ``attention_fn(query, key, value,
+            mask=mask)``: all of shape (..., time, heads, head_dim), keys and values repeated to the
+            heads of the queries, and with a mask that also says what ``causal``, ``window`` and
+            segments allow, or None. It returns the shape of the queries.
         dtype: Compute dtype; None promotes input and parameters.
         param_dtype: Parameter dtype.
         kernel_init: Initializer of the kernels; None for LeCun normal.
@@ -103,7 +108,7 @@ class MultiHeadAttention(Module):
         q: ``Linear`` with a kernel of shape (features, num_heads, head_dim).
         k: ``Linear`` with a kernel of shape (features, num_kv_heads, head_dim).
         v: Likewise.
-        out: ``Linear`` with a kernel of shape (num_heads, head_dim, features).
+        out: ``Linear`` with a kernel of shape (num_heads, head_dim, out_features).
         query_norm: Norm of the queries, or None.
         key_norm: Norm of the keys, or None.
         dropout: ``Dropout`` of the weights, or None.
@@ -123,6 +128,7 @@ class MultiHeadAttention(Module):
     """
 
     rope: Rope | None = None
+    attention_fn: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -131,6 +137,7 @@ class MultiHeadAttention(Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        out_features: int | None = None,
         causal: bool = False,
         rope_base: float | None = None,
         rope: Rope | None = None,
@@ -143,6 +150,7 @@ class MultiHeadAttention(Module):
         key_norm: Callable[[], Any] | None = None,
         dropout: float = 0.0,
         implementation: Literal["xla", "cudnn"] | None = None,
+        attention_fn: Callable[..., Any] | None = None,
         dtype: Any = None,
         param_dtype: Any = np.float32,
         kernel_init: Initializer | None = None,
@@ -170,7 +178,9 @@ class MultiHeadAttention(Module):
         self.v = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
         outer = use_bias if out_bias is None else out_bias
         names = (queries, head, embed)
-        self.out = linear((heads, head_dim), features, use_bias=outer, kernel_axes=names)
+        outputs = features if out_features is None else out_features
+        outputs = as_size("MultiHeadAttention", "out_features", outputs)
+        self.out = linear((heads, head_dim), outputs, use_bias=outer, kernel_axes=names)
         self.query_norm = None if query_norm is None else query_norm()
         self.key_norm = None if key_norm is None else key_norm()
         self.dropout = Dropout(dropout, rngs=rngs) if dropout else None
@@ -181,6 +191,8 @@ class MultiHeadAttention(Module):
         self.window = None if window is None else as_size("MultiHeadAttention", "window", window)
         self.softcap, self.scale, self.precision = softcap, scale, precision
         self.implementation = implementation
+        if attention_fn is not None:  # set only where given, as take_precision does
+            self.attention_fn = attention_fn
         self.softmax: Callable[[jax.Array], jax.Array] = softmax
         self._check_options()
 
@@ -218,8 +230,8 @@ class MultiHeadAttention(Module):
                 in all but the last dimension.
 
         Returns:
-            The shape of ``x``, in the compute dtype. Where a compiled program writes more to a
-            cache than it has slots for, NaN.
+            Shape (..., time, out_features), in the compute dtype. Where a compiled program writes
+            more to a cache than it has slots for, NaN.
 
         Raises:
             LayerInputError: If a shape or the mask's dtype does not fit, or the cache is full.
@@ -230,7 +242,7 @@ class MultiHeadAttention(Module):
             context = as_array(context)
             self._check(context, "context", x.ndim)
         if mask is not None:
-            mask = _check_mask(as_array(mask), x.ndim)
+            mask = check_mask("MultiHeadAttention", as_array(mask), x.ndim)
         if cache is not None:
             read = self._read_cache(x, context, mask, segment_ids, positions, cache)
             return self.out(read, out_sharding=out_sharding)
@@ -294,45 +306,43 @@ class MultiHeadAttention(Module):
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         causal = self.causal and ordered
         window = self.window if ordered else None
-        dropped = self.dropout is not None and not self.dropout.deterministic
-        # Compiled for CPU or TPU, that of JAX has no float16; gradients of its bfloat16 cannot be
-        # compiled where a user forbids promotion.
-        config: Any = jax.config
-        is_strict = config.jax_numpy_dtype_promotion == "strict"
-        unfused = (jnp.float16, jnp.bfloat16) if is_strict else (jnp.float16,)
-        is_fused = query.dtype not in unfused or self.implementation == "cudnn"
-        if is_fused and self.softmax is softmax and self.softcap is None and not dropped:
-            return self._fused(query, key, value, mask, causal, window)
-        if self.implementation == "cudnn":
-            refuse_input(
-                'MultiHeadAttention(implementation="cudnn")',
-                "the default softmax, without dropout of weights",
-                query,
-                "cuDNN keeps its weights to itself: use implementation=None here.",
-            )
-        if key.shape[-2] < query.shape[-2]:
-            key, value = _repeat_heads(query, key), _repeat_heads(query, value)
-        scores = jnp.einsum(
-            "...tnh,...snh->...nts",
+        if self.attention_fn is not None:
+            order = None
+            if causal:
+                order = causal_order(query.shape[-3], key.shape[-3], window)
+                order = jnp.expand_dims(order, tuple(range(query.ndim - 2)))
+            return self._read_by_function(query, key, value, combine_masks(mask, order))
+        is_dropped = self.dropout is not None and not self.dropout.deterministic
+        return weighted_values(
+            "MultiHeadAttention",
             query,
             key,
+            value,
+            mask=mask,
+            causal=causal,
+            window=window,
+            scale=self.scale,
+            softcap=self.softcap,
+            to_weights=self.softmax,
+            dropout=self.dropout if is_dropped else None,
+            implementation=self.implementation,
             precision=self.precision,
-            preferred_element_type=at_least_float32(query.dtype),
-        ) * (1 / math.sqrt(self.head_dim) if self.scale is None else self.scale)
-        if self.softcap is not None:
-            scores = self.softcap * jnp.tanh(scores / self.softcap)
-        if causal:
-            order = jnp.tri(*scores.shape[-2:], dtype=bool)
-            if window is not None:
-                order &= ~jnp.tri(*scores.shape[-2:], k=-window, dtype=bool)
-            order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
-            mask = order if mask is None else mask & order
-        if mask is not None:  # what may not be read has the weight 0, as in jax.nn
-            scores = _mask_scores(scores, mask)
-        weights = self.softmax(scores)
-        weights = weights if self.dropout is None else self.dropout(weights)
-        weights = weights.astype(value.dtype)
-        return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=self.precision)
+        )
+
+    def _read_by_function(self, query: Any, key: Any, value: Any, mask: Any) -> jax.Array:
+        """Weighs the values by the user's function."""
+        function: Any = self.attention_fn
+        if key.shape[-2] < query.shape[-2]:
+            key, value = repeat_heads(query, key), repeat_heads(query, value)
+        read = as_array(function(query, key, value, mask=mask))
+        if read.shape != query.shape:
+            refuse_input(
+                "MultiHeadAttention with attention_fn",
+                f"a result of the shape of the queries, {query.shape}",
+                read,
+                "The function takes and returns (..., time, heads, head_dim).",
+            )
+        return read.astype(query.dtype)
 
     def _read_around(
         self, query: Any, key: Any, value: Any, mask: Any, segments: Any, axes: tuple[str, ...]
@@ -340,10 +350,11 @@ class MultiHeadAttention(Module):
         """Reads keys and values sent round a mesh axis."""
         context = current_context()
         dropped = self.dropout is not None and not self.dropout.deterministic
-        if dropped or self.softmax is not softmax or self.precision:
+        is_default = self.softmax is softmax and self.attention_fn is None
+        if dropped or not is_default or self.precision:
             refuse_input(
                 f'MultiHeadAttention with context="{context}"',
-                "the default softmax and precision, without dropout of weights",
+                "the default softmax and precision, without dropout of weights or attention_fn",
                 query,
                 'Gather keys and values: sx.parallel(context="all-gather").',
             )
@@ -376,28 +387,6 @@ class MultiHeadAttention(Module):
                 )
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         return ring_attention(ring, query, key, value, mask, segments)
-
-    def _fused(
-        self, query: Any, key: Any, value: Any, mask: Any, causal: bool, window: int | None
-    ) -> jax.Array:
-        """Runs ``jax.nn.dot_product_attention``."""
-        near = None if window is None else (window - 1, 0)
-        precision = contextlib.nullcontext()
-        if self.precision is not None:
-            precision = jax.default_matmul_precision(jax.lax.Precision(self.precision).name.lower())
-        options = causal, self.scale, near, self.implementation
-        try:
-            with precision:
-                return _dot_product_attention(query, key, value, mask, *options)
-        except Exception as error:
-            if self.implementation != "cudnn":
-                raise
-            description = f"{query.dtype}{list(query.shape)} on {jax.default_backend()}"
-            raise LayerInputError(
-                'MultiHeadAttention(implementation="cudnn") does not run for queries '
-                f"{description} ({error}). cuDNN takes float16 and bfloat16 on NVIDIA GPUs; "
-                "elsewhere use implementation=None."
-            ) from error
 
     def _read_cache(
         self, x: Any, context: Any, mask: Any, segment_ids: Any, positions: Any, cache: Any
@@ -444,6 +433,19 @@ class MultiHeadAttention(Module):
             raise LayerConfigError(
                 f"{name} takes implementation=None, 'xla' or 'cudnn', but was given "
                 f"{self.implementation!r}."
+            )
+        weighing = {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+            "implementation": self.implementation,
+        }
+        options = [option for option, value in weighing.items() if value is not None]
+        if self.attention_fn is not None and options:
+            raise LayerConfigError(
+                f"{name} leaves the weights of values to attention_fn, so it cannot follow "
+                f"{', '.join(options)}. Give these to the function: "
+                f"functools.partial(sx.nn.dot_product_attention, scale=0.5)."
             )
         if self.implementation == "cudnn" and self.softcap is not None:
             raise LayerConfigError(
@@ -705,30 +707,6 @@ def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
     return jax.sharding.reshard(new, NamedSharding(mesh, target.spec))
 
 
-# Units, as eager arrays over Explicit axes need their mesh where masks are broadcast.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), inline=INLINE)
-def _dot_product_attention(
-    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any, near: Any, how: Any
-) -> jax.Array:
-    # All three have one dtype; what JAX promotes within, also where a user forbids it, are scores.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            scale=scale,
-            is_causal=causal,
-            local_window_size=near,
-            implementation=how,
-        )
-
-
-@functools.partial(jax.jit, inline=INLINE)
-def _mask_scores(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
-
-
 def _gathered(x: jax.Array, axis: int) -> jax.Array:
     """Returns an array whole along one dimension, over Explicit mesh axes."""
     # Where rules split the sequence every device reads all keys; over Auto axes XLA gathers them.
@@ -812,37 +790,10 @@ def attention_sizes(
     return heads, kv_heads, size
 
 
-def _check_mask(mask: jax.Array, ndim: int) -> jax.Array:
-    if mask.dtype != jnp.bool_ or mask.ndim != ndim + 1:
-        batch = "batch, " if ndim == 3 else ""
-        refuse_input(
-            "MultiHeadAttention",
-            f"a mask of booleans that broadcasts to ({batch}heads, time, other time)",
-            mask,
-            "True is where a position may read. Give dimensions to broadcast the size 1: "
-            "mask[None, None].",
-        )
-    return mask
-
-
 def _meet_heads(query: jax.Array, key: jax.Array) -> jax.Array:
     """Repeats kv heads, if Explicit mesh axes split heads differently."""
     # A split of query heads that cuts through a group has no counterpart among the kv heads.
     if explicit_entries(query) is None and explicit_entries(key) is None:
         return key
     specs = [jax.typeof(array).sharding.spec for array in (query, key)]
-    return key if specs[0][-2] == specs[1][-2] else _repeat_heads(query, key)
-
-
-def _repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Repeats kv heads for each query head, with its layout."""
-    repeats = query.shape[-2] // key.shape[-2]
-    queries = explicit_entries(query)
-    if queries is None and explicit_entries(key) is None:
-        return jnp.repeat(key, repeats, axis=-2)
-    query_spec, key_spec = (tuple(jax.typeof(array).sharding.spec) for array in (query, key))
-    mesh = jax.typeof(query if queries is not None else key).sharding.mesh
-    whole = NamedSharding(mesh, PartitionSpec(*key_spec[:-2], None, key_spec[-1]))
-    split = NamedSharding(mesh, PartitionSpec(*key_spec[:-2], query_spec[-2], key_spec[-1]))
-    repeated = jnp.repeat(jax.sharding.reshard(key, whole), repeats, axis=-2)
-    return jax.sharding.reshard(repeated, split)
+    return key if specs[0][-2] == specs[1][-2] else repeat_heads(query, key)

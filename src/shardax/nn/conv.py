@@ -21,11 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax._core.variable import Variable
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import numbered
-from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
+from shardax.partition.explicit import align, explicit_sharding, joined_sharding, with_layout
 from shardax.partition.mesh import resolve_mesh
 
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -42,6 +43,7 @@ class ConvBase(Module):
     precision: Any = None
     preferred_element_type: Any = None
     input_dilation: tuple[int, ...] | None = None
+    mask: Variable[Any] | None = None
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class ConvBase(Module):
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
+        mask: Any = None,
         precision: Any = None,
         preferred_element_type: Any = None,
         rngs: Rngs | None,
@@ -93,12 +96,23 @@ class ConvBase(Module):
         self.kernel = parameters.make_parameter(kernel_init, shape, param_dtype, axes, rngs)
         bias = (bias_init, (out_features,), param_dtype, axes[-1:], rngs)
         self.bias = parameters.make_parameter(*bias) if use_bias else None
+        if mask is not None:
+            if np.shape(mask) != shape:
+                raise LayerConfigError(
+                    f"{name} multiplies its kernel, of shape {shape}, by a mask of that shape, but "
+                    f"mask has the shape {np.shape(mask)}. Repeat it: "
+                    f"np.broadcast_to(mask, {shape})."
+                )
+            self.mask = Variable(mask, axes=axes)
         self.dtype = parameters.canonical_dtype(dtype)
         take_precision(self, precision, preferred_element_type)
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Convolves (..., spatial, in_features) to (..., spatial, out_features)."""
-        y = self._convolve(x, self.kernel.value, out_sharding)
+        kernel = self.kernel.value
+        if self.mask is not None:
+            kernel = kernel * align(self.mask.value.astype(kernel.dtype), kernel)
+        y = self._convolve(x, kernel, out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
     def _convolve(self, x: Any, kernel: jax.Array, out_sharding: Any) -> jax.Array:
@@ -130,8 +144,11 @@ class ConvBase(Module):
             x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *between, (0, 0, 0)])
         pairs, lhs_dilation, strides = self._arithmetic()
         if self.padding in _MODES:
+            if lhs_dilation is not None:  # one period of the result
+                between = [(0, size - 1, size - 1) for size in lhs_dilation]
+                x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *between, (0, 0, 0)])
             x = self._extended(x, pairs)
-            pairs = "VALID"
+            pairs, lhs_dilation = "VALID", None
         # XLA's partitioner aborts where groups meet a kernel that is split (seen with JAX 0.10).
         if self.groups > 1:
             mesh = resolve_mesh()
@@ -201,6 +218,8 @@ class Conv(ConvBase):
         bias_init: Initializer of the bias.
         kernel_axes: Axis names of the kernel; None for ``("window_0", "window_1", "in", "out")``
             in two dimensions, ``("window", "in", "out")`` in one.
+        mask: What the kernel is multiplied by in each call, an array of its shape, such as booleans
+            that hide what comes later; None for nothing. It is kept as a ``Variable``, not trained.
         precision: As in ``jax.lax.conv_general_dilated``.
         preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
@@ -208,6 +227,7 @@ class Conv(ConvBase):
     Attributes:
         kernel: ``Param`` of shape ``(*kernel_size, in_features // groups, out_features)``.
         bias: ``Param`` of shape ``(out_features,)``, or None.
+        mask: ``Variable`` of the kernel's shape, or None.
 
     Raises:
         LayerConfigError: If a size is not positive or options do not fit together.
@@ -238,7 +258,8 @@ class ConvTranspose(ConvBase):
         out_features: Channels of the result.
         kernel_size: Size of the kernel in each dimension; a number is one dimension.
         strides: How much larger the result is, one for all dimensions or one each.
-        padding: ``"SAME"`` (the result is ``strides`` times as large) or ``"VALID"``; or numbers:
+        padding: ``"SAME"`` (the result is ``strides`` times as large), ``"CIRCULAR"`` (the same
+            size, and what reaches over one end continues at the other) or ``"VALID"``; or numbers:
             one, one or a pair (before, after) a dimension, around the input that was spread.
         dilation: Distance between the kernel's elements.
         input_dilation: Distance of the input's elements, between which zeros are put; padding and
@@ -250,6 +271,8 @@ class ConvTranspose(ConvBase):
         kernel_init: Initializer of the kernel; None for LeCun normal (variance 1 / fan-in).
         bias_init: Initializer of the bias.
         kernel_axes: Axis names of the kernel, as for ``Conv``.
+        mask: What the kernel is multiplied by in each call, an array of its shape, such as booleans
+            that hide what comes later; None for nothing. It is kept as a ``Variable``, not trained.
         precision: As in ``jax.lax.conv_general_dilated``.
         preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
@@ -257,6 +280,7 @@ class ConvTranspose(ConvBase):
     Attributes:
         kernel: ``Param`` of shape ``(*kernel_size, in_features // groups, out_features)``.
         bias: ``Param`` of shape ``(out_features,)``, or None.
+        mask: ``Variable`` of the kernel's shape, or None.
 
     Raises:
         LayerConfigError: If a size is not positive or options do not fit together.
@@ -268,7 +292,7 @@ class ConvTranspose(ConvBase):
         (2, 16, 16, 3)
     """
 
-    _paddings = ("SAME", "VALID")
+    _paddings = ("SAME", "VALID", "CIRCULAR")
 
     def _arithmetic(self) -> tuple[Any, Any, tuple[int, ...]]:
         padding: Any = self.padding
@@ -283,7 +307,7 @@ class ConvTranspose(ConvBase):
             return span - 1, max(span, stride) - 1
         total = span + stride - 2
         low = min(span - 1, (total + 1) // 2)
-        return low, total - low
+        return low, (span - 1 if self.padding == "CIRCULAR" else total) - low
 
 
 def _per_dimension(layer: str, name: str, sizes: Any, rank: int) -> tuple[int, ...]:
@@ -368,12 +392,14 @@ def max_pool(
         [1.0, 3.0, 5.0]
     """
     x = as_array(x)
-    if x.dtype == jnp.bool_:
-        least: Any = False
-    else:
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        least = -jnp.inf if floating else jnp.iinfo(x.dtype).min
-    return _pooled("max_pool", x, window, strides, padding, jax.lax.max, least)
+    return _pooled("max_pool", x, window, strides, padding, jax.lax.max, _least(x.dtype))
+
+
+def _least(dtype: Any) -> Any:
+    """Returns the least number of a dtype."""
+    if dtype == jnp.bool_:
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def avg_pool(
@@ -470,3 +496,99 @@ def _check_windows(
                 f"padding alone, of which there is no maximum or mean. Give a padding smaller than "
                 f'the window, or padding="SAME".'
             )
+
+
+class _AdaptivePool(Module):
+    """Base of pools to a given size."""
+
+    def __init__(self, output_size: int | Sequence[int | None] | None) -> None:
+        name = type(self).__name__
+        sizes = output_size if isinstance(output_size, (tuple, list)) else (output_size,)
+        if not sizes:
+            raise LayerConfigError(f"{name} needs a size for each dimension, but was given none.")
+        self.output_size = tuple(
+            None if size is None else parameters.as_size(name, "output_size", size)
+            for size in sizes
+        )
+
+    def __call__(self, x: Any) -> jax.Array:
+        """Pools (..., spatial, features) to (..., *output_size, features)."""
+        rank = len(self.output_size)
+        x = _take_window(f"{type(self).__name__}({self.output_size})", x, rank, None)
+        if 0 in x.shape[x.ndim - rank - 1 : -1]:
+            parameters.refuse_input(
+                type(self).__name__, "at least one element in each dimension", x, "Pad it."
+            )
+        return with_layout(self._run, _layout(x, rank) if explicit_sharding(x) else None, x)
+
+    def _run(self, x: jax.Array) -> jax.Array:
+        # A window of several dimensions is a product of windows of one.
+        for place, count in enumerate(self.output_size, x.ndim - len(self.output_size) - 1):
+            if count is not None and count != x.shape[place]:
+                x = self._along(x, place, count)
+        return x
+
+    def _along(self, x: jax.Array, axis: int, count: int) -> jax.Array:
+        length = x.shape[axis]
+        starts = np.arange(count) * length // count
+        ends = -(-(np.arange(count) + 1) * length // count)
+        # Windows differ in length by one at most; the positions after a shorter one are hidden.
+        positions = starts[:, None] + np.arange((ends - starts).max())
+        windows = jnp.take(x, np.minimum(positions, length - 1).astype(np.int32), axis=axis)
+        inside = (positions < ends[:, None]).reshape(
+            (1,) * axis + positions.shape + (1,) * (x.ndim - axis - 1)
+        )
+        return self._reduced(windows, axis + 1, inside)
+
+    def _reduced(self, windows: jax.Array, axis: int, inside: np.ndarray) -> jax.Array:
+        raise NotImplementedError
+
+
+class AdaptiveAvgPool(_AdaptivePool):
+    """Means over windows, as many as the result shall have, channels last.
+
+    Window ``i`` of ``n`` over a dimension of size ``s`` goes from ``floor(i * s / n)`` to
+    ``ceil((i + 1) * s / n)``, as in PyTorch: windows overlap where ``n`` does not divide ``s``.
+
+    Args:
+        output_size: Size of the result in each dimension, larger or smaller than that of the input;
+            None for one that stays as it is. A number is one dimension.
+
+    Raises:
+        LayerConfigError: If a size is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.nn.AdaptiveAvgPool(2)(jnp.arange(5.0)[:, None]).ravel().tolist()
+        [1.0, 3.0]
+        >>> sx.nn.AdaptiveAvgPool((1, 1))(jnp.ones((4, 7, 6, 3))).shape
+        (4, 1, 1, 3)
+    """
+
+    def _run(self, x: jax.Array) -> jax.Array:
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
+        return super()._run(x.astype(at_least_float32(x.dtype))).astype(dtype)
+
+    def _reduced(self, windows: jax.Array, axis: int, inside: np.ndarray) -> jax.Array:
+        return jnp.mean(windows, axis=axis, where=inside)
+
+
+class AdaptiveMaxPool(_AdaptivePool):
+    """Maxima over windows, as many as the result shall have, channels last.
+
+    The windows are those of ``AdaptiveAvgPool``.
+
+    Args:
+        output_size: As for ``AdaptiveAvgPool``.
+
+    Raises:
+        LayerConfigError: If a size is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.nn.AdaptiveMaxPool(2)(jnp.arange(5.0)[:, None]).ravel().tolist()
+        [2.0, 4.0]
+    """
+
+    def _reduced(self, windows: jax.Array, axis: int, inside: np.ndarray) -> jax.Array:
+        return jnp.max(windows, axis=axis, where=inside, initial=_least(windows.dtype))

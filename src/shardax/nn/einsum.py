@@ -4,7 +4,8 @@
 An equation such as ``"...te,ehd->...thd"`` names the dimensions of the input, of the kernel and of
 the result by letters. The kernel's letters that the result lacks are summed over; those that only
 the kernel has are made by it; those that input, kernel and result have are batch dimensions, along
-which the kernel is many kernels.
+which the kernel is many kernels. An ellipsis, anywhere in an operand, stands for further
+dimensions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
 from shardax.nn.errors import LayerConfigError
 
-_FORM = re.compile(r"(\.\.\.)?([A-Za-z]+),([A-Za-z]+)->(\.\.\.)?([A-Za-z]*)")
+_TERM = r"[A-Za-z]*(?:\.\.\.)?[A-Za-z]*"
+_FORM = re.compile(f"({_TERM}),({_TERM})->({_TERM})")
 
 
 @dataclass(frozen=True)
@@ -35,31 +37,45 @@ class Equation:
     input: str
     kernel: str
     output: str
-    ellipsis: bool  # whether input and result have further dimensions in front
+    ellipsis: bool  # whether input and result have further dimensions
+    input_place: int = 0  # how many letters of the input are before these
+    output_place: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str, kernel_rank: int | None = None) -> Self:
         """Reads an equation, or raises ``LayerConfigError``."""
+        # An ellipsis of the kernel becomes letters, as the rank of a kernel is known; those letters
+        # are the last dimensions of the other ellipses, as in NumPy.
         match = _FORM.fullmatch(text.replace(" ", ""))
-        if match is None or match[1] != match[4]:
+        first, second, output = match.groups() if match else ("", "", "")
+        has_ellipsis = "..." in first or "..." in second
+        if not first or not second or has_ellipsis != ("..." in output):
             raise LayerConfigError(
                 f"Einsum cannot read the equation {text!r}. Write the letters of input, kernel and "
-                f"result, with an ellipsis at the front of input and result or of neither: "
+                f"result, with an ellipsis in the result if there is one in an operand: "
                 f"'...te,ehd->...thd'."
             )
-        _, first, second, _, output = match.groups()
-        for letters in (first, second, output):
-            if len(set(letters)) < len(letters):
+        letters = [term.replace("...", "") for term in (first, second, output)]
+        for term in letters:
+            if len(set(term)) < len(term):
                 raise LayerConfigError(
-                    f"Einsum({text!r}) has a letter twice in {letters!r}; give each dimension of "
+                    f"Einsum({text!r}) has a letter twice in {term!r}; give each dimension of "
                     f"one array a letter of its own."
                 )
-        unknown = set(output) - set(first + second)
+        unknown = set(letters[2]) - set(letters[0] + letters[1])
         if unknown:
             raise LayerConfigError(
                 f"Einsum({text!r}) has {sorted(unknown)} in the result but in neither operand."
             )
-        return cls(first, second, output, match[1] is not None)
+        if "..." in second and kernel_rank is not None:
+            unused = [x for x in reversed(string.ascii_letters) if x not in "".join(letters)]
+            shared = "".join(unused[: max(kernel_rank - len(letters[1]), 0)])
+            first = first.replace("...", f"...{shared}")
+            second = second.replace("...", shared)
+            output = output.replace("...", f"...{shared}" if "..." in first else shared)
+        inputs, kernel, outputs = (term.replace("...", "") for term in (first, second, output))
+        before, start = (max(term.find("..."), 0) for term in (first, output))
+        return cls(inputs, kernel, outputs, "..." in first, before, start)
 
     @property
     def made(self) -> str:
@@ -76,12 +92,15 @@ class Equation:
     def spelled_out(self, extra: int) -> str:
         """Returns the equation with letters in place of the ellipsis."""
         unused = [x for x in string.ascii_letters if x not in self.input + self.kernel]
-        front = "".join(unused[:extra])
-        return f"{front}{self.input},{self.kernel}->{front}{self.output}"
+        return self._with("".join(unused[:extra]))
+
+    def _with(self, further: str) -> str:
+        before, after = self.input[: self.input_place], self.input[self.input_place :]
+        start, end = self.output[: self.output_place], self.output[self.output_place :]
+        return f"{before}{further}{after},{self.kernel}->{start}{further}{end}"
 
     def __str__(self) -> str:
-        dots = "..." if self.ellipsis else ""
-        return f"{dots}{self.input},{self.kernel}->{dots}{self.output}"
+        return self._with("..." if self.ellipsis else "")
 
 
 class Einsum(Module):
@@ -89,15 +108,19 @@ class Einsum(Module):
 
     Args:
         equation: Such as ``"...te,ehd->...thd"``: the letters of the input, the kernel, the result.
+            An ellipsis may stand anywhere; that of the kernel is a part of that of the input, of
+            its last dimensions, and of the result.
         shape: Shape of the kernel.
         bias_shape: Shape of the bias: the sizes of those dimensions of the result that come from
-            the kernel alone, in the result's order. None for no bias.
+            the kernel, in the result's order; either all of them or, for a bias that is the same
+            along dimensions that the input has too, those that come from the kernel alone. None for
+            no bias.
         dtype: Compute dtype; None promotes input and parameters.
         param_dtype: Parameter dtype.
         kernel_init: Initializer of the kernel; None for LeCun normal (variance 1 / fan-in).
         bias_init: Initializer of the bias.
-        kernel_axes: Axis names of the kernel; None for the equation's letters. The bias has those
-            of its dimensions.
+        kernel_axes: Axis names of the kernel; None for the equation's letters, and no names in
+            place of an ellipsis. The bias has those of its dimensions.
         precision: As in ``jax.lax.dot_general``.
         preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
@@ -135,31 +158,34 @@ class Einsum(Module):
         preferred_element_type: Any = None,
         rngs: Rngs | None,
     ) -> None:
-        parsed = Equation.parse(equation)
+        sizes = parameters.as_sizes(f"Einsum({equation!r})", "shape", tuple(shape))
+        parsed = Equation.parse(equation, len(sizes))
         name = f"Einsum('{parsed}')"
-        sizes = parameters.as_sizes(name, "shape", tuple(shape))
         if len(sizes) != len(parsed.kernel):
             raise LayerConfigError(
                 f"{name} has a kernel {parsed.kernel!r} of {len(parsed.kernel)} dimensions, but "
                 f"shape={sizes} has {len(sizes)}. Give one size per letter."
             )
-        axis_names = tuple(parsed.kernel) if kernel_axes is None else kernel_axes
+        letters = [letter if letter in equation else None for letter in parsed.kernel]
+        axis_names = letters if kernel_axes is None else kernel_axes
         axes = parameters.as_axes(name, "kernel_axes", axis_names, len(sizes))
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(*parsed.kernel_dimensions())
         self.kernel = parameters.make_parameter(kernel_init, sizes, param_dtype, axes, rngs)
         self.bias = None
         if bias_shape is not None:
-            new_dims = [parsed.kernel.index(letter) for letter in parsed.made]
-            expected = tuple(sizes[i] for i in new_dims)
-            if tuple(bias_shape) != expected:
+            bias_dims = [parsed.kernel.index(letter) for letter in parsed.made]
+            expected = tuple(sizes[i] for i in bias_dims)
+            if len(bias_shape) > len(expected):  # also over the dimensions that are shared
+                bias_dims = [parsed.kernel.index(x) for x in parsed.output if x in parsed.kernel]
+            if tuple(bias_shape) != tuple(sizes[i] for i in bias_dims):
                 raise LayerConfigError(
                     f"{name} has bias_shape={tuple(bias_shape)}, but the dimensions of the result "
                     f"that come from the kernel alone have the sizes {expected}. Give "
                     f"bias_shape={expected}."
                 )
             self.bias = parameters.make_parameter(
-                bias_init, expected, param_dtype, [axes[i] for i in new_dims], rngs
+                bias_init, tuple(bias_shape), param_dtype, [axes[i] for i in bias_dims], rngs
             )
         self.equation = parsed
         self.dtype = parameters.canonical_dtype(dtype)
@@ -183,11 +209,12 @@ class Einsum(Module):
         extra = x.ndim - len(equation.input)
         sizes = dict(zip(equation.kernel, kernel.shape, strict=True))
         if not _fits(equation, sizes, x.shape):
-            dots = ["..."] if equation.ellipsis else []
             expected = [str(sizes.get(letter, letter)) for letter in equation.input]
+            if equation.ellipsis:
+                expected.insert(equation.input_place, "...")
             parameters.refuse_input(
                 f"Einsum('{equation}')",
-                f"an input of shape ({', '.join(dots + expected)})",
+                f"an input of shape ({', '.join(expected)})",
                 x,
                 f"The kernel has the shape {kernel.shape}.",
             )
@@ -202,16 +229,17 @@ class Einsum(Module):
         )
         if self.bias is None:
             return y
-        extra = y.ndim - len(equation.output)
-        new_dims = [
-            extra + i for i, letter in enumerate(equation.output) if letter in equation.made
-        ]
-        return add_bias(y, self.bias.value, new_dims)
+        has_shared = self.bias.ndim > len(equation.made)
+        places = equation.spelled_out(extra).partition("->")[2]
+        letters = equation.kernel if has_shared else equation.made
+        return add_bias(y, self.bias.value, [i for i, x in enumerate(places) if x in letters])
 
 
 def _fits(equation: Equation, sizes: dict[str, int], shape: tuple[int, ...]) -> bool:
     extra = len(shape) - len(equation.input)
     if extra < 0 or (extra > 0 and not equation.ellipsis):
         return False
-    pairs = zip(equation.input, shape[extra:], strict=True)
+    place = equation.input_place
+    known_sizes = (*shape[:place], *shape[place + extra :])
+    pairs = zip(equation.input, known_sizes, strict=True)
     return all(sizes.get(letter, size) == size for letter, size in pairs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feed-forward layer, and layers in sequence.
+"""Feed-forward layer, an activation with a parameter, and layers in sequence.
 
 Gated (Shazeer, "GLU Variants Improve Transformer", 2020): ``down(activation(gate(x)) * up(x))``;
 with the activation silu this is SwiGLU. Not gated: ``down(activation(up(x)))``.
@@ -13,17 +13,21 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Initializer
+from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax._core.variable import Param
 from shardax._transforms.lift.arguments import parameters_of
 from shardax._transforms.wrappers import ModuleWrapper
+from shardax.nn.arithmetic import as_array, cast_all, result_dtype, take_features
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import as_axes, as_size, zeros
+from shardax.nn.parameters import as_axes, as_size, canonical_dtype, zeros
 from shardax.nn.stack import Stack
+from shardax.partition.explicit import align
 
 Activation = str | Callable[[Any], Any]
 
@@ -123,6 +127,65 @@ class MLP(Module):
         return self.down(hidden, out_sharding=out_sharding)
 
 
+class PReLU(Module):
+    """Rectified linear unit with a learnt slope below zero.
+
+    ``x`` where it is at least 0, else ``negative_slope * x``; He et al., "Delving Deep into
+    Rectifiers", 2015.
+
+    Args:
+        negative_slope_init: What the slope begins with.
+        features: Size of the last dimension, for a slope of each feature; None for a single slope.
+        dtype: Compute dtype, that of the result; None promotes input and slope.
+        param_dtype: Parameter dtype.
+        axes: Axis name of the slopes of features.
+
+    Attributes:
+        negative_slope: ``Param`` of no dimensions, or of shape (features,).
+
+    Raises:
+        LayerConfigError: If ``features`` is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.nn.PReLU(0.5)(jnp.array([-4.0, 3.0])).tolist()
+        [-2.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        negative_slope_init: float = 0.01,
+        *,
+        features: int | None = None,
+        dtype: Any = None,
+        param_dtype: Any = np.float32,
+        axes: Sequence[str | None] = ("embed",),
+    ) -> None:
+        shape = () if features is None else (as_size("PReLU", "features", features),)
+        names = () if features is None else as_axes("PReLU", "axis names", axes, 1)
+        init = jax.nn.initializers.constant(negative_slope_init)
+        self.negative_slope = Param(Init(init, shape, param_dtype), axes=names)
+        self.dtype = canonical_dtype(dtype)
+
+    def __call__(self, x: Any) -> jax.Array:
+        """Scales what is negative.
+
+        Args:
+            x: Any shape; with ``features`` (..., features).
+
+        Returns:
+            The same shape, in the compute dtype.
+
+        Raises:
+            LayerInputError: If the last dimension is not ``features``.
+        """
+        slope = self.negative_slope.value
+        x = take_features("PReLU", x, slope.shape) if slope.ndim else as_array(x)
+        x, slope = cast_all(result_dtype(self.dtype, x, slope), x, slope)
+        slope = jax.lax.expand_dims(align(slope, x), range(x.ndim - slope.ndim))
+        return jnp.where(x >= 0, x, slope * x)
+
+
 def find_activation(activation: Activation, layer: str = "MLP") -> Callable[[Any], Any]:
     """Returns a function of ``jax.nn`` by name, or the function itself."""
     function = getattr(jax.nn, activation, None) if isinstance(activation, str) else activation
@@ -139,7 +202,8 @@ class Sequential(Module):
 
     Each is called on the result of the one before. Further arguments of the call, such as a mask or
     positions, are given by name and reach every layer that has a parameter of that name; of a
-    ``Sequential``, ``Stack``, ``Jitted`` or ``Remat`` among the layers, what is in it decides.
+    ``Sequential``, ``Stack``, ``Jitted`` or ``Remat`` among the layers, what is in it decides. The
+    ``mask`` of a ``LayerNorm``, ``RMSNorm`` or ``GroupNorm`` is given by calling it.
 
     Args:
         *layers: Modules or functions, called with one argument and those that they take by name.
@@ -212,7 +276,9 @@ def _side_inputs(layer: Any, names: Collection[str]) -> set[str]:
     if isinstance(layer, Sequential):
         return {name for inner in layer.layers for name in _side_inputs(inner, names)}
     if isinstance(layer, (ModuleWrapper, Stack)):
-        return _side_inputs(layer.stacked if isinstance(layer, Stack) else layer.body, names)
+        body = layer.stacked if isinstance(layer, Stack) else layer.body
+        return set() if body is None else _side_inputs(body, names)
+    names = set(names).difference(getattr(type(layer), "_direct_inputs", ()))
     parameters = (parameters_of(layer) or ())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)

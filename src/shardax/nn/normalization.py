@@ -4,6 +4,10 @@
 Statistics and the scaling by them are computed in float32 or wider whatever the input's dtype, and
 the result is cast to the compute dtype at the end.
 
+A mask says which elements count for the statistics; all elements are normalized by them. Where a
+group has none that counts, as in padding, all of its elements do (``BatchNorm`` has its running
+statistics for that).
+
 ``BatchNorm`` (Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by
 Reducing Internal Covariate Shift", 2015) computes mean and variance of each feature from the batch
 while training, and running statistics, which are state (``BatchStat``), follow them. In evaluation
@@ -13,7 +17,7 @@ of ``shard_map``, ``axis_name`` makes its statistics those of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +39,8 @@ class _Norm(Module):
 
     scale: Param[Any] | None
     bias: Param[Any] | None = None
+    # The mask of a ``Sequential`` is mostly one of attention, which says something else.
+    _direct_inputs = frozenset({"mask"})
 
     def _take_options(
         self, features: int, epsilon: float, axes: Sequence[str | None], dtype: Any
@@ -56,9 +62,19 @@ class _Norm(Module):
             weight = init and parameters.make_parameter(init, (self.features,), dtype, axes, rngs)
             setattr(self, name, weight)
 
-    def _over_root_mean_square(self, wide: jax.Array) -> jax.Array:
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    def _over_root_mean_square(self, wide: jax.Array, where: jax.Array | None) -> jax.Array:
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True, where=where)
         return wide * jax.lax.rsqrt(mean_square + self.epsilon)
+
+    def _by_statistics(
+        self, function: Callable[..., jax.Array], wide: jax.Array, mask: Any
+    ) -> jax.Array:
+        """Runs a function of an input and a mask, or None."""
+        if mask is None:
+            return function(wide, None)
+        mask = _check_mask(f"{type(self).__name__}({self.features})", as_array(mask), wide)
+        # Over Explicit axes JAX does not choose between arrays that are laid out differently.
+        return with_layout(function, explicit_sharding(wide), wide, mask)
 
     def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
         """Applies scale and bias, and casts to the compute dtype."""
@@ -114,20 +130,26 @@ class RMSNorm(_Norm):
         names = self._take_options(features, epsilon, axes, dtype)
         self._make(names, param_dtype, rngs, scale=scale_init if use_scale else None)
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: Any, *, mask: Any = None) -> jax.Array:
         """Normalises an input.
 
         Args:
             x: Shape (..., features).
+            mask: Which elements count for the mean square; booleans that broadcast to ``x``.
 
         Returns:
             The same shape, in the compute dtype.
 
         Raises:
-            LayerInputError: If the last dimension is not ``features``.
+            LayerInputError: If the last dimension is not ``features``, or the mask is none for the
+                input.
         """
         x = take_features(f"RMSNorm({self.features})", x, (self.features,))
-        return self._scaled(x, self._over_root_mean_square(x.astype(at_least_float32(x.dtype))))
+        wide = x.astype(at_least_float32(x.dtype))
+        return self._scaled(x, self._by_statistics(self._normed, wide, mask))
+
+    def _normed(self, wide: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return self._over_root_mean_square(wide, _counting(mask, (-1,)))
 
 
 class LayerNorm(_Norm):
@@ -182,23 +204,29 @@ class LayerNorm(_Norm):
         }
         self._make(names, param_dtype, rngs, **inits)
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: Any, *, mask: Any = None) -> jax.Array:
         """Normalises an input.
 
         Args:
             x: Shape (..., features).
+            mask: Which elements count for the statistics; booleans that broadcast to ``x``.
 
         Returns:
             The same shape, in the compute dtype.
 
         Raises:
-            LayerInputError: If the last dimension is not ``features``.
+            LayerInputError: If the last dimension is not ``features``, or the mask is none for the
+                input.
         """
         x = take_features(f"LayerNorm({self.features})", x, (self.features,))
         wide = x.astype(at_least_float32(x.dtype))
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        return self._scaled(x, self._by_statistics(self._normed, wide, mask))
+
+    def _normed(self, wide: jax.Array, mask: jax.Array | None) -> jax.Array:
+        where = _counting(mask, (-1,))
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True, where=where)
         # Of centred values, so that a large common offset costs no precision.
-        return self._scaled(x, self._over_root_mean_square(centred))
+        return self._over_root_mean_square(centred, where)
 
 
 class GroupNorm(_Norm):
@@ -263,17 +291,20 @@ class GroupNorm(_Norm):
         }
         self._make(names, param_dtype, rngs, **inits)
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: Any, *, mask: Any = None) -> jax.Array:
         """Normalises an input.
 
         Args:
             x: Shape (batch, ..., features).
+            mask: Which elements count for the statistics; booleans that broadcast to ``x``, such
+                as (batch, length, 1).
 
         Returns:
             The same shape, in the compute dtype.
 
         Raises:
-            LayerInputError: If the last dimension is not ``features``, or there is no batch.
+            LayerInputError: If the last dimension is not ``features``, there is no batch, or the
+                mask is none for the input.
         """
         layer = f"{type(self).__name__}({self.features})"
         x = take_features(layer, x, (self.features,))
@@ -281,15 +312,17 @@ class GroupNorm(_Norm):
             expected = f"an input of shape (batch, ..., {self.features})"
             parameters.refuse_input(layer, expected, x, "Of one example: layer(x[None])[0].")
         wide = x.astype(at_least_float32(x.dtype))
+        if mask is not None:
+            return self._scaled(x, self._by_statistics(self._normed, wide, mask))
         # Over Explicit axes a split of the channels has no layout by groups that JAX could infer.
         return self._scaled(x, with_layout(self._normed, explicit_sharding(x), wide))
 
-    def _normed(self, x: jax.Array) -> jax.Array:
-        size = self.features // self.num_groups
-        grouped = x.reshape(*x.shape[:-1], self.num_groups, size)
-        dimensions = (*range(1, x.ndim - 1), x.ndim)
-        centred = grouped - jnp.mean(grouped, axis=dimensions, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=dimensions, keepdims=True)
+    def _normed(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        shape = (*x.shape[:-1], self.num_groups, self.features // self.num_groups)
+        grouped, dimensions = x.reshape(shape), (*range(1, x.ndim - 1), x.ndim)
+        where = None if mask is None else _counting(mask.reshape(shape), dimensions)
+        centred = grouped - jnp.mean(grouped, axis=dimensions, keepdims=True, where=where)
+        variance = jnp.mean(jnp.square(centred), axis=dimensions, keepdims=True, where=where)
         return (centred * jax.lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
 
 
@@ -365,6 +398,8 @@ class BatchNorm(_Norm):
         >>> norm(jnp.array([[1.0], [3.0]])).ravel().tolist()
         [0.0, 2.0]
     """
+
+    _direct_inputs = frozenset()
 
     def __init__(
         self,
@@ -446,7 +481,7 @@ class BatchNorm(_Norm):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
         reduced = tuple(axis for axis in range(x.ndim) if axis != dimension)
-        where = None if mask is None else _check_mask(as_array(mask), x)
+        where = None if mask is None else _check_mask("BatchNorm", as_array(mask), x)
         count = None if where is None else self._over_axis(jax.lax.psum, where.sum(reduced))
 
         def average(values: jax.Array) -> jax.Array:
@@ -486,7 +521,12 @@ class BatchNorm(_Norm):
             ) from error
 
 
-def _check_mask(mask: jax.Array, x: jax.Array) -> jax.Array:
+def _counting(mask: jax.Array | None, dimensions: tuple[int, ...]) -> jax.Array | None:
+    """Returns a mask in which no group is without elements."""
+    return None if mask is None else mask | ~mask.any(axis=dimensions, keepdims=True)
+
+
+def _check_mask(layer: str, mask: jax.Array, x: jax.Array) -> jax.Array:
     """Returns a mask in the shape of an input, or raises."""
     # A weight between 0 and 1 would count whole.
     is_floating = jnp.issubdtype(mask.dtype, jnp.inexact)
@@ -496,7 +536,7 @@ def _check_mask(mask: jax.Array, x: jax.Array) -> jax.Array:
     )
     if is_floating or not fits:
         parameters.refuse_input(
-            "BatchNorm",
+            layer,
             f"a mask of booleans that broadcasts to {x.shape}",
             mask,
             "Without the dimension of the features: mask[..., None]. Of weights: mask > 0.",

@@ -291,10 +291,18 @@ class RNN(Module):
     """
 
     def __init__(self, cell: Any, *, reverse: bool = False, unroll: int | bool = 1) -> None:
-        if not callable(getattr(cell, "initial_carry", None)) or isinstance(cell, type):
+        if not callable(cell) or isinstance(cell, type):
             raise LayerConfigError(
                 f"RNN runs a cell, a Module with initial_carry(x), not {cell!r}. For example "
                 f"sx.nn.RNN(sx.nn.LSTMCell(in_features, features, rngs=rngs))."
+            )
+        if not callable(getattr(cell, "initial_carry", None)):
+            raise LayerConfigError(
+                f"RNN runs a cell, a Module with cell(carry, x) and initial_carry(x), but "
+                f"{type(cell).__name__} does not say what it starts from. Write the method, for "
+                f"steps x of shape (..., in_features):\n\n"
+                f"def initial_carry(self, x):\n"
+                f"    return jnp.zeros((*x.shape[:-1], features), x.dtype)\n"
             )
         self.cell = cell
         self.reverse = reverse

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardax._core.containers import Dict
 from shardax._core.graph.paths import Path, format_path
@@ -29,7 +30,14 @@ from shardax._transforms.wrappers import ModuleWrapper
 from shardax.named.array import NamedArray
 from shardax.named.functions import dot
 from shardax.named.layers import Linear as NamedLinear
-from shardax.nn.arithmetic import as_array, at_least_float32, cast_all, contract, einsum
+from shardax.nn.arithmetic import (
+    as_array,
+    at_least_float32,
+    cast_all,
+    contract,
+    einsum,
+    take_features,
+)
 from shardax.nn.conv import ConvBase
 from shardax.nn.einsum import Einsum, Equation
 from shardax.nn.embedding import Embed, look_up
@@ -135,39 +143,71 @@ def save_activations(selection: Selection) -> Any:
 class LoRA(LayerWrapper):
     """A layer plus a low-rank term for each kernel; made by ``lora``.
 
+    With sizes it is around any layer, or alone: the term is then of the input's last dimension, and
+    knows of no kernel.
+
     The term is ``scale * (x @ a @ b)``: the kernel's dimensions are split into those that are
     summed over, which ``a`` has, and those that are made, which ``b`` has; in a convolution ``a``
     has the window. Experts have a term each. LoRA is from Hu et al., arXiv:2106.09685.
 
     Args:
         layer: A ``Linear`` (also of ``sx.named``), ``Einsum``, convolution, ``MoE`` or ``Embed``,
-            also one of a stack.
+            also one of a stack. With sizes any Module that is called with an array first, or None.
         rank: Size of the dimension between ``a`` and ``b``.
         scale: Factor of the term.
+        in_features: Size of the last dimension of the input; None for the layer's kernel to say.
+        out_features: Likewise of the result.
+        param_dtype: Dtype of ``a`` and ``b`` where sizes are given; otherwise that of the kernel.
         rngs: Random streams; ``params`` is used.
 
     Attributes:
-        body: The layer.
+        body: The layer, or None.
         a: ``Param`` with the tag ``"lora"``: drawn with variance 1 / fan-in. Of a ``MoE`` a
             ``Dict`` with one for each of ``gate``, ``up`` and ``down``.
         b: Likewise, zeros. Of an ``Embed`` ``a`` is zeros, and ``b`` is drawn.
         scale: Factor of the term.
+
+    Raises:
+        SelectionError: If a low-rank term of the layer's kernel is not known.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
         >>> layer = sx.surgery.LoRA(sx.nn.Linear(8, (4, 2), rngs=sx.Rngs(0)), 3, rngs=sx.Rngs(1))
         >>> layer.a.shape, layer.b.shape, layer(jnp.ones((5, 8))).shape
         ((8, 3), (3, 4, 2), (5, 4, 2))
+        >>> alone = sx.surgery.LoRA(None, 3, in_features=8, out_features=4, rngs=sx.Rngs(1))
+        >>> alone(jnp.ones((5, 8))).shape
+        (5, 4)
     """
 
-    _own = frozenset({"body", "a", "b", "scale"})
+    _own = frozenset({"body", "a", "b", "scale", "sizes"})
+    sizes: tuple[int, int] | None = None  # set only where given
 
     def __init__(
-        self, layer: Adaptable, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None
+        self,
+        layer: Any,
+        rank: int,
+        scale: float = 1.0,
+        *,
+        in_features: int | None = None,
+        out_features: int | None = None,
+        param_dtype: Any = np.float32,
+        rngs: Rngs | None = None,
     ) -> None:
-        _refuse_own_call(layer, type(layer).__name__)
-        super().__init__(layer)
         rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
+        if in_features is not None or out_features is not None:
+            _check_callable(layer)
+            super().__init__(layer)
+            inputs = as_size("LoRA", "in_features", in_features)
+            outputs = as_size("LoRA", "out_features", out_features)
+            self.sizes, self.scale = (inputs, outputs), float(scale)
+            init = Init(lecun_normal((0,), (1,)), (inputs, rank), param_dtype, rngs=rngs)
+            self.a = Param(init, axes=("in", None), tag="lora")
+            init = Init(zeros, (rank, outputs), param_dtype)
+            self.b = Param(init, axes=(None, "out"), tag="lora")
+            return
+        _refuse_unknown(layer, type(layer).__name__)
+        super().__init__(layer)
         pairs = {name: self._pair(name, rank, rngs) for name in _kernels_of(layer)}
         self.a: Any
         self.b: Any
@@ -201,8 +241,29 @@ class LoRA(LayerWrapper):
         a = make(terms.first.kernel, zeros if looked_up else drawn(terms.first))
         return a, make(terms.second.kernel, drawn(terms.second) if looked_up else zeros)
 
-    def __call__(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> Any:
-        """Maps an input as the layer does, and adds the term."""
+    def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
+        """Maps an input as the layer does, and adds the term.
+
+        Args:
+            x: The input of the layer.
+            *args: For a layer around which it is by sizes.
+            **options: What the layer takes by name, such as ``mask`` and ``out_sharding``.
+
+        Returns:
+            What the layer returns, plus the term.
+        """
+        if self.sizes is None:
+            return self._adapted(x, *args, **options)
+        inputs = take_features("LoRA", x, self.sizes[:1], "in_features")
+        inputs, a, b = cast_all(None, inputs, self.a.value, self.b.value)
+        term = self.scale * contract(contract(inputs, a, (0,)), b, (0,))
+        if self.body is None:
+            return term
+        y = as_array(self.body(x, *args, **options))
+        return y + align(term.astype(y.dtype), y)
+
+    def _adapted(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> Any:
+        """Adds the term of a kernel that is known."""
         if isinstance(self.body, NamedLinear):
             y = self.body(x)
             return y + (self.scale * self._named_term(x)).astype(y.dtype)
@@ -256,6 +317,17 @@ class LoRA(LayerWrapper):
     def merged(self) -> Any:
         """Returns the layer with the terms added to its kernels."""
         layer = self.body
+        if self.sizes is not None and layer is not None:
+            raise SelectionError(
+                f"A LoRA with sizes is around a {type(layer).__name__}, and does not know to which "
+                f"kernel its term belongs. Keep it, or adapt the layers inside: "
+                f"sx.surgery.lora(sx.select(model), rank=2)."
+            )
+        if self.sizes is not None:
+            layer = Linear(*self.sizes, use_bias=False, param_dtype=self.a.dtype, rngs=Rngs(0))
+            a, b = (v.value.astype(at_least_float32(v.dtype)) for v in (self.a, self.b))
+            layer.kernel.value = (self.scale * contract(a, b, (0,))).astype(self.a.dtype)
+            return layer
         for name in _kernels_of(layer):
             several = isinstance(self.body, MoE)
             a, b = (self.a[name], self.b[name]) if several else (self.a, self.b)
@@ -276,8 +348,27 @@ class LoRA(LayerWrapper):
         return kernel.replace(total)
 
 
-def _refuse_own_call(layer: Any, where: str) -> None:
-    """Raises if a subclass computes something else than its base."""
+def _check_callable(layer: Any) -> None:
+    """Raises for what LoRA cannot be around, with sizes."""
+    if layer is not None and (not isinstance(layer, Module) or not callable(layer)):
+        raise SelectionError(
+            f"A LoRA with sizes is around a Module that is called, or alone, but was given "
+            f"{layer!r}. Alone it is sx.surgery.LoRA(None, 2, in_features=8, out_features=4)."
+        )
+
+
+def _refuse_unknown(layer: Any, where: str) -> None:
+    """Raises if the low-rank term of a layer's kernel is not known."""
+    if not isinstance(layer, Adaptable):
+        raise SelectionError(
+            f"{where} has no kernel that LoRA knows. Give the sizes of its input and result: "
+            f"sx.surgery.LoRA(layer, 2, in_features=8, out_features=4)."
+        )
+    if isinstance(layer, ConvBase) and layer.mask is not None:
+        raise SelectionError(
+            f"{where} is a {type(layer).__name__} with a mask of its kernel, and the sum of two "
+            f"masked kernels has no low rank. Leave it out: selection.where(...)."
+        )
     # The term is added to what the base computes: such a layer would not equal its merged one.
     own = [name for name in ("__call__", "attend") if _is_own(type(layer), name)]
     if own:
@@ -343,8 +434,10 @@ class _Terms(NamedTuple):
         )
         rank = _unused(whole.input + whole.kernel)[0]
         middle = "".join(letter for letter in whole.input if letter not in summed) + rank
-        first = Equation(whole.input, batch + summed + rank, middle, whole.ellipsis)
-        second = Equation(middle, batch + rank + made, whole.output, whole.ellipsis)
+        inputs = whole.ellipsis, whole.input_place
+        first = Equation(whole.input, batch + summed + rank, middle, *inputs)
+        outputs = whole.ellipsis, 0, whole.output_place
+        second = Equation(middle, batch + rank + made, whole.output, *outputs)
         return cls(whole, first, second, sizes)
 
 
@@ -397,7 +490,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     streams = rngs or Rngs(0)
 
     def adapt(path: Path, layer: Any) -> LoRA:
-        _refuse_own_call(layer, format_path(path))
+        _refuse_unknown(layer, format_path(path))
         if id(layer) in adapted:
             raise SelectionError(
                 f"{format_path(path[:-1])} has an adapter already. Merge it first, "

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dot-product attention without parameters, and masks for it.
+
+The weighting itself is ``jax.nn.dot_product_attention``, which picks the device's fused kernel
+where there is one; what that cannot do is computed from scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardax._core._jax import INLINE
+from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
+from shardax.nn.errors import LayerInputError
+from shardax.nn.parameters import refuse_input
+from shardax.partition.explicit import explicit_entries
+
+
+def softmax(scores: jax.Array) -> jax.Array:
+    """Returns the softmax over the last dimension, the weights of attention."""
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: Callable[[jax.Array], jax.Array] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    precision: Any = None,
+) -> jax.Array:
+    """Weighs values by the softmax of products of queries and keys.
+
+    Args:
+        query: Shape (..., time, heads, head_dim).
+        key: Shape (..., other time, kv heads, head_dim); ``kv heads`` divides ``heads``.
+        value: Shape (..., other time, kv heads, value_dim).
+        bias: Added to the scores; broadcasts to (..., heads, time, other time).
+        mask: Booleans of as many dimensions as ``query`` that broadcast to (..., heads, time, other
+            time): what may be read. A position that may read nothing gets the mean of all values.
+        causal: Whether a position reads only from itself and earlier ones.
+        window: How many positions a position reads at most: itself and those before it. Needs
+            ``causal``.
+        scale: Factor of the scores; None for ``head_dim ** -0.5``.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``, before the bias.
+        dropout: A function of the weights, such as a ``Dropout`` layer.
+        implementation: That of ``jax.nn.dot_product_attention``: None, "xla" or "cudnn" (on GPUs).
+        precision: As in ``jax.lax.dot_general``.
+
+    Returns:
+        Shape (..., time, heads, value_dim), in the widest of the three dtypes. Scores and their
+        softmax are computed in float32 or wider.
+
+    Raises:
+        LayerInputError: If shapes do not fit, or the mask is not of booleans.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> query, key = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 7, 2, 8))
+        >>> real = sx.nn.make_attention_mask(jnp.ones((2, 5)) > 0, jnp.arange(7) < 6)
+        >>> sx.nn.dot_product_attention(query, key, key, mask=real).shape
+        (2, 5, 4, 8)
+    """
+    name = "dot_product_attention"
+    query, key, value = cast_all(None, *map(as_array, (query, key, value)))
+    shapes = f"queries {query.shape}, keys {key.shape} and values {value.shape}"
+    fits = (
+        query.ndim >= 3
+        and query.ndim == key.ndim
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[:-3] == key.shape[:-3]
+        and query.shape[-1] == key.shape[-1]
+        and not query.shape[-2] % max(key.shape[-2], 1)
+    )
+    if not fits:
+        raise LayerInputError(
+            f"{name} takes queries of shape (..., time, heads, head_dim), and keys and values of "
+            f"shape (..., other time, kv heads, head_dim), but was given {shapes}. Move the "
+            f"dimension of heads before the last: jnp.swapaxes(query, -2, -3)."
+        )
+    if window is not None and not causal:
+        raise LayerInputError(f"{name} has window={window}, which needs causal=True.")
+    if mask is not None:
+        mask = check_mask(name, as_array(mask), query.ndim - 1)
+    if bias is not None:
+        bias = jnp.expand_dims(bias, tuple(range(query.ndim - np.ndim(bias))))
+    return weighted_values(
+        name,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        implementation=implementation,
+        precision=precision,
+    )
+
+
+def combine_masks(*masks: Any) -> jax.Array | None:
+    """Returns where all masks allow reading.
+
+    Args:
+        *masks: Booleans, or integers that are true where not 0, of as many dimensions, which
+            broadcast; None for no mask.
+
+    Returns:
+        Booleans, or None if there is no mask.
+
+    Raises:
+        LayerInputError: If a mask has floating numbers, or shapes do not broadcast.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> real = jnp.array([[True, True, False]])
+        >>> mask = sx.nn.combine_masks(
+        ...     sx.nn.make_attention_mask(real, real), sx.nn.make_causal_mask(real), None)
+        >>> mask[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 0]]
+    """
+    arrays = [_as_booleans("combine_masks", mask) for mask in masks if mask is not None]
+    shapes = [array.shape for array in arrays]
+    sizes = [{size for size in dims if size != 1} for dims in zip(*shapes, strict=False)]
+    if len(set(map(len, shapes))) > 1 or any(len(dim_sizes) > 1 for dim_sizes in sizes):
+        raise LayerInputError(
+            f"combine_masks takes masks of as many dimensions, which broadcast, but was given the "
+            f"shapes {shapes}. Give dimensions to broadcast the size 1: mask[:, None, None, :]."
+        )
+    return functools.reduce(jnp.logical_and, arrays) if arrays else None
+
+
+def make_attention_mask(
+    query: Any, key: Any, pairwise: Callable[[Any, Any], Any] = jnp.multiply
+) -> jax.Array:
+    """Returns a mask from a function of each query and each key.
+
+    Args:
+        query: Shape (..., time), such as which positions are real.
+        key: Shape (..., other time).
+        pairwise: Elementwise function, true where the query may read the key. ``jnp.equal`` makes
+            a mask of segments from their numbers.
+
+    Returns:
+        Booleans of shape (..., 1, time, other time).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> segments = jnp.array([0, 0, 1])
+        >>> sx.nn.make_attention_mask(segments, segments, jnp.equal)[0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    query, key = as_array(query), as_array(key)
+    pair = [query[..., :, None], key[..., None, :]]
+    rank = max(array.ndim for array in pair)
+    pair = [jnp.expand_dims(array, tuple(range(rank - array.ndim))) for array in pair]
+    return jnp.expand_dims(pairwise(*pair).astype(bool), -3)
+
+
+def make_causal_mask(x: Any) -> jax.Array:
+    """Returns the mask by which positions read themselves and earlier ones.
+
+    Args:
+        x: Shape (..., time); only the shape counts.
+
+    Returns:
+        Booleans of shape (..., 1, time, time).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> sx.nn.make_causal_mask(jnp.zeros((1, 3)))[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    shape = as_array(x).shape
+    return jnp.broadcast_to(causal_order(shape[-1], shape[-1]), (*shape[:-1], 1, *shape[-1:] * 2))
+
+
+def causal_order(time: int, other_time: int, window: int | None = None) -> jax.Array:
+    """Returns which positions a position reads, itself and some before it."""
+    order = jnp.tri(time, other_time, dtype=bool)
+    if window is not None:
+        order &= ~jnp.tri(time, other_time, k=-window, dtype=bool)
+    return order
+
+
+def weighted_values(
+    layer: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    to_weights: Callable[[jax.Array], jax.Array] = softmax,
+    dropout: Callable[[jax.Array], jax.Array] | None = None,
+    implementation: Any = None,
+    precision: Any = None,
+) -> jax.Array:
+    """Weighs values, by a fused kernel where that can."""
+    # Compiled for CPU or TPU, that of JAX has no float16; gradients of its bfloat16 cannot be
+    # compiled where a user forbids promotion.
+    config: Any = jax.config
+    is_strict = config.jax_numpy_dtype_promotion == "strict"
+    unfused = (jnp.float16, jnp.bfloat16) if is_strict else (jnp.float16,)
+    has_kernel = query.ndim <= 4 and key.shape == value.shape and softcap is None
+    is_plain = to_weights is softmax and dropout is None and has_kernel
+    if is_plain and (query.dtype not in unfused or implementation == "cudnn"):
+        options = causal, scale, window, implementation
+        return _fused(layer, query, key, value, bias, mask, precision, *options)
+    if implementation == "cudnn":
+        refuse_input(
+            f'{layer}(implementation="cudnn")',
+            "the default softmax, without dropout of weights",
+            query,
+            "cuDNN keeps its weights to itself: use implementation=None here.",
+        )
+    if key.shape[-2] < query.shape[-2]:
+        key, value = repeat_heads(query, key), repeat_heads(query, value)
+    scores = jnp.einsum(
+        "...tnh,...snh->...nts",
+        query,
+        key,
+        precision=precision,
+        preferred_element_type=at_least_float32(query.dtype),
+    ) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if causal:
+        order = causal_order(scores.shape[-2], scores.shape[-1], window)
+        order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
+        mask = order if mask is None else mask & order
+    if mask is not None:  # what may not be read has the weight 0, as in jax.nn
+        scores = _mask_scores(scores, mask)
+    weights = to_weights(scores)
+    weights = weights if dropout is None else dropout(weights)
+    weights = weights.astype(value.dtype)
+    return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=precision)
+
+
+def _fused(
+    layer: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    precision: Any,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    implementation: Any,
+) -> jax.Array:
+    """Runs ``jax.nn.dot_product_attention``."""
+    near = None if window is None else (window - 1, 0)
+    scope = contextlib.nullcontext()
+    if precision is not None:
+        scope = jax.default_matmul_precision(jax.lax.Precision(precision).name.lower())
+    options = causal, scale, near, implementation
+    try:
+        with scope:
+            return _dot_product_attention(query, key, value, bias, mask, *options)
+    except Exception as error:
+        if implementation != "cudnn":
+            raise
+        description = f"{query.dtype}{list(query.shape)} on {jax.default_backend()}"
+        raise LayerInputError(
+            f'{layer}(implementation="cudnn") does not run for queries '
+            f"{description} ({error}). cuDNN takes float16 and bfloat16 on NVIDIA GPUs; "
+            "elsewhere use implementation=None."
+        ) from error
+
+
+# Units, as eager arrays over Explicit axes need their mesh where masks are broadcast.
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8), inline=INLINE)
+def _dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    causal: bool,
+    scale: Any,
+    near: Any,
+    how: Any,
+) -> jax.Array:
+    # All three have one dtype; what JAX promotes within, also where a user forbids it, are scores.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            mask=mask,
+            scale=scale,
+            is_causal=causal,
+            local_window_size=near,
+            implementation=how,
+        )
+
+
+@functools.partial(jax.jit, inline=INLINE)
+def _mask_scores(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
+
+
+def check_mask(layer: str, mask: jax.Array, ndim: int) -> jax.Array:
+    """Returns a mask, or raises if it has another rank or dtype."""
+    if mask.dtype != jnp.bool_ or mask.ndim != ndim + 1:
+        batch = "batch, " if ndim == 3 else ""
+        refuse_input(
+            layer,
+            f"a mask of booleans that broadcasts to ({batch}heads, time, other time)",
+            mask,
+            "True is where a position may read. Give dimensions to broadcast the size 1: "
+            "mask[None, None].",
+        )
+    return mask
+
+
+def _as_booleans(function: str, mask: Any) -> jax.Array:
+    mask = as_array(mask)
+    if jnp.issubdtype(mask.dtype, jnp.inexact):
+        hint = "Of weights: mask > 0. What is added to scores is a bias."
+        refuse_input(function, "masks of booleans or integers", mask, hint)
+    return mask.astype(bool)
+
+
+def repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:
+    """Repeats kv heads for each query head, with its layout."""
+    repeats = query.shape[-2] // key.shape[-2]
+    queries = explicit_entries(query)
+    if queries is None and explicit_entries(key) is None:
+        return jnp.repeat(key, repeats, axis=-2)
+    query_spec, key_spec = (tuple(jax.typeof(array).sharding.spec) for array in (query, key))
+    mesh = jax.typeof(query if queries is not None else key).sharding.mesh
+    whole = NamedSharding(mesh, PartitionSpec(*key_spec[:-2], None, key_spec[-1]))
+    split = NamedSharding(mesh, PartitionSpec(*key_spec[:-2], query_spec[-2], key_spec[-1]))
+    repeated = jnp.repeat(jax.sharding.reshard(key, whole), repeats, axis=-2)
+    return jax.sharding.reshard(repeated, split)
