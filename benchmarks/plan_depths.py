@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far expected times of a traced step are from those of the compiled program.
+
+The work: the train step of `plan_search.py` on 16 TPU v5e, 64 TPU v5p and 64 H100. Of all
+candidates of a search ten are taken for each target, evenly from the fastest to the slowest within
+four times, and compiled at screen effort. *Ratio* is the traced time over the compiled one; a
+*pair* is two layouts of one target whose compiled times differ by over 5 %, in order if the traced
+ones are.
+
+A target whose own compiler is not installed is compiled with the CPU estimate.
+
+    python benchmarks/plan_depths.py --json depths.json
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import itertools
+import statistics
+import sys
+from typing import Any
+
+import plan_search
+from _harness import Report, arguments, table
+
+from shardax import plan
+
+TARGETS = {"tpu:v5e:4x4": 64, "tpu:v5p:4x4x4": 256, "gpu:h100:8x8": 256}
+SLOWEST = 4.0
+CLEAR = 0.05
+HEADERS = ("target", "layout", "traced, s", "compiled, s", "ratio")
+
+
+def sample(args: Any, target: str, count: int, axes: tuple[str, ...]) -> list[plan.LayoutReport]:
+    """Candidates from the fastest to the slowest, as traced."""
+    traced = plan.search(plan_search.step, args, target, mesh_axes=axes, effort="trace", top=None)
+    timed = [report for report in traced if report.outcome == "fits" and report.expected]
+    least = timed[0].expected.seconds if timed and timed[0].expected else 0.0
+    near = [r for r in timed if r.expected and r.expected.seconds <= SLOWEST * least]
+    stride = max(1, len(near) // count)
+    return near[::stride][:count]
+
+
+def compare(report: plan.LayoutReport, args: Any, target: str) -> plan.LayoutReport:
+    """The same layout, compiled."""
+    layout = report.layout
+    rules = {layout.name: layout.as_rules}
+    compiled = plan.compare(
+        plan_search.step, args, rules, layout.sizes, target, effort="screen", cache=None
+    )
+    return compiled.reports[0]
+
+
+def pairs_in_order(times: list[tuple[float, float]]) -> tuple[int, int]:
+    """Pairs of traced and compiled times in order, and all that differ clearly."""
+    right = total = 0
+    for (traced, compiled), (traced_2, compiled_2) in itertools.combinations(times, 2):
+        if max(compiled, compiled_2) > (1 + CLEAR) * min(compiled, compiled_2):
+            total += 1
+            right += (traced - traced_2) * (compiled - compiled_2) > 0
+    return right, total
+
+
+def main() -> int:
+    """Compile a sample of layouts for every target."""
+    parser = arguments(__doc__, repeats=1)
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--count", type=int, default=10, help="layouts of a target")
+    options = parser.parse_args()
+    report = Report("plan_depths", vars(options))
+    if options.quick:
+        options.targets, options.count = ["gpu:h100:8x8"], 2
+    rows: list[list[str]] = []
+    right = total = 0
+    ratios: list[float] = []
+    for target in options.targets:
+        args = plan_search.inputs(TARGETS[target], quick=options.quick)
+        times: list[tuple[float, float]] = []
+        for traced in sample(args, target, options.count, ("data", "model")):
+            compiled = compare(traced, args, target)
+            if traced.expected is None or compiled.expected is None:
+                rows.append([target, traced.layout.name, "-", compiled.outcome, "-"])
+                continue
+            pair = traced.expected.seconds, compiled.expected.seconds
+            times.append(pair)
+            ratios.append(pair[0] / pair[1])
+            rows.append([target, traced.layout.name, *(f"{s:.3f}" for s in (*pair, ratios[-1]))])
+            print(*rows[-1], flush=True)
+            report.records.append(dict(zip(HEADERS, rows[-1], strict=True)))
+        in_order, clear = pairs_in_order(times)
+        right, total = right + in_order, total + clear
+    print(table(HEADERS, rows))
+    print(
+        f"{len(ratios)} layouts: median ratio {statistics.median(ratios):.3f}, "
+        f"{min(ratios):.2f} to {max(ratios):.2f}; {right} of {total} pairs in order"
+    )
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
