@@ -125,6 +125,36 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SIZES, "hidden_size": 64, "use_parallel_residual": False},
     ),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**GROUPED, "sliding_window": 3}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {**GROUPED, "attention_bias": True, "embedding_multiplier": 3.0, "logits_scaling": 5.0}
+        | {"residual_multiplier": 0.3, "attention_multiplier": 0.25},
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {**GROUPED, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 3},
+    ),
+    "ministral": (
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {**GROUPED, "sliding_window": 3, "head_dim": 6}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {**GROUPED, "sliding_window": 3, "num_hidden_layers": 5}
+        | {"rope_parameters": {**GEMMA3_ROPES, "full_attention": YARN}},
+    ),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "cohere2": (
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {**GROUPED, "sliding_window": 3, "num_hidden_layers": 5, "logit_scale": 0.5},
+    ),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {**GROUPED, "head_dim": 8}),
     "bert": ("BertConfig", "BertForMaskedLM", SIZES),
     "bert-bare": ("BertConfig", "BertModel", SIZES),
     "bert-classes": ("BertConfig", "BertForSequenceClassification", {**SIZES, "num_labels": 5}),

@@ -38,7 +38,9 @@ from shardax.models.family import (
     published_activation,
 )
 from shardax.models.transformer import (
+    OffsetLayerNorm,
     OffsetRMSNorm,
+    OffsetScale,
     Transformer,
     TransformerBlock,
     TransformerConfig,
@@ -218,6 +220,8 @@ def _facts(model: Any, config: TransformerConfig) -> dict[str, Any]:
             if values and all(value == values[0] for value in values) and values[0] is not _NONE:
                 facts[name] = values[0]
     facts |= _windows(places)
+    if config.rope is not None:
+        facts |= _rotated_layers(places)
     if mixed:
         facts["dense_layers"] = tuple(i for i, experts in enumerate(has_experts) if not experts)
     elif config.num_experts:
@@ -248,7 +252,14 @@ def _activation(place: Any) -> str | None:
 
 def _norm_kind(model: Any) -> str | None:
     norm = next(_norms(model))
-    kinds = {OffsetRMSNorm: "rms_offset", RMSNorm: "rms", LayerNorm: "layer"}
+    if type(norm) is LayerNorm and norm.bias is None:
+        return "layer_unbiased"
+    kinds = {
+        OffsetRMSNorm: "rms_offset",
+        RMSNorm: "rms",
+        LayerNorm: "layer",
+        OffsetLayerNorm: "layer_offset",
+    }
     return kinds.get(type(norm))
 
 
@@ -299,6 +310,7 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
     "parallel": lambda place: place.module.parallel,
+    "residual_scale": lambda place: place.module.residual_scale,
 }
 _DENSE: dict[str, Callable[[Any], Any]] = {
     "mlp_dim": lambda place: _size(place.module.mlp.up.kernel, -1, place),
@@ -326,6 +338,11 @@ def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
     return {"window": sizes.pop(), "local_layers": None if all(local) else local}
 
 
+def _rotated_layers(places: Sequence[LayerPlace]) -> dict[str, Any]:
+    rotated = tuple(getattr(place.module, "has_rope", True) for place in places)
+    return {"rope_layers": None if all(rotated) else rotated}
+
+
 def _differences(config: TransformerConfig, read: TransformerConfig) -> dict[str, tuple[Any, Any]]:
     """Returns differing fields of two architectures, with both values."""
     ours, theirs = _relevant(config), _relevant(read)
@@ -340,10 +357,13 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
     """Returns the fields of a config with meaning for its logits."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
     kinds = [config.kind_of(index) for index in range(config.num_layers)]
-    for name in ("window", "local_layers"):
+    for name in ("window", "local_layers", "rope_layers"):
         values.pop(name)
+    values["rotated_layers"] = tuple(map(config.has_rope, range(config.num_layers)))
     values["windows"] = tuple(config.window if local else None for local, _ in kinds)
     values["experts"] = tuple(experts for _, experts in kinds)
+    if not any(values["rotated_layers"]):
+        values["rope"] = None
     for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
         values.pop(name)
     unused = {
@@ -465,6 +485,9 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 # --- the comparison -------------------------------------------------------------------------------
 
 
+_NORMS = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm)
+
+
 class _ArchitectureCheck:
     """Differences of a model from one built of its config."""
 
@@ -532,7 +555,7 @@ class _ArchitectureCheck:
             self.wrong[where] = f"is {_text(module)}, not a {expected.__name__}"
             return True
         for cls in kind.__mro__[: kind.__mro__.index(expected)]:
-            if cls.__module__.startswith("shardax.models.") and cls is not OffsetRMSNorm:
+            if cls.__module__.startswith("shardax.models.") and cls not in _NORMS:
                 continue
             for name in vars(cls).keys() - _CLASS_NAMES:
                 if hasattr(expected, name):

@@ -79,6 +79,7 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "squared_relu",
     "silu": "silu",
     "swish": "silu",
 }
@@ -94,7 +95,7 @@ def activation_name(function: Any) -> str | None:
 
 def published_activation(name: str) -> str:
     """Returns the name in ``config.json`` of an activation."""
-    published = {"exact_gelu": "gelu", "gelu": "gelu_pytorch_tanh"}
+    published = {"exact_gelu": "gelu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
     return published.get(name, name)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -54,7 +55,7 @@ from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 
 PLAIN_ROPE = Rope()
-NORMS = ("rms", "rms_offset", "layer")
+NORMS = ("rms", "rms_offset", "layer", "layer_offset", "layer_unbiased")
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first")
 
@@ -69,7 +70,12 @@ def quick_gelu(x: Any) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-ACTIVATIONS = {"exact_gelu": exact_gelu, "quick_gelu": quick_gelu}
+def squared_relu(x: Any) -> jax.Array:
+    """Returns ``relu(x) ** 2``."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS = {"exact_gelu": exact_gelu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
 
 
 def find_activation(name: str) -> Callable[[Any], Any]:
@@ -90,14 +96,16 @@ class TransformerConfig:
         head_dim: Size of a head.
         mlp_dim: Size of the MLP's hidden layer.
         causal: Whether a position reads only from itself and earlier ones.
-        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1) or ``"layer"``.
+        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
+            ``"layer_offset"`` or ``"layer_unbiased"`` (without a bias).
         norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
         norm_epsilon: Added to mean squares before dividing by their root.
         parallel: Whether attention and MLP read the same input.
         shared_norm: Whether a parallel layer has one norm for both.
         qk_norm: Norm of queries and keys: None, ``"head"`` (of each head) or ``"all"`` (of all
             heads together).
-        activation: Function of ``jax.nn`` by name, or ``"exact_gelu"`` or ``"quick_gelu"``.
+        activation: Function of ``jax.nn`` by name, or ``"exact_gelu"``, ``"quick_gelu"`` or
+            ``"squared_relu"``.
         gated: Whether the MLP is gated.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         out_bias: Whether attention's output projection has one.
@@ -105,6 +113,7 @@ class TransformerConfig:
         head_bias: Whether the head has one.
         rope: The rotary embedding; None for none.
         local_rope: That of layers with a window; None for the same.
+        rope_layers: Which layers have a rotary embedding; None for all.
         max_positions: Number of learned positions; 0 for none.
         window: How many positions a position of a local layer reads; None for all.
         local_layers: Which layers are local; None for all.
@@ -112,6 +121,8 @@ class TransformerConfig:
         attention_softcap: Bound of the scores, by tanh.
         final_softcap: Bound of the logits, by tanh.
         embed_scale: Multiplies the embedding.
+        residual_scale: Multiplies what attention and MLP add.
+        logit_scale: Multiplies the logits, before a bound.
         embed_norm: Whether the embedding is normalised.
         token_types: Number of kinds of tokens that have an embedding.
         num_experts: Number of experts of a layer; 0 for none.
@@ -172,6 +183,7 @@ class TransformerConfig:
     head_bias: bool = False
     rope: Rope | None = PLAIN_ROPE
     local_rope: Rope | None = None
+    rope_layers: tuple[bool, ...] | None = None
     max_positions: int = 0
     window: int | None = None
     local_layers: tuple[bool, ...] | None = None
@@ -179,6 +191,8 @@ class TransformerConfig:
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embed_scale: float | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
     embed_norm: bool = False
     token_types: int = 0
     num_experts: int = 0
@@ -214,19 +228,25 @@ class TransformerConfig:
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
             _check(where, "patch_size", self.patch_size, whole, f"a divisor of {self.image_size}")
-        if self.local_layers is not None:
-            fits = len(self.local_layers) == self.num_layers
-            _check(where, "local_layers", self.local_layers, fits, f"{self.num_layers} booleans")
+        for name in ("local_layers", "rope_layers"):
+            chosen = getattr(self, name)
+            if chosen is not None:
+                fits = len(chosen) == self.num_layers
+                _check(where, name, chosen, fits, f"{self.num_layers} booleans")
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""
         local = self.window is not None and (self.local_layers is None or self.local_layers[index])
         return local, self.num_experts > 0 and index not in self.dense_layers
 
+    def has_rope(self, index: int) -> bool:
+        """Whether a layer has a rotary embedding."""
+        return self.rope is not None and (self.rope_layers is None or self.rope_layers[index])
+
     @property
     def period(self) -> int:
         """Number of layers before their kinds repeat."""
-        kinds = [self.kind_of(index) for index in range(self.num_layers)]
+        kinds = [(self.kind_of(index), self.has_rope(index)) for index in range(self.num_layers)]
         return next(
             period
             for period in range(1, self.num_layers + 1)
@@ -276,16 +296,24 @@ def _dtype_name(where: str, name: str, dtype: Any) -> str:
     return normal_dtype.name
 
 
-class OffsetRMSNorm(RMSNorm):
-    """Root mean square normalization with 1 added to the scale."""
+class OffsetScale:
+    """Adds 1 to the scale of a norm."""
 
     def __init__(self, features: int, **options: Any) -> None:
-        super().__init__(features, scale_init=zeros, **options)
+        super().__init__(features, scale_init=zeros, **options)  # pyright: ignore[reportCallIssue]
 
-    def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
-        scaled = normed + super()._scaled(normed, normed).astype(normed.dtype)
+    def _scaled(self: Any, x: jax.Array, normed: jax.Array, dimension: Any = None) -> jax.Array:
+        scaled = normed + super()._scaled(normed, normed, dimension).astype(normed.dtype)  # pyright: ignore[reportAttributeAccessIssue]
         scale = None if self.scale is None else self.scale.value
         return scaled.astype(result_dtype(self.dtype, x, scale))
+
+
+class OffsetRMSNorm(OffsetScale, RMSNorm):
+    """Root mean square normalization with 1 added to the scale."""
+
+
+class OffsetLayerNorm(OffsetScale, LayerNorm):
+    """Normalization by mean and standard deviation with 1 added to the scale."""
 
 
 class HeadsRMSNorm(Module):
@@ -323,13 +351,21 @@ class TransformerLayer(Module):
         (2, 8, 64)
     """
 
+    has_rope = True
+    residual_scale: float | None = None
+
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
         self.is_local, experts = config.kind_of(index)
+        # Set only where they say more: a plain layer has no such attributes.
+        if config.rope is not None and not config.has_rope(index):
+            self.has_rope = False
+        if config.residual_scale is not None:
+            self.residual_scale = config.residual_scale
         self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
         has_pre_norm = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
         self.attn_norm: Any = make_norm(config) if has_pre_norm else None
-        self.attn = _attention(config, self.is_local, rngs)
+        self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
         self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
@@ -362,6 +398,7 @@ class TransformerLayer(Module):
         """
         if self.is_local and local_positions is not None:
             positions = local_positions
+        positions = positions if self.has_rope else None
         attention_options = {"positions": positions, "mask": mask}
         if segment_ids is not None:
             attention_options["segment_ids"] = segment_ids
@@ -390,6 +427,8 @@ class TransformerLayer(Module):
     def _added(self, x: jax.Array, name: str, norm: Any) -> jax.Array:
         x = checkpoint_name(x, name)
         x = x if norm is None or self.norm_after else norm(x)
+        if self.residual_scale is not None:
+            x = x * jnp.asarray(self.residual_scale, x.dtype)
         return x if self.dropout is None else self.dropout(x)
 
     def _joined(self, x: jax.Array, added: jax.Array, norm: Any) -> jax.Array:
@@ -580,7 +619,7 @@ class Transformer(Module):
 
         Raises:
             LayerConfigError: If the logits are not a product with a kernel: a head of another kind,
-                with a bias or a softcap, or replaced.
+                with a bias, a scale or a softcap, or replaced.
         """
         config, layer = self._parts, self.embed if self.head is None else self.head
         is_plain = type(layer) is (Embed if self.head is None else Linear)
@@ -588,6 +627,7 @@ class Transformer(Module):
             (config.head != "tokens", f"its head is {config.head!r}"),
             (not is_plain, f"its head is a {type(layer).__name__}"),
             (config.head_bias, "its head has a bias"),
+            (config.logit_scale is not None, "it has logit_scale"),
             (config.final_softcap is not None, "it has final_softcap"),
         ):
             if holds:
@@ -761,6 +801,8 @@ class Transformer(Module):
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         if self.head is None and config.head_bias:
             logits = add_bias(logits, self.head_bias.value)
+        if config.logit_scale is not None:
+            logits = logits * jnp.asarray(config.logit_scale, logits.dtype)
         if config.final_softcap is not None:
             logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
@@ -773,13 +815,18 @@ def dtypes(config: Any) -> dict[str, Any]:
 
 def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) -> Any:
     """Makes a norm of the config's kind."""
-    kinds: dict[str, Callable[..., Any]] = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm}
+    kinds: dict[str, Callable[..., Any]] = {
+        "rms": RMSNorm,
+        "rms_offset": OffsetRMSNorm,
+        "layer_offset": OffsetLayerNorm,
+        "layer_unbiased": partial(LayerNorm, use_bias=False),
+    }
     kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
     size = config.embed_dim if features is None else features
     return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
 
 
-def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHeadAttention:
+def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:
     def norm(heads: int, axis: str) -> Callable[[], Any] | None:
         if config.qk_norm is None:
             return None
@@ -788,7 +835,9 @@ def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHe
         names, epsilon = (axis, "head_dim"), config.norm_epsilon
         return lambda: HeadsRMSNorm(heads, config.head_dim, names, epsilon, dtypes(config))
 
+    is_local = config.kind_of(index)[0]
     rope = config.local_rope if is_local and config.local_rope else config.rope
+    rope = rope if config.has_rope(index) else None
     return MultiHeadAttention(
         config.embed_dim,
         config.num_heads,

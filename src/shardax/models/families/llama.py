@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama and its closest relatives: Mistral, Mixtral, OLMo 2, Phi-3.
+"""Llama and its closest relatives: Mistral, Ministral, Mixtral, OLMo 2, Phi-3.
 
-Sources: ``models/{llama,mistral,mixtral,olmo2,phi3}`` of transformers 5, ``configuration_*.py`` for
-fields and defaults, ``modeling_*.py`` for tensors.
+Sources: ``models/{llama,mistral,ministral,mixtral,olmo2,phi3}`` of transformers 5,
+``configuration_*.py`` for fields and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ MISTRAL = Family(
     fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
     groups=[Rotary(max_positions=131_072), shared.Window(4096)],
     architectures=shared.causal_lm("Mistral"),
+    tensors=shared.decoder(),
+)
+
+# As Mistral, but some layers may have no window.
+MINISTRAL = Family(
+    fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
+    groups=[Rotary(max_positions=131_072), shared.WindowsByLayer(4096, lambda layer: True)],
+    architectures=shared.causal_lm("Ministral"),
     tensors=shared.decoder(),
 )
 
@@ -80,7 +88,6 @@ OLMO2 = Family(
 )
 
 _QKV_AXES = {"axes": (concatenated(*HEADS), "embed"), "parameter_axes": ("embed", *HEADS)}
-_GATE_UP_AXES = {"axes": (concatenated("mlp"), "embed"), "parameter_axes": ("embed", "mlp")}
 
 # Queries, keys and values are one tensor, gate and up another.
 PHI3 = Family(
@@ -90,7 +97,7 @@ PHI3 = Family(
         "resid_pdrop": Field("dropout", default=0.0),
         "rms_norm_eps": Field("norm_epsilon", default=1e-5),
     },
-    groups=[Rotary(kinds=["default"], max_positions=4096), shared.Window()],
+    groups=[Rotary(kinds=["default"], max_positions=4096, partial=True), shared.Window()],
     architectures=shared.causal_lm("Phi3"),
     neutral={"attention_bias": (False,)},
     harmless=("original_max_position_embeddings",),
@@ -103,11 +110,9 @@ PHI3 = Family(
                 Tensor("self_attn.qkv_proj.weight", "attn.q.kernel", **_QKV_AXES),
                 Tensor("self_attn.qkv_proj.weight", "attn.k.kernel", **_QKV_AXES),
                 Tensor("self_attn.qkv_proj.weight", "attn.v.kernel", **_QKV_AXES),
-                Tensor("mlp.gate_up_proj.weight", "mlp.gate.kernel", **_GATE_UP_AXES),
-                Tensor("mlp.gate_up_proj.weight", "mlp.up.kernel", **_GATE_UP_AXES),
             ),
             linear("self_attn.o_proj", to="attn.out", inputs=HEADS, outputs="embed"),
-            linear("mlp.down_proj", to="mlp.down", inputs="mlp", outputs="embed"),
+            shared.fused_gated_mlp(),
         ),
     ),
 )
