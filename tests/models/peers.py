@@ -154,6 +154,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Cohere2ForCausalLM",
         {**GROUPED, "sliding_window": 3, "num_hidden_layers": 5, "logit_scale": 0.5},
     ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}
+        | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
     "nemotron": ("NemotronConfig", "NemotronForCausalLM", {**GROUPED, "head_dim": 8}),
     "bert": ("BertConfig", "BertForMaskedLM", SIZES),
     "bert-bare": ("BertConfig", "BertModel", SIZES),

@@ -137,6 +137,10 @@ def test_token_types_and_pooler_equal_transformers(tmp_path: Path):
         ("gpt_neox", False),
         ("mistral", False),
         ("mistral", True),
+        ("cohere2", True),
+        ("olmo3", False),
+        ("smollm3", True),
+        ("qwen2_moe", False),
     ],
 )
 def test_cached_parts_give_logits_of_transformers(name: str, scanned: bool, tmp_path: Path):

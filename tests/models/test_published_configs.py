@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.advice import run_advice
-from tests.models.published import MODELS
+from tests.models.published import MODELS, with_layers
 from tests.values import with_values
 
 import shardax as sx
@@ -79,6 +79,15 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "gpt2": {"max_positions": 1024, "dropout": 0.1, "activation": "gelu"},
         "gpt_neox": {"fraction": 0.25, "activation": "exact_gelu", "qkv_bias": True},
         "starcoder2": {"window": None, "num_kv_heads": 2, "tied_head": True},
+        "cohere2": {"logit_scale": 0.0625, "norm_epsilon": 1e-5, "tied_head": True},
+        "glm4": {"head_dim": 128, "fraction": 0.5, "qkv_bias": True, "norm_epsilon": 1.5625e-7},
+        "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
+        "ministral": {"window": 4096, "local_layers": None, "num_kv_heads": 8},
+        "nemotron": {"activation": "squared_relu", "fraction": 0.5, "norm_epsilon": 1e-5},
+        "olmo3": {"base": 5e5, "window": 4096, "norm_epsilon": 1e-5},
+        "olmoe": {"num_experts": 64, "experts_per_token": 8, "normalise_experts": False},
+        "qwen2_moe": {"num_experts": 60, "shared_expert_dim": 5632, "expert_dim": 1408},
+        "smollm3": {"base": 2e6, "num_kv_heads": 4, "rope_layers": None, "tied_head": True},
         "bert": {"max_positions": 512, "token_types": 2, "norm_epsilon": 1e-12},
         "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
     }
@@ -105,6 +114,15 @@ CLASSES = {
     "gpt2": "GPT2",
     "gpt_neox": "GPTNeoX",
     "starcoder2": "Starcoder2",
+    "cohere2": "Cohere2",
+    "glm4": "Glm4",
+    "granite": "Granite",
+    "ministral": "Ministral",
+    "nemotron": "Nemotron",
+    "olmo3": "Olmo3",
+    "olmoe": "Olmoe",
+    "qwen2_moe": "Qwen2Moe",
+    "smollm3": "SmolLM3",
     "bert": "Bert",
     "vit": "ViT",
 }
@@ -122,8 +140,7 @@ def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
 
 def test_published_models_are_read_as_they_are(tmp_path: Path):
     for name, (content, expected) in MODELS.items():
-        count = "n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"
-        config = read(tmp_path, {**content, count: 6})
+        config = read(tmp_path, with_layers(content, 6))
         assert config.num_layers == 6
         for field, value in expected.items():
             holder = config if hasattr(config, field) else config.rope

@@ -322,6 +322,7 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
     "num_experts": lambda place: _size(place.module.mlp.router.kernel, -1, place),
     "experts_per_token": lambda place: place.module.mlp.top_k,
     "expert_dim": lambda place: _size(place.module.mlp.up, -1, place),
+    "shared_expert_dim": lambda place: _size(place.module.shared_mlp.up.kernel, -1, place),
     "normalise_experts": lambda place: place.module.mlp.normalise,
     "activation": _activation,
 }
@@ -368,6 +369,8 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         values.pop(name)
     unused = {
         "num_experts experts_per_token expert_dim normalise_experts": config.num_experts == 0,
+        "shared_expert_dim": config.num_experts == 0,
+        "shared_expert_gate": config.num_experts == 0 or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
         "tied_head": config.head != "tokens",
         "num_classes": config.head != "first",

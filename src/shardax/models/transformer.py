@@ -129,6 +129,8 @@ class TransformerConfig:
         experts_per_token: How many of them a token goes to.
         expert_dim: Size of an expert's hidden layer.
         normalise_experts: Whether the weights of a token's experts add up to 1.
+        shared_expert_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
+        shared_expert_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
         expert_dispatch: How tokens get to them, as for ``MoE``.
         load_balance_weight: What a training loss multiplies ``sx.nn.load_balance_loss`` by.
         dense_layers: The layers that have an MLP nevertheless.
@@ -199,6 +201,8 @@ class TransformerConfig:
     experts_per_token: int = 2
     expert_dim: int = 0
     normalise_experts: bool = True
+    shared_expert_dim: int = 0
+    shared_expert_gate: bool = False
     expert_dispatch: Dispatch = "dense"
     load_balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
@@ -353,6 +357,8 @@ class TransformerLayer(Module):
 
     has_rope = True
     residual_scale: float | None = None
+    shared_mlp: Any = None
+    shared_gate: Any = None
 
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
         self.is_local, experts = config.kind_of(index)
@@ -370,6 +376,12 @@ class TransformerLayer(Module):
         self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
         self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
         self.has_experts = experts
+        if experts and config.shared_expert_dim:
+            self.shared_mlp = _mlp(config, rngs, config.shared_expert_dim)
+            if config.shared_expert_gate:
+                names, size = ("embed", None), config.embed_dim
+                options = {"use_bias": False, "kernel_axes": names, **dtypes(config)}
+                self.shared_gate = Linear(size, 1, rngs=rngs, **options)
         self.mlp_post_norm = make_norm(config) if behind else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
@@ -420,6 +432,15 @@ class TransformerLayer(Module):
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
     def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
+        y = self._experts(x, mask)
+        if self.shared_mlp is None:
+            return y
+        shared = self.shared_mlp(x)
+        if self.shared_gate is not None:
+            shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+        return y + shared
+
+    def _experts(self, x: jax.Array, mask: Any) -> jax.Array:
         if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
             return self.mlp(x)
         return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
@@ -867,10 +888,10 @@ def _last_positions(cache: Any) -> Any:
     return jnp.max(position, axis=-1, keepdims=True)
 
 
-def _mlp(config: TransformerConfig, rngs: Rngs) -> MLP:
+def _mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> MLP:
     return MLP(
         config.embed_dim,
-        config.mlp_dim,
+        config.mlp_dim if hidden is None else hidden,
         activation=ACTIVATIONS.get(config.activation, config.activation),
         gated=config.gated,
         use_bias=config.mlp_bias,

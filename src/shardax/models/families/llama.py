@@ -33,7 +33,10 @@ MISTRAL = Family(
 # As Mistral, but some layers may have no window.
 MINISTRAL = Family(
     fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
-    groups=[Rotary(max_positions=131_072), shared.WindowsByLayer(4096, lambda layer: True)],
+    groups=[
+        Rotary(max_positions=131_072),
+        shared.WindowsByLayer(4096, lambda layer: True, needs_size=True),
+    ],
     architectures=shared.causal_lm("Ministral"),
     tensors=shared.decoder(),
 )

@@ -122,6 +122,7 @@ SMOLLM3 = Family(
     },
     groups=[Rotary(2e6, max_positions=32_768), LayersWithoutRope()],
     architectures=shared.causal_lm("SmolLM3"),
+    neutral={"pretraining_tp": (1, 2, None)},  # of training alone
     tensors=shared.decoder(),
 )
 

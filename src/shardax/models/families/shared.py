@@ -250,6 +250,25 @@ def experts(router: str, gate: str, up: str, down: str) -> Tensors:
     )
 
 
+def swiglu_experts() -> Tensors:
+    """Describes experts as most families name them."""
+    return experts(
+        router="mlp.gate.weight",
+        gate="mlp.experts.{expert}.gate_proj.weight",
+        up="mlp.experts.{expert}.up_proj.weight",
+        down="mlp.experts.{expert}.down_proj.weight",
+    )
+
+
+def shared_expert(name: str) -> Tensors:
+    """Describes the expert of all tokens."""
+    return (
+        *linear(f"{name}.gate_proj", to="shared_mlp.gate", inputs="embed", outputs="mlp"),
+        *linear(f"{name}.up_proj", to="shared_mlp.up", inputs="embed", outputs="mlp"),
+        *linear(f"{name}.down_proj", to="shared_mlp.down", inputs="mlp", outputs="embed"),
+    )
+
+
 def decoder(*mlp_parts: Tensors, norms: Tensors | None = None) -> Tensors:
     """Describes a decoder as Llama names it, by norms and MLP."""
     layer = (norms or pre_norms(), attention(), head_norms(), *(mlp_parts or (gated_mlp(),)))
