@@ -149,6 +149,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"rope_parameters": {**GEMMA3_ROPES, "full_attention": YARN}},
     ),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**GROUPED, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True}
+        | {"n_shared_experts": 2, "head_dim": 8, "attention_bias": True},
+    ),
     "cohere2": (
         "Cohere2Config",
         "Cohere2ForCausalLM",
@@ -198,6 +205,9 @@ def make_model(
     peer = getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
     for parameter in peer.parameters():
         parameter.data.normal_(0, 0.2)
+    for name, buffer in peer.named_buffers():  # which is saved, and is zeros at first
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
     peer = peer.to(getattr(torch, dtype))
     peer.save_pretrained(folder, **saving)
     return peer

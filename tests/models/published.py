@@ -284,6 +284,12 @@ _GLM4 = {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_
 _GLM4 |= {"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5}
 _GLM4 |= {"max_position_embeddings": 32768, "num_key_value_heads": 2, "rope_theta": 10000.0}
 _GLM4 |= {"partial_rotary_factor": 0.5, "tie_word_embeddings": False}
+_GLM4_MOE = {**_GLM4, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+_GLM4_MOE |= {"first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1}
+_GLM4_MOE |= {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1}
+_GLM4_MOE |= {"norm_topk_prob": True, "num_experts_per_tok": 8, "num_key_value_heads": 8}
+_GLM4_MOE |= {"num_nextn_predict_layers": 1, "rope_scaling": None, "rope_theta": 1000000}
+_GLM4_MOE |= {"routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False}
 _COHERE2 = {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "head_dim": 128}
 _COHERE2 |= {"attention_bias": False, "attention_dropout": 0.0, "cache_implementation": "hybrid"}
 _COHERE2 |= {"hidden_act": "silu", "layer_norm_eps": 1e-5, "layer_switch": 4, "logit_scale": 0.25}
@@ -493,6 +499,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_sizes(4096, 13696, 32, 151552), **_GLM4},
         {"fraction": 0.5, "interleaved": True, "norm_placement": "sandwich", "out_bias": False},
     ),
+    "zai-org/GLM-4.5-Air": (
+        {**_sizes(4096, 10944, 96, 151552), **_GLM4_MOE},
+        {"num_experts": 128, "expert_scores": "sigmoid", "shared_expert_dim": 1408}
+        | {"dense_layers": (0,), "fraction": 0.5, "interleaved": False, "qk_norm": None},
+    ),
     "CohereLabs/c4ai-command-r7b-12-2024": (
         {**_sizes(4096, 14336, 32, 256000), **_COHERE2},
         {"norm": "layer_unbiased", "parallel": True, "logit_scale": 0.25, "interleaved": True}
@@ -574,6 +585,7 @@ TINY = {
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8,
     "num_experts": 4,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "num_local_experts": 4,
     "max_position_embeddings": 8,

@@ -86,6 +86,7 @@ GREEDY: dict[str, dict[str, int]] = {
     "mistral": WINDOW,
     "cohere2": {**WINDOW, "num_hidden_layers": 4},
     "glm4": {"head_dim": 8},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "granite": {},
     "ministral": {**WINDOW, "head_dim": 8},
     "nemotron": {},

@@ -29,6 +29,7 @@ from shardax._core.variable import (
     RngState,
     Variable,
 )
+from shardax.models.experts import GroupedMoE
 from shardax.models.families import registry
 from shardax.models.family import (
     ConfigEdit,
@@ -323,6 +324,12 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
     "experts_per_token": lambda place: place.module.mlp.top_k,
     "expert_dim": lambda place: _size(place.module.mlp.up, -1, place),
     "shared_expert_dim": lambda place: _size(place.module.shared_mlp.up.kernel, -1, place),
+    "expert_scores": lambda place: (
+        "sigmoid" if isinstance(place.module.mlp, GroupedMoE) else "softmax"
+    ),
+    "expert_groups": lambda place: place.module.mlp.num_groups,
+    "groups_per_token": lambda place: place.module.mlp.top_groups,
+    "expert_scale": lambda place: place.module.mlp.scale,
     "normalise_experts": lambda place: place.module.mlp.normalise,
     "activation": _activation,
 }
@@ -369,7 +376,10 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         values.pop(name)
     unused = {
         "num_experts experts_per_token expert_dim normalise_experts": config.num_experts == 0,
-        "shared_expert_dim": config.num_experts == 0,
+        "shared_expert_dim expert_scores": config.num_experts == 0,
+        "expert_groups groups_per_token expert_scale": (
+            config.num_experts == 0 or config.expert_scores == "softmax"
+        ),
         "shared_expert_gate": config.num_experts == 0 or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
         "tied_head": config.head != "tokens",
@@ -488,7 +498,8 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 # --- the comparison -------------------------------------------------------------------------------
 
 
-_NORMS = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm)
+# Classes that compute something else than the ones that they are made of.
+_COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, GroupedMoE)
 
 
 class _ArchitectureCheck:
@@ -558,7 +569,7 @@ class _ArchitectureCheck:
             self.wrong[where] = f"is {_text(module)}, not a {expected.__name__}"
             return True
         for cls in kind.__mro__[: kind.__mro__.index(expected)]:
-            if cls.__module__.startswith("shardax.models.") and cls not in _NORMS:
+            if cls.__module__.startswith("shardax.models.") and cls not in _COMPUTING:
                 continue
             for name in vars(cls).keys() - _CLASS_NAMES:
                 if hasattr(expected, name):

@@ -163,7 +163,7 @@ _ANNOTATIONS = {field.name: str(field.type) for field in dataclasses.fields(Tran
 _POSITIVE = frozenset(
     [
         *("channels", "embed_dim", "expert_dim", "experts_per_token", "head_dim", "image_size"),
-        "shared_expert_dim",
+        *("expert_groups", "groups_per_token", "shared_expert_dim"),
         *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
         "window",
     ]

@@ -31,6 +31,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
+from shardax.models.experts import GroupedMoE
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, result_dtype
 from shardax.nn.attention import (
     AttentionCache,
@@ -129,6 +130,10 @@ class TransformerConfig:
         experts_per_token: How many of them a token goes to.
         expert_dim: Size of an expert's hidden layer.
         normalise_experts: Whether the weights of a token's experts add up to 1.
+        expert_scores: ``"softmax"``, or ``"sigmoid"`` with a bias of the choice.
+        expert_groups: Of sigmoids: number of groups of experts.
+        groups_per_token: Of sigmoids: how many of them a token's experts are of.
+        expert_scale: Of sigmoids: multiplies the weights.
         shared_expert_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
         shared_expert_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
         expert_dispatch: How tokens get to them, as for ``MoE``.
@@ -201,6 +206,10 @@ class TransformerConfig:
     experts_per_token: int = 2
     expert_dim: int = 0
     normalise_experts: bool = True
+    expert_scores: str = "softmax"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    expert_scale: float = 1.0
     shared_expert_dim: int = 0
     shared_expert_gate: bool = False
     expert_dispatch: Dispatch = "dense"
@@ -228,6 +237,9 @@ class TransformerConfig:
         where = type(self).__name__
         for name, choices in (("norm", NORMS), ("norm_placement", PLACEMENTS), ("head", HEADS)):
             _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
+        scores = ("softmax", "sigmoid")
+        fits = self.expert_scores in scores
+        _check(where, "expert_scores", self.expert_scores, fits, str(scores))
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
@@ -901,7 +913,15 @@ def _mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> ML
 
 
 def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
-    return MoE(
+    make: Callable[..., MoE] = MoE
+    if config.expert_scores == "sigmoid":
+        make = partial(
+            GroupedMoE,
+            num_groups=config.expert_groups,
+            top_groups=config.groups_per_token,
+            scale=config.expert_scale,
+        )
+    return make(
         config.embed_dim,
         config.expert_dim,
         num_experts=config.num_experts,

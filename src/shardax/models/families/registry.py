@@ -20,6 +20,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": gemma.GEMMA2,
     "gemma3_text": gemma.GEMMA3_TEXT,
     "glm4": glm.GLM4,
+    "glm4_moe": glm.GLM4_MOE,
     "gpt2": gpt.GPT2,
     "gpt_neox": gpt.GPT_NEOX,
     "granite": relatives.GRANITE,
