@@ -33,6 +33,7 @@ SIZES = {
 MANY = {**SIZES, "hidden_size": 256, "num_attention_heads": 32}
 GPT2 = {"vocab_size": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
 LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+GLM = {"model_type": "glm4_moe", "num_key_value_heads": 1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -350,6 +351,20 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "is not positive"),
         ({"model_type": "phi3", "rope_scaling": YARN}, "rope_type='yarn' is not supported"),
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "takes no notice"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling=0 is not positive"),
+        ({"model_type": "granite", "residual_multiplier": None}, "is not a number"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "is not supported for 2 layers"),
+        ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 2}, "is not supported"),
+        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window=None is not an integer"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "only tables"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0 is not supported, only None"),
+        ({"model_type": "cohere2", "use_parallel_block": False}, "only True"),
+        ({"model_type": "cohere2", "sliding_window_pattern": 0}, "is not positive"),
+        ({"model_type": "qwen2_moe", "layer_types": ["sliding_attention"] * 2}, "use_sliding"),
+        ({"model_type": "glm4_moe", "first_k_dense_replace": -1}, "it is below 0"),
+        ({**GLM, "n_group": 3}, "expert_groups to be a divisor of 128"),
+        ({**GLM, "topk_group": 2}, "groups_per_token to be"),
     ],
 )
 def test_a_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: Path):

@@ -240,6 +240,15 @@ class TransformerConfig:
         scores = ("softmax", "sigmoid")
         fits = self.expert_scores in scores
         _check(where, "expert_scores", self.expert_scores, fits, str(scores))
+        if self.num_experts and self.expert_scores == "sigmoid":
+            groups, count = self.expert_groups, self.num_experts
+            fits = groups == 1 or (groups > 0 and count % groups == 0 and count >= 2 * groups)
+            need = f"a divisor of {count} with two experts a group"
+            _check(where, "expert_groups", groups, fits, need)
+            least = math.ceil(self.experts_per_token * groups / count)
+            fits = least <= self.groups_per_token <= groups
+            need = f"from {least} up to {groups}, for {self.experts_per_token} experts"
+            _check(where, "groups_per_token", self.groups_per_token, fits, need)
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
