@@ -29,6 +29,7 @@ from shardax._core.variable import (
     RngState,
     Variable,
 )
+from shardax.models.activations import find_activation
 from shardax.models.experts import GroupedMoE
 from shardax.models.families import registry
 from shardax.models.family import (
@@ -38,15 +39,8 @@ from shardax.models.family import (
     activation_name,
     published_activation,
 )
-from shardax.models.transformer import (
-    OffsetLayerNorm,
-    OffsetRMSNorm,
-    OffsetScale,
-    Transformer,
-    TransformerBlock,
-    TransformerConfig,
-    find_activation,
-)
+from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
+from shardax.models.transformer import Transformer, TransformerBlock, TransformerConfig
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.stack import Stack

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts chosen by sigmoids, with a bias of the choice and in groups.
+"""Experts chosen by sigmoids, with a bias and in groups.
 
 The routing of DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2): a
 bias is added to an expert's score where experts are chosen, and not in their weights. Training
@@ -21,31 +21,9 @@ from shardax.partition.explicit import align
 
 
 class GroupedMoE(MoE):
-    """Mixture of experts by sigmoids, of the best groups.
+    """Experts with the largest sigmoids, of the best groups."""
 
-    A token goes to the ``top_k`` experts with the largest scores of the ``top_groups`` groups whose
-    two largest scores add up to most. No gradient reaches the bias of the choice.
-
-    Args:
-        features: As for ``MoE``.
-        hidden: As for ``MoE``.
-        num_groups: Number of groups of neighbours; 1 for no choice of groups.
-        top_groups: Number of groups of a token.
-        scale: Multiplies the weights.
-        **options: As for ``MoE``.
-
-    Attributes:
-        choice_bias: ``Param`` of shape (num_experts,), added to scores where experts are chosen.
-
-    Raises:
-        LayerConfigError: If the groups do not fit the experts.
-
-    Example:
-        >>> import shardax as sx
-        >>> moe = GroupedMoE(4, 8, num_experts=8, num_groups=4, top_groups=2, rngs=sx.Rngs(0))
-        >>> moe(jnp.ones((2, 3, 4))).shape, moe.choice_bias.shape
-        ((2, 3, 4), (8,))
-    """
+    # Of a group counts the sum of its two largest scores. No gradient reaches the bias.
 
     def __init__(
         self,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shardax._core.errors import ShardaxError
+from shardax.models.activations import find_activation
 from shardax.models.tensors import Tensors
-from shardax.models.transformer import TransformerConfig, find_activation
+from shardax.models.transformer import TransformerConfig
 from shardax.nn.errors import LayerConfigError
 
 

@@ -31,8 +31,10 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
+from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.experts import GroupedMoE
-from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, result_dtype
+from shardax.models.norms import NORMS, HeadsRMSNorm, dtypes, make_norm
+from shardax.nn.arithmetic import add_bias, as_array
 from shardax.nn.attention import (
     AttentionCache,
     MultiHeadAttention,
@@ -45,43 +47,18 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
-from shardax.nn.normalization import LayerNorm, RMSNorm
-from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
+from shardax.nn.parameters import as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy, Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
-from shardax.partition.explicit import align, explicit_entries
+from shardax.partition.explicit import explicit_entries
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 
 PLAIN_ROPE = Rope()
-NORMS = ("rms", "rms_offset", "layer", "layer_offset", "layer_unbiased")
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first")
-
-
-def exact_gelu(x: Any) -> jax.Array:
-    """Returns the gelu without the approximation by tanh."""
-    return jax.nn.gelu(x, approximate=False)
-
-
-def quick_gelu(x: Any) -> jax.Array:
-    """Returns ``x * sigmoid(1.702 * x)``."""
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
-def squared_relu(x: Any) -> jax.Array:
-    """Returns ``relu(x) ** 2``."""
-    return jnp.square(jax.nn.relu(x))
-
-
-ACTIVATIONS = {"exact_gelu": exact_gelu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
-
-
-def find_activation(name: str) -> Callable[[Any], Any]:
-    """Returns an activation by its name in a config."""
-    return ACTIVATIONS[name] if name in ACTIVATIONS else getattr(jax.nn, name)
 
 
 @dataclass(frozen=True)
@@ -319,46 +296,6 @@ def _dtype_name(where: str, name: str, dtype: Any) -> str:
             f"'float32' or 'bfloat16'."
         )
     return normal_dtype.name
-
-
-class OffsetScale:
-    """Adds 1 to the scale of a norm."""
-
-    def __init__(self, features: int, **options: Any) -> None:
-        super().__init__(features, scale_init=zeros, **options)  # pyright: ignore[reportCallIssue]
-
-    def _scaled(self: Any, x: jax.Array, normed: jax.Array, dimension: Any = None) -> jax.Array:
-        scaled = normed + super()._scaled(normed, normed, dimension).astype(normed.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        scale = None if self.scale is None else self.scale.value
-        return scaled.astype(result_dtype(self.dtype, x, scale))
-
-
-class OffsetRMSNorm(OffsetScale, RMSNorm):
-    """Root mean square normalization with 1 added to the scale."""
-
-
-class OffsetLayerNorm(OffsetScale, LayerNorm):
-    """Normalization by mean and standard deviation with 1 added to the scale."""
-
-
-class HeadsRMSNorm(Module):
-    """Root mean square normalization over all heads together."""
-
-    def __init__(
-        self, heads: int, head_dim: int, axes: tuple[str, str], epsilon: float, dtypes: Any
-    ) -> None:
-        self.scale = make_parameter(ones, (heads, head_dim), dtypes["param_dtype"], axes, None)
-        self.epsilon = epsilon
-        self.dtype = dtypes["dtype"]
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(at_least_float32(x.dtype))
-        mean_square = jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True)
-        places = (x.ndim - 2, x.ndim - 1)
-        scale = align(self.scale.value.astype(wide.dtype), wide, places)
-        scale = jax.lax.expand_dims(scale, range(x.ndim - 2))
-        scaled = wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale
-        return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
 
 
 class TransformerLayer(Module):
@@ -848,24 +785,6 @@ class Transformer(Module):
         if config.final_softcap is not None:
             logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
-
-
-def dtypes(config: Any) -> dict[str, Any]:
-    """Returns the dtypes of a config, as layers take them."""
-    return {"dtype": config.dtype, "param_dtype": config.param_dtype}
-
-
-def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) -> Any:
-    """Makes a norm of the config's kind."""
-    kinds: dict[str, Callable[..., Any]] = {
-        "rms": RMSNorm,
-        "rms_offset": OffsetRMSNorm,
-        "layer_offset": OffsetLayerNorm,
-        "layer_unbiased": partial(LayerNorm, use_bias=False),
-    }
-    kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
-    size = config.embed_dim if features is None else features
-    return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
 
 
 def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:

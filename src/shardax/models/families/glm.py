@@ -52,7 +52,7 @@ GLM4 = Family(
 
 
 class ExpertLayers(FieldGroup):
-    """The layers with experts, and the size of the expert of all tokens."""
+    """The layers with experts, and sizes of these."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=SIZE)

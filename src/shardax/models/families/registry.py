@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax._core.errors import warn
-from shardax.models.families import encoders, gemma, glm, gpt, llama, olmo, qwen, relatives
+from shardax.models.families import encoders, gemma, glm, gpt, llama, qwen, relatives
 from shardax.models.family import DerivedFields, Family, Field, PretrainedError, brief
 from shardax.models.tensors import parse_table
 
@@ -30,8 +30,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": llama.MIXTRAL,
     "nemotron": relatives.NEMOTRON,
     "olmo2": llama.OLMO2,
-    "olmo3": olmo.OLMO3,
-    "olmoe": olmo.OLMOE,
+    "olmo3": llama.OLMO3,
+    "olmoe": llama.OLMOE,
     "phi": gpt.PHI,
     "phi3": llama.PHI3,
     "qwen2": qwen.QWEN2,

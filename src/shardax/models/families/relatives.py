@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders like Llama with one part of their own: Granite, SmolLM3, Nemotron, Cohere 2.
+"""Decoders like Llama with parts of their own.
 
 Sources: ``models/{granite,smollm3,nemotron,cohere2}`` of transformers 5, ``configuration_*.py`` for
 fields and defaults, ``modeling_*.py`` for tensors.
@@ -31,7 +31,7 @@ from shardax.models.tensors import in_layers, norm
 
 
 class Multipliers(FieldGroup):
-    """Factors of the embedding, of what layers add, of scores and of logits."""
+    """Factors of embedding, layers, scores and logits."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         embedding = take("embedding_multiplier", 1.0, kind=NUMBER)
@@ -148,7 +148,7 @@ NEMOTRON = Family(
 
 
 class RotaryWindows(shared.WindowsByLayer):
-    """A window of all layers but each fourth; only those with one have positions."""
+    """A window of all layers but each fourth, and their rope."""
 
     def __init__(self) -> None:
         super().__init__(4096, lambda layer: True, needs_size=True)

@@ -241,7 +241,7 @@ class RotaryByLayerType(FieldGroup):
 
 
 def refuse_partial(rope: Rope) -> None:
-    """Raises if a part of a head is turned, where transformers turns all."""
+    """Raises if a part of a head alone is turned."""
     if rope.fraction != 1:
         raise PretrainedError(
             f"partial_rotary_factor={rope.fraction!r} is not supported for this family, as "
