@@ -125,6 +125,55 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SIZES, "hidden_size": 64, "use_parallel_residual": False},
     ),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**GROUPED, "sliding_window": 3}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {**GROUPED, "attention_bias": True, "embedding_multiplier": 3.0, "logits_scaling": 5.0}
+        | {"residual_multiplier": 0.3, "attention_multiplier": 0.25},
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {**GROUPED, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 3},
+    ),
+    "ministral": (
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {**GROUPED, "sliding_window": 3, "head_dim": 6}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {**GROUPED, "sliding_window": 3, "num_hidden_layers": 5}
+        | {"rope_parameters": {**GEMMA3_ROPES, "full_attention": YARN}},
+    ),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**GROUPED, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True}
+        | {"n_shared_experts": 2, "head_dim": 8, "attention_bias": True},
+    ),
+    "cohere2": (
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {**GROUPED, "sliding_window": 3, "num_hidden_layers": 5, "logit_scale": 0.5},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}
+        | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {**GROUPED, "head_dim": 8}),
     "bert": ("BertConfig", "BertForMaskedLM", SIZES),
     "bert-bare": ("BertConfig", "BertModel", SIZES),
     "bert-classes": ("BertConfig", "BertForSequenceClassification", {**SIZES, "num_labels": 5}),
@@ -156,6 +205,9 @@ def make_model(
     peer = getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
     for parameter in peer.parameters():
         parameter.data.normal_(0, 0.2)
+    for name, buffer in peer.named_buffers():  # which is saved, and is zeros at first
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
     peer = peer.to(getattr(torch, dtype))
     peer.save_pretrained(folder, **saving)
     return peer

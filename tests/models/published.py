@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.values import with_values
 
-from shardax.models import from_pretrained
+from shardax.models import Rope, from_pretrained
 
 numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
@@ -245,6 +245,65 @@ _OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attenti
 _OLMO2 |= {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 4096}
 _OLMO2 |= {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 500000}
 _OLMO2 |= {"rope_scaling": None, "tie_word_embeddings": False}
+_OLMO3 = {**_OLMO2, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+_OLMO3 |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}
+_OLMO3 |= {"sliding_window": 4096, "max_position_embeddings": 65536, "rope_theta": 500000}
+_OLMO3 |= {
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    }
+}
+_OLMOE = {**_OLMO2, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+_OLMOE |= {"clip_qkv": None, "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8}
+_OLMOE |= {"num_key_value_heads": 16, "output_router_logits": False, "rms_norm_eps": 1e-5}
+_OLMOE |= {"rope_theta": 10000.0, "router_aux_loss_coef": 0.01}
+_QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+_QWEN2_MOE |= {"decoder_sparse_step": 1, "moe_intermediate_size": 1408, "num_experts": 60}
+_QWEN2_MOE |= {"shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4}
+_QWEN2_MOE |= {"norm_topk_prob": False, "num_key_value_heads": 16, "router_aux_loss_coef": 0.001}
+_QWEN2_MOE |= {"output_router_logits": False, "tie_word_embeddings": False}
+_GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "mlp_bias": False}
+_GRANITE |= {"attention_bias": False, "attention_dropout": 0.0, "rope_theta": 1e7}
+_GRANITE |= {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0}
+_GRANITE |= {"logits_scaling": 8.0, "residual_multiplier": 0.22, "num_key_value_heads": 8}
+_GRANITE |= {"max_position_embeddings": 131072, "tie_word_embeddings": True}
+_SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "mlp_bias": False}
+_SMOLLM3 |= {"attention_bias": False, "attention_dropout": 0.0, "max_window_layers": 28}
+_SMOLLM3 |= {"layer_types": ["full_attention"] * 36, "no_rope_layers": [1, 1, 1, 0] * 9}
+_SMOLLM3 |= {"no_rope_layer_interval": 4, "num_key_value_heads": 4, "pretraining_tp": 2}
+_SMOLLM3 |= {"rope_theta": 5e6, "sliding_window": None, "use_sliding_window": False}
+_MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+_MINISTRAL |= {"head_dim": 128, "rope_theta": 1e8, "sliding_window": 32768}
+_MINISTRAL |= {"layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 9}
+_GLM4 = {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True}
+_GLM4 |= {"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+_GLM4 |= {"max_position_embeddings": 32768, "num_key_value_heads": 2, "rope_theta": 10000.0}
+_GLM4 |= {"partial_rotary_factor": 0.5, "tie_word_embeddings": False}
+_GLM4_MOE = {**_GLM4, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+_GLM4_MOE |= {"first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1}
+_GLM4_MOE |= {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1}
+_GLM4_MOE |= {"norm_topk_prob": True, "num_experts_per_tok": 8, "num_key_value_heads": 8}
+_GLM4_MOE |= {"num_nextn_predict_layers": 1, "rope_scaling": None, "rope_theta": 1000000}
+_GLM4_MOE |= {"routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False}
+_COHERE2 = {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "head_dim": 128}
+_COHERE2 |= {"attention_bias": False, "attention_dropout": 0.0, "cache_implementation": "hybrid"}
+_COHERE2 |= {"hidden_act": "silu", "layer_norm_eps": 1e-5, "layer_switch": 4, "logit_scale": 0.25}
+_COHERE2 |= {"max_position_embeddings": 132096, "num_key_value_heads": 8, "rope_theta": 50000.0}
+_COHERE2 |= {"order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0}
+_COHERE2 |= {"position_embedding_type": "rope_gptj", "rope_scaling": None, "sliding_window": 4096}
+_COHERE2 |= {"sliding_window_pattern": 4, "use_embedding_sharing": True}
+_COHERE2 |= {"use_gated_activation": True, "use_parallel_block": True}
+_COHERE2 |= {"use_parallel_embedding": True}
+_NEMOTRON = {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "head_dim": 128}
+_NEMOTRON |= {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "relu2"}
+_NEMOTRON |= {"max_position_embeddings": 4096, "mlp_bias": False, "norm_eps": 1e-5}
+_NEMOTRON |= {"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
+_NEMOTRON |= {"tie_word_embeddings": False}
 
 # By name: the file, and fields of the config that is read which are not plain sizes.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -411,6 +470,49 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_sizes(4096, 11008, 32, 100352), **_OLMO2},
         {"qk_norm": "all", "norm_placement": "post"},
     ),
+    "allenai/Olmo-3-7B-Instruct": (
+        {**_sizes(4096, 11008, 32, 100278), **_OLMO3},
+        {"qk_norm": "all", "kind": "yarn", "local_rope": Rope(5e5), "window": 4096},
+    ),
+    "allenai/OLMoE-1B-7B-0924": (
+        {**_sizes(2048, 1024, 16, 50304), **_OLMOE},
+        {"num_experts": 64, "expert_dim": 1024, "qk_norm": "all", "normalise_experts": False},
+    ),
+    "Qwen/Qwen1.5-MoE-A2.7B": (
+        {**_qwen2(2048, 5632, 16, 151936), **_QWEN2_MOE},
+        {"shared_expert_dim": 5632, "shared_expert_gate": True, "window": None},
+    ),
+    "ibm-granite/granite-3.3-2b-instruct": (
+        {**_llama(2048, 8192, 32, 49159), **_GRANITE},
+        {"attention_scale": 1 / 64, "embed_scale": 12.0, "logit_scale": 1 / 8}
+        | {"residual_scale": 0.22},
+    ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        {**_llama(2048, 11008, 16, 128256), **_SMOLLM3, "tie_word_embeddings": True},
+        {"rope_layers": (True, True, True, False, True, True), "window": None},
+    ),
+    "mistralai/Ministral-8B-Instruct-2410": (
+        {**_mistral(4096, 12288, 32, 131072), **_MINISTRAL},
+        {"window": 32768, "local_layers": (False, True, True, True, False, True)},
+    ),
+    "zai-org/GLM-4-9B-0414": (
+        {**_sizes(4096, 13696, 32, 151552), **_GLM4},
+        {"fraction": 0.5, "interleaved": True, "norm_placement": "sandwich", "out_bias": False},
+    ),
+    "zai-org/GLM-4.5-Air": (
+        {**_sizes(4096, 10944, 96, 151552), **_GLM4_MOE},
+        {"num_experts": 128, "expert_scores": "sigmoid", "shared_expert_dim": 1408}
+        | {"dense_layers": (0,), "fraction": 0.5, "interleaved": False, "qk_norm": None},
+    ),
+    "CohereLabs/c4ai-command-r7b-12-2024": (
+        {**_sizes(4096, 14336, 32, 256000), **_COHERE2},
+        {"norm": "layer_unbiased", "parallel": True, "logit_scale": 0.25, "interleaved": True}
+        | {"rope_layers": (True, True, True, False, True, True)},
+    ),
+    "nvidia/Minitron-4B-Base": (
+        {**_sizes(3072, 9216, 24, 256000), **_NEMOTRON},
+        {"activation": "squared_relu", "gated": False, "norm": "layer_offset", "fraction": 0.5},
+    ),
     "openai-community/gpt2": (_gpt2(768, 12), {"tied_head": True, "mlp_dim": 3072}),
     "openai-community/gpt2-medium": (
         _gpt2(1024, 16, n_special=0, predict_special_tokens=True),
@@ -481,7 +583,9 @@ TINY = {
     "num_key_value_heads": 1,
     "head_dim": 4,
     "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
     "num_experts": 4,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "num_local_experts": 4,
     "max_position_embeddings": 8,
@@ -497,8 +601,19 @@ TINY = {
 def tiny_config(content: dict[str, Any], layers: int, **fields: Any) -> dict[str, Any]:
     """The config.json of a small model of the family of a published one."""
     small = {name: TINY.get(name, value) for name, value in content.items()} | fields
-    small["n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"] = layers
-    return small
+    if content["model_type"] == "cohere2":  # which turns whole heads
+        small["rotary_pct"] = content["rotary_pct"]
+    return with_layers(small, layers)
+
+
+def with_layers(content: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config.json with another number of layers."""
+    shorter = dict(content)
+    for name in ("layer_types", "no_rope_layers"):
+        if shorter.get(name) is not None:
+            shorter[name] = shorter[name][:layers]
+    shorter["n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"] = layers
+    return shorter
 
 
 def initialised(folder: Path, content: dict[str, Any]) -> Any:

@@ -94,6 +94,25 @@ def test_mesh_has_equal_losses_and_one_trace(kind: Any, scanned: bool):
     assert traces == 1
 
 
+GROUPED = {"num_experts": 8, "expert_scores": "sigmoid", "expert_groups": 4}
+GROUPED |= {"groups_per_token": 2, "shared_expert_dim": 8, "shared_expert_gate": True}
+
+
+@functools.cache
+def grouped_losses() -> list[float]:
+    return train(make(**GROUPED))[0]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_grouped_experts_train_alike_over_a_mesh(kind: Any):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        model = sx.shard(make(expert_dispatch="dropless", **GROUPED), mesh, RULES)
+        losses, traces = train(model)
+    np.testing.assert_allclose(losses, grouped_losses(), rtol=1e-5)
+    assert traces == 1
+
+
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_trainer_traces_one_step_and_evaluates_without_balance(

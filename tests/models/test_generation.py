@@ -79,10 +79,26 @@ def test_greedy_generation_takes_each_likeliest_token(model: Decoder, kind: str)
     assert lists(found) == greedy_rows(5)
 
 
-@pytest.mark.parametrize(("family", "penalties"), [("llama", [None]), ("mistral", [None, 1.3])])
-def test_greedy_tokens_equal_those_of_transformers(
-    family: str, penalties: list[float | None], tmp_path: Path
-) -> None:
+WINDOW = {"sliding_window": 5}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+GREEDY: dict[str, dict[str, int]] = {
+    "llama": {},
+    "mistral": WINDOW,
+    "cohere2": {**WINDOW, "num_hidden_layers": 4},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "granite": {},
+    "ministral": {**WINDOW, "head_dim": 8},
+    "nemotron": {},
+    "olmo3": {**WINDOW, "num_hidden_layers": 4},
+    "olmoe": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20},
+    "smollm3": {"num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("family", GREEDY)
+def test_greedy_tokens_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     import torch
 
@@ -93,17 +109,18 @@ def test_greedy_tokens_equal_those_of_transformers(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        **GREEDY[family],
     }
-    window = {"sliding_window": 5} if family == "mistral" else {}
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **sizes, **window)
+    config = transformers.AutoConfig.for_model(family, **sizes)
     peer = transformers.AutoModelForCausalLM.from_config(config).eval()
     for one in peer.parameters():  # far from zero, so that the likeliest token is clear
         torch.nn.init.normal_(one, std=0.3)
     peer.save_pretrained(tmp_path)
     ours = sx.models.from_pretrained(tmp_path)
     prompts, new = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18], [5]], 24
-    for penalty in penalties:
+    for penalty in [None, 1.3] if family == "mistral" else [None]:
         expected = [
             peer.generate(
                 torch.tensor([prompt]),

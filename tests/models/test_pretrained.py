@@ -67,6 +67,7 @@ def mesh() -> jax.sharding.Mesh:
 # Models whose layers differ, and some whose do not, compute in both forms: in a list and stacked.
 # The others compute in one, and that every second time over a mesh.
 BOTH_FORMS = {"llama", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gemma3", "gpt2", "bert"}
+BOTH_FORMS |= {"smollm3", "cohere2", "olmo3"}
 
 
 @pytest.mark.parametrize("name", peers.CASES)
@@ -136,6 +137,10 @@ def test_token_types_and_pooler_equal_transformers(tmp_path: Path):
         ("gpt_neox", False),
         ("mistral", False),
         ("mistral", True),
+        ("cohere2", True),
+        ("olmo3", False),
+        ("smollm3", True),
+        ("qwen2_moe", False),
     ],
 )
 def test_cached_parts_give_logits_of_transformers(name: str, scanned: bool, tmp_path: Path):
@@ -291,7 +296,11 @@ def test_without_strict_missing_parameters_are_initialised(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"model_type": "llame"}, "model_type='llame', but known are bert, gemma"),
+        (
+            "llama",
+            {"model_type": "llame"},
+            "model_type='llame', but known are bert, cohere2, gemma",
+        ),
         ("llama", {"clip_qkv": 8.0, "logit_scale": 2}, "clip_qkv=8.0 is unknown; logit_scale=2"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported, only 1"),
         (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.advice import run_advice
-from tests.models.published import MODELS
+from tests.models.published import MODELS, with_layers
 from tests.values import with_values
 
 import shardax as sx
@@ -33,6 +33,7 @@ SIZES = {
 MANY = {**SIZES, "hidden_size": 256, "num_attention_heads": 32}
 GPT2 = {"vocab_size": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
 LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+GLM = {"model_type": "glm4_moe", "num_key_value_heads": 1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -79,6 +80,16 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "gpt2": {"max_positions": 1024, "dropout": 0.1, "activation": "gelu"},
         "gpt_neox": {"fraction": 0.25, "activation": "exact_gelu", "qkv_bias": True},
         "starcoder2": {"window": None, "num_kv_heads": 2, "tied_head": True},
+        "cohere2": {"logit_scale": 0.0625, "norm_epsilon": 1e-5, "tied_head": True},
+        "glm4": {"head_dim": 128, "fraction": 0.5, "qkv_bias": True, "norm_epsilon": 1.5625e-7},
+        "glm4_moe": {"num_experts": 128, "dense_layers": (0,), "shared_expert_dim": 1408},
+        "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
+        "ministral": {"window": 4096, "local_layers": None, "num_kv_heads": 8},
+        "nemotron": {"activation": "squared_relu", "fraction": 0.5, "norm_epsilon": 1e-5},
+        "olmo3": {"base": 5e5, "window": 4096, "norm_epsilon": 1e-5},
+        "olmoe": {"num_experts": 64, "experts_per_token": 8, "normalise_experts": False},
+        "qwen2_moe": {"num_experts": 60, "shared_expert_dim": 5632, "expert_dim": 1408},
+        "smollm3": {"base": 2e6, "num_kv_heads": 4, "rope_layers": None, "tied_head": True},
         "bert": {"max_positions": 512, "token_types": 2, "norm_epsilon": 1e-12},
         "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
     }
@@ -105,6 +116,16 @@ CLASSES = {
     "gpt2": "GPT2",
     "gpt_neox": "GPTNeoX",
     "starcoder2": "Starcoder2",
+    "cohere2": "Cohere2",
+    "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe",
+    "granite": "Granite",
+    "ministral": "Ministral",
+    "nemotron": "Nemotron",
+    "olmo3": "Olmo3",
+    "olmoe": "Olmoe",
+    "qwen2_moe": "Qwen2Moe",
+    "smollm3": "SmolLM3",
     "bert": "Bert",
     "vit": "ViT",
 }
@@ -122,8 +143,7 @@ def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
 
 def test_published_models_are_read_as_they_are(tmp_path: Path):
     for name, (content, expected) in MODELS.items():
-        count = "n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"
-        config = read(tmp_path, {**content, count: 6})
+        config = read(tmp_path, with_layers(content, 6))
         assert config.num_layers == 6
         for field, value in expected.items():
             holder = config if hasattr(config, field) else config.rope
@@ -331,6 +351,20 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "is not positive"),
         ({"model_type": "phi3", "rope_scaling": YARN}, "rope_type='yarn' is not supported"),
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "takes no notice"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling=0 is not positive"),
+        ({"model_type": "granite", "residual_multiplier": None}, "is not a number"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "is not supported for 2 layers"),
+        ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 2}, "is not supported"),
+        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window=None is not an integer"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "only tables"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0 is not supported, only None"),
+        ({"model_type": "cohere2", "use_parallel_block": False}, "only True"),
+        ({"model_type": "cohere2", "sliding_window_pattern": 0}, "is not positive"),
+        ({"model_type": "qwen2_moe", "layer_types": ["sliding_attention"] * 2}, "use_sliding"),
+        ({"model_type": "glm4_moe", "first_k_dense_replace": -1}, "it is below 0"),
+        ({**GLM, "n_group": 3}, "expert_groups to be a divisor of 128"),
+        ({**GLM, "topk_group": 2}, "groups_per_token to be"),
     ],
 )
 def test_a_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: Path):

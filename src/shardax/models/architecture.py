@@ -29,6 +29,8 @@ from shardax._core.variable import (
     RngState,
     Variable,
 )
+from shardax.models.activations import find_activation
+from shardax.models.experts import GroupedMoE
 from shardax.models.families import registry
 from shardax.models.family import (
     ConfigEdit,
@@ -37,13 +39,8 @@ from shardax.models.family import (
     activation_name,
     published_activation,
 )
-from shardax.models.transformer import (
-    OffsetRMSNorm,
-    Transformer,
-    TransformerBlock,
-    TransformerConfig,
-    find_activation,
-)
+from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
+from shardax.models.transformer import Transformer, TransformerBlock, TransformerConfig
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.stack import Stack
@@ -218,6 +215,8 @@ def _facts(model: Any, config: TransformerConfig) -> dict[str, Any]:
             if values and all(value == values[0] for value in values) and values[0] is not _NONE:
                 facts[name] = values[0]
     facts |= _windows(places)
+    if config.rope is not None:
+        facts |= _rotated_layers(places)
     if mixed:
         facts["dense_layers"] = tuple(i for i, experts in enumerate(has_experts) if not experts)
     elif config.num_experts:
@@ -248,7 +247,14 @@ def _activation(place: Any) -> str | None:
 
 def _norm_kind(model: Any) -> str | None:
     norm = next(_norms(model))
-    kinds = {OffsetRMSNorm: "rms_offset", RMSNorm: "rms", LayerNorm: "layer"}
+    if type(norm) is LayerNorm and norm.bias is None:
+        return "layer_unbiased"
+    kinds = {
+        OffsetRMSNorm: "rms_offset",
+        RMSNorm: "rms",
+        LayerNorm: "layer",
+        OffsetLayerNorm: "layer_offset",
+    }
     return kinds.get(type(norm))
 
 
@@ -299,6 +305,7 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
     "parallel": lambda place: place.module.parallel,
+    "residual_scale": lambda place: place.module.residual_scale,
 }
 _DENSE: dict[str, Callable[[Any], Any]] = {
     "mlp_dim": lambda place: _size(place.module.mlp.up.kernel, -1, place),
@@ -310,6 +317,13 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
     "num_experts": lambda place: _size(place.module.mlp.router.kernel, -1, place),
     "experts_per_token": lambda place: place.module.mlp.top_k,
     "expert_dim": lambda place: _size(place.module.mlp.up, -1, place),
+    "shared_expert_dim": lambda place: _size(place.module.shared_mlp.up.kernel, -1, place),
+    "expert_scores": lambda place: (
+        "sigmoid" if isinstance(place.module.mlp, GroupedMoE) else "softmax"
+    ),
+    "expert_groups": lambda place: place.module.mlp.num_groups,
+    "groups_per_token": lambda place: place.module.mlp.top_groups,
+    "expert_scale": lambda place: place.module.mlp.scale,
     "normalise_experts": lambda place: place.module.mlp.normalise,
     "activation": _activation,
 }
@@ -326,6 +340,11 @@ def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
     return {"window": sizes.pop(), "local_layers": None if all(local) else local}
 
 
+def _rotated_layers(places: Sequence[LayerPlace]) -> dict[str, Any]:
+    rotated = tuple(getattr(place.module, "has_rope", True) for place in places)
+    return {"rope_layers": None if all(rotated) else rotated}
+
+
 def _differences(config: TransformerConfig, read: TransformerConfig) -> dict[str, tuple[Any, Any]]:
     """Returns differing fields of two architectures, with both values."""
     ours, theirs = _relevant(config), _relevant(read)
@@ -340,14 +359,22 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
     """Returns the fields of a config with meaning for its logits."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
     kinds = [config.kind_of(index) for index in range(config.num_layers)]
-    for name in ("window", "local_layers"):
+    for name in ("window", "local_layers", "rope_layers"):
         values.pop(name)
+    values["rotated_layers"] = tuple(map(config.has_rope, range(config.num_layers)))
     values["windows"] = tuple(config.window if local else None for local, _ in kinds)
     values["experts"] = tuple(experts for _, experts in kinds)
+    if not any(values["rotated_layers"]):
+        values["rope"] = None
     for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
         values.pop(name)
     unused = {
         "num_experts experts_per_token expert_dim normalise_experts": config.num_experts == 0,
+        "shared_expert_dim expert_scores": config.num_experts == 0,
+        "expert_groups groups_per_token expert_scale": (
+            config.num_experts == 0 or config.expert_scores == "softmax"
+        ),
+        "shared_expert_gate": config.num_experts == 0 or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
         "tied_head": config.head != "tokens",
         "num_classes": config.head != "first",
@@ -465,6 +492,10 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 # --- the comparison -------------------------------------------------------------------------------
 
 
+# Classes that compute something else than the ones that they are made of.
+_COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, GroupedMoE)
+
+
 class _ArchitectureCheck:
     """Differences of a model from one built of its config."""
 
@@ -532,7 +563,7 @@ class _ArchitectureCheck:
             self.wrong[where] = f"is {_text(module)}, not a {expected.__name__}"
             return True
         for cls in kind.__mro__[: kind.__mro__.index(expected)]:
-            if cls.__module__.startswith("shardax.models.") and cls is not OffsetRMSNorm:
+            if cls.__module__.startswith("shardax.models.") and cls not in _COMPUTING:
                 continue
             for name in vars(cls).keys() - _CLASS_NAMES:
                 if hasattr(expected, name):

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shardax._core.errors import ShardaxError
+from shardax.models.activations import find_activation
 from shardax.models.tensors import Tensors
-from shardax.models.transformer import TransformerConfig, find_activation
+from shardax.models.transformer import TransformerConfig
 from shardax.nn.errors import LayerConfigError
 
 
@@ -79,6 +80,7 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "squared_relu",
     "silu": "silu",
     "swish": "silu",
 }
@@ -94,7 +96,7 @@ def activation_name(function: Any) -> str | None:
 
 def published_activation(name: str) -> str:
     """Returns the name in ``config.json`` of an activation."""
-    published = {"exact_gelu": "gelu", "gelu": "gelu_pytorch_tanh"}
+    published = {"exact_gelu": "gelu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
     return published.get(name, name)
 
 
@@ -162,6 +164,7 @@ _ANNOTATIONS = {field.name: str(field.type) for field in dataclasses.fields(Tran
 _POSITIVE = frozenset(
     [
         *("channels", "embed_dim", "expert_dim", "experts_per_token", "head_dim", "image_size"),
+        *("expert_groups", "groups_per_token", "shared_expert_dim"),
         *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
         "window",
     ]

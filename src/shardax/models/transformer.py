@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -30,7 +31,10 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, result_dtype
+from shardax.models.activations import ACTIVATIONS, find_activation
+from shardax.models.experts import GroupedMoE
+from shardax.models.norms import NORMS, HeadsRMSNorm, dtypes, make_norm
+from shardax.nn.arithmetic import add_bias, as_array
 from shardax.nn.attention import (
     AttentionCache,
     MultiHeadAttention,
@@ -43,38 +47,18 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
-from shardax.nn.normalization import LayerNorm, RMSNorm
-from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
+from shardax.nn.parameters import as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy, Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
-from shardax.partition.explicit import align, explicit_entries
+from shardax.partition.explicit import explicit_entries
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 
 PLAIN_ROPE = Rope()
-NORMS = ("rms", "rms_offset", "layer")
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first")
-
-
-def exact_gelu(x: Any) -> jax.Array:
-    """Returns the gelu without the approximation by tanh."""
-    return jax.nn.gelu(x, approximate=False)
-
-
-def quick_gelu(x: Any) -> jax.Array:
-    """Returns ``x * sigmoid(1.702 * x)``."""
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
-ACTIVATIONS = {"exact_gelu": exact_gelu, "quick_gelu": quick_gelu}
-
-
-def find_activation(name: str) -> Callable[[Any], Any]:
-    """Returns an activation by its name in a config."""
-    return ACTIVATIONS[name] if name in ACTIVATIONS else getattr(jax.nn, name)
 
 
 @dataclass(frozen=True)
@@ -90,14 +74,16 @@ class TransformerConfig:
         head_dim: Size of a head.
         mlp_dim: Size of the MLP's hidden layer.
         causal: Whether a position reads only from itself and earlier ones.
-        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1) or ``"layer"``.
+        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
+            ``"layer_offset"`` or ``"layer_unbiased"`` (without a bias).
         norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
         norm_epsilon: Added to mean squares before dividing by their root.
         parallel: Whether attention and MLP read the same input.
         shared_norm: Whether a parallel layer has one norm for both.
         qk_norm: Norm of queries and keys: None, ``"head"`` (of each head) or ``"all"`` (of all
             heads together).
-        activation: Function of ``jax.nn`` by name, or ``"exact_gelu"`` or ``"quick_gelu"``.
+        activation: Function of ``jax.nn`` by name, or ``"exact_gelu"``, ``"quick_gelu"`` or
+            ``"squared_relu"``.
         gated: Whether the MLP is gated.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         out_bias: Whether attention's output projection has one.
@@ -105,6 +91,7 @@ class TransformerConfig:
         head_bias: Whether the head has one.
         rope: The rotary embedding; None for none.
         local_rope: That of layers with a window; None for the same.
+        rope_layers: Which layers have a rotary embedding; None for all.
         max_positions: Number of learned positions; 0 for none.
         window: How many positions a position of a local layer reads; None for all.
         local_layers: Which layers are local; None for all.
@@ -112,12 +99,20 @@ class TransformerConfig:
         attention_softcap: Bound of the scores, by tanh.
         final_softcap: Bound of the logits, by tanh.
         embed_scale: Multiplies the embedding.
+        residual_scale: Multiplies what attention and MLP add.
+        logit_scale: Multiplies the logits, before a bound.
         embed_norm: Whether the embedding is normalised.
         token_types: Number of kinds of tokens that have an embedding.
         num_experts: Number of experts of a layer; 0 for none.
         experts_per_token: How many of them a token goes to.
         expert_dim: Size of an expert's hidden layer.
         normalise_experts: Whether the weights of a token's experts add up to 1.
+        expert_scores: ``"softmax"``, or ``"sigmoid"`` with a bias of the choice.
+        expert_groups: Of sigmoids: number of groups of experts.
+        groups_per_token: Of sigmoids: how many of them a token's experts are of.
+        expert_scale: Of sigmoids: multiplies the weights.
+        shared_expert_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
+        shared_expert_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
         expert_dispatch: How tokens get to them, as for ``MoE``.
         load_balance_weight: What a training loss multiplies ``sx.nn.load_balance_loss`` by.
         dense_layers: The layers that have an MLP nevertheless.
@@ -172,6 +167,7 @@ class TransformerConfig:
     head_bias: bool = False
     rope: Rope | None = PLAIN_ROPE
     local_rope: Rope | None = None
+    rope_layers: tuple[bool, ...] | None = None
     max_positions: int = 0
     window: int | None = None
     local_layers: tuple[bool, ...] | None = None
@@ -179,12 +175,20 @@ class TransformerConfig:
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embed_scale: float | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
     embed_norm: bool = False
     token_types: int = 0
     num_experts: int = 0
     experts_per_token: int = 2
     expert_dim: int = 0
     normalise_experts: bool = True
+    expert_scores: str = "softmax"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    expert_scale: float = 1.0
+    shared_expert_dim: int = 0
+    shared_expert_gate: bool = False
     expert_dispatch: Dispatch = "dense"
     load_balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
@@ -210,23 +214,41 @@ class TransformerConfig:
         where = type(self).__name__
         for name, choices in (("norm", NORMS), ("norm_placement", PLACEMENTS), ("head", HEADS)):
             _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
+        scores = ("softmax", "sigmoid")
+        fits = self.expert_scores in scores
+        _check(where, "expert_scores", self.expert_scores, fits, str(scores))
+        if self.num_experts and self.expert_scores == "sigmoid":
+            groups, count = self.expert_groups, self.num_experts
+            fits = groups == 1 or (groups > 0 and count % groups == 0 and count >= 2 * groups)
+            need = f"a divisor of {count} with two experts a group"
+            _check(where, "expert_groups", groups, fits, need)
+            least = math.ceil(self.experts_per_token * groups / count)
+            fits = least <= self.groups_per_token <= groups
+            need = f"from {least} up to {groups}, for {self.experts_per_token} experts"
+            _check(where, "groups_per_token", self.groups_per_token, fits, need)
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
             _check(where, "patch_size", self.patch_size, whole, f"a divisor of {self.image_size}")
-        if self.local_layers is not None:
-            fits = len(self.local_layers) == self.num_layers
-            _check(where, "local_layers", self.local_layers, fits, f"{self.num_layers} booleans")
+        for name in ("local_layers", "rope_layers"):
+            chosen = getattr(self, name)
+            if chosen is not None:
+                fits = len(chosen) == self.num_layers
+                _check(where, name, chosen, fits, f"{self.num_layers} booleans")
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""
         local = self.window is not None and (self.local_layers is None or self.local_layers[index])
         return local, self.num_experts > 0 and index not in self.dense_layers
 
+    def has_rope(self, index: int) -> bool:
+        """Whether a layer has a rotary embedding."""
+        return self.rope is not None and (self.rope_layers is None or self.rope_layers[index])
+
     @property
     def period(self) -> int:
         """Number of layers before their kinds repeat."""
-        kinds = [self.kind_of(index) for index in range(self.num_layers)]
+        kinds = [(self.kind_of(index), self.has_rope(index)) for index in range(self.num_layers)]
         return next(
             period
             for period in range(1, self.num_layers + 1)
@@ -276,38 +298,6 @@ def _dtype_name(where: str, name: str, dtype: Any) -> str:
     return normal_dtype.name
 
 
-class OffsetRMSNorm(RMSNorm):
-    """Root mean square normalization with 1 added to the scale."""
-
-    def __init__(self, features: int, **options: Any) -> None:
-        super().__init__(features, scale_init=zeros, **options)
-
-    def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
-        scaled = normed + super()._scaled(normed, normed).astype(normed.dtype)
-        scale = None if self.scale is None else self.scale.value
-        return scaled.astype(result_dtype(self.dtype, x, scale))
-
-
-class HeadsRMSNorm(Module):
-    """Root mean square normalization over all heads together."""
-
-    def __init__(
-        self, heads: int, head_dim: int, axes: tuple[str, str], epsilon: float, dtypes: Any
-    ) -> None:
-        self.scale = make_parameter(ones, (heads, head_dim), dtypes["param_dtype"], axes, None)
-        self.epsilon = epsilon
-        self.dtype = dtypes["dtype"]
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(at_least_float32(x.dtype))
-        mean_square = jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True)
-        places = (x.ndim - 2, x.ndim - 1)
-        scale = align(self.scale.value.astype(wide.dtype), wide, places)
-        scale = jax.lax.expand_dims(scale, range(x.ndim - 2))
-        scaled = wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale
-        return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
-
-
 class TransformerLayer(Module):
     """Attention and MLP or experts, each with norms, added to the input.
 
@@ -323,17 +313,33 @@ class TransformerLayer(Module):
         (2, 8, 64)
     """
 
+    has_rope = True
+    residual_scale: float | None = None
+    shared_mlp: Any = None
+    shared_gate: Any = None
+
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
         self.is_local, experts = config.kind_of(index)
+        # Set only where they say more: a plain layer has no such attributes.
+        if config.rope is not None and not config.has_rope(index):
+            self.has_rope = False
+        if config.residual_scale is not None:
+            self.residual_scale = config.residual_scale
         self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
         has_pre_norm = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
         self.attn_norm: Any = make_norm(config) if has_pre_norm else None
-        self.attn = _attention(config, self.is_local, rngs)
+        self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
         self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
         self.has_experts = experts
+        if experts and config.shared_expert_dim:
+            self.shared_mlp = _mlp(config, rngs, config.shared_expert_dim)
+            if config.shared_expert_gate:
+                names, size = ("embed", None), config.embed_dim
+                options = {"use_bias": False, "kernel_axes": names, **dtypes(config)}
+                self.shared_gate = Linear(size, 1, rngs=rngs, **options)
         self.mlp_post_norm = make_norm(config) if behind else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
@@ -362,6 +368,7 @@ class TransformerLayer(Module):
         """
         if self.is_local and local_positions is not None:
             positions = local_positions
+        positions = positions if self.has_rope else None
         attention_options = {"positions": positions, "mask": mask}
         if segment_ids is not None:
             attention_options["segment_ids"] = segment_ids
@@ -383,6 +390,15 @@ class TransformerLayer(Module):
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
     def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
+        y = self._experts(x, mask)
+        if self.shared_mlp is None:
+            return y
+        shared = self.shared_mlp(x)
+        if self.shared_gate is not None:
+            shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+        return y + shared
+
+    def _experts(self, x: jax.Array, mask: Any) -> jax.Array:
         if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
             return self.mlp(x)
         return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
@@ -390,6 +406,8 @@ class TransformerLayer(Module):
     def _added(self, x: jax.Array, name: str, norm: Any) -> jax.Array:
         x = checkpoint_name(x, name)
         x = x if norm is None or self.norm_after else norm(x)
+        if self.residual_scale is not None:
+            x = x * jnp.asarray(self.residual_scale, x.dtype)
         return x if self.dropout is None else self.dropout(x)
 
     def _joined(self, x: jax.Array, added: jax.Array, norm: Any) -> jax.Array:
@@ -580,7 +598,7 @@ class Transformer(Module):
 
         Raises:
             LayerConfigError: If the logits are not a product with a kernel: a head of another kind,
-                with a bias or a softcap, or replaced.
+                with a bias, a scale or a softcap, or replaced.
         """
         config, layer = self._parts, self.embed if self.head is None else self.head
         is_plain = type(layer) is (Embed if self.head is None else Linear)
@@ -588,6 +606,7 @@ class Transformer(Module):
             (config.head != "tokens", f"its head is {config.head!r}"),
             (not is_plain, f"its head is a {type(layer).__name__}"),
             (config.head_bias, "its head has a bias"),
+            (config.logit_scale is not None, "it has logit_scale"),
             (config.final_softcap is not None, "it has final_softcap"),
         ):
             if holds:
@@ -761,25 +780,14 @@ class Transformer(Module):
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         if self.head is None and config.head_bias:
             logits = add_bias(logits, self.head_bias.value)
+        if config.logit_scale is not None:
+            logits = logits * jnp.asarray(config.logit_scale, logits.dtype)
         if config.final_softcap is not None:
             logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
 
 
-def dtypes(config: Any) -> dict[str, Any]:
-    """Returns the dtypes of a config, as layers take them."""
-    return {"dtype": config.dtype, "param_dtype": config.param_dtype}
-
-
-def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) -> Any:
-    """Makes a norm of the config's kind."""
-    kinds: dict[str, Callable[..., Any]] = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm}
-    kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
-    size = config.embed_dim if features is None else features
-    return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
-
-
-def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHeadAttention:
+def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:
     def norm(heads: int, axis: str) -> Callable[[], Any] | None:
         if config.qk_norm is None:
             return None
@@ -788,7 +796,9 @@ def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHe
         names, epsilon = (axis, "head_dim"), config.norm_epsilon
         return lambda: HeadsRMSNorm(heads, config.head_dim, names, epsilon, dtypes(config))
 
+    is_local = config.kind_of(index)[0]
     rope = config.local_rope if is_local and config.local_rope else config.rope
+    rope = rope if config.has_rope(index) else None
     return MultiHeadAttention(
         config.embed_dim,
         config.num_heads,
@@ -818,10 +828,10 @@ def _last_positions(cache: Any) -> Any:
     return jnp.max(position, axis=-1, keepdims=True)
 
 
-def _mlp(config: TransformerConfig, rngs: Rngs) -> MLP:
+def _mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> MLP:
     return MLP(
         config.embed_dim,
-        config.mlp_dim,
+        config.mlp_dim if hidden is None else hidden,
         activation=ACTIVATIONS.get(config.activation, config.activation),
         gated=config.gated,
         use_bias=config.mlp_bias,
@@ -831,7 +841,15 @@ def _mlp(config: TransformerConfig, rngs: Rngs) -> MLP:
 
 
 def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
-    return MoE(
+    make: Callable[..., MoE] = MoE
+    if config.expert_scores == "sigmoid":
+        make = partial(
+            GroupedMoE,
+            num_groups=config.expert_groups,
+            top_groups=config.groups_per_token,
+            scale=config.expert_scale,
+        )
+    return make(
         config.embed_dim,
         config.expert_dim,
         num_experts=config.num_experts,

@@ -273,7 +273,8 @@ class MultiHeadAttention(Module):
             return QueryKeyValue(query, key, value)
         query_rotation = self._rotation(x, positions)
         key_rotation = query_rotation if context is None else self._rotation(source, others)
-        return QueryKeyValue(rotate(query, query_rotation), rotate(key, key_rotation), value)
+        turn = functools.partial(rotate, interleaved=self._rope().interleaved)
+        return QueryKeyValue(turn(query, query_rotation), turn(key, key_rotation), value)
 
     def attend(
         self,

@@ -201,7 +201,7 @@ class MoE(Module):
         if self.dispatch != "dense":
             split = find_split(x, kernels["gate"][0], self.gate.axes)
         x = x if split is None else split.enter(x)
-        logits = self.router(x)
+        logits = self._scores(x)
         parts = [(*kernel, *adapters.get(name, ())) for name, kernel in kernels.items()]
         leaves, structure = jax.tree.flatten(parts)
         x, *leaves = cast_all(self.dtype, x, *leaves)
@@ -221,7 +221,7 @@ class MoE(Module):
         if split is not None and is_eager():
             # A region outside of a compiled program would be compiled operation by operation.
             options = (self.top_k, self.dispatch, self.capacity_factor, self.normalise)
-            key = (type(self), self.activation, *options, split, out_layout)
+            key = (type(self), self.activation, *options, self._routing, split, out_layout)
             compute = partial(_compiled, Static(compute, key))
         parts = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
@@ -239,7 +239,7 @@ class MoE(Module):
         self, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the result and the loss; sees no Explicit axes."""
-        weights, experts, loss = self._route(logits, counted)
+        weights, experts, loss = self._route(logits, counted, x.shape[:-1], len(kernels[0][0]))
         apply = {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}
         tokens = x.reshape(-1, x.shape[-1])
         y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, *kernels)
@@ -249,11 +249,11 @@ class MoE(Module):
         self, split: Split, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
     ) -> tuple[jax.Array, jax.Array]:
         """Does the same with experts over a mesh axis."""
-        count = logits.shape[-1]
+        count = len(kernels[0][0])
 
         def region(x: Any, logits: Any, counted: Any, *kernels: Kernel) -> Any:
             everywhere = partial(jax.lax.psum, axis_name=split.axes)
-            weights, experts, loss = self._route(logits, counted, everywhere)
+            weights, experts, loss = self._route(logits, counted, x.shape[:-1], count, everywhere)
             places = None
             if self.dispatch == "capacity":
                 places = self._places(experts.size * split.size(split.axes), count)
@@ -266,25 +266,40 @@ class MoE(Module):
 
         return split.run(region, x, logits, counted, *kernels)
 
+    def _scores(self, x: jax.Array) -> jax.Array:
+        """Returns what experts are chosen by, of shape (..., experts)."""
+        return self.router(x)
+
+    @property
+    def _routing(self) -> tuple[Any, ...]:
+        """All that a choice depends on beside the options of this class."""
+        return ()
+
+    def _choose(self, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns probabilities, and weights and experts of each token."""
+        probabilities = jax.nn.softmax(logits.reshape(-1, count), axis=-1)
+        weights, experts = jax.lax.top_k(probabilities, self.top_k)
+        if self.normalise:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return probabilities, weights, experts
+
     def _route(
         self,
         logits: jax.Array,
         counted: jax.Array,
+        tokens: tuple[int, ...],
+        count: int,
         everywhere: Callable[[Any], Any] = lambda numbers: numbers,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns weights and experts of each token, and the loss."""
         # ``everywhere`` sums over all devices that have some of the tokens.
-        count = logits.shape[-1]
-        counts = jnp.broadcast_to(counted.astype(np.float32), logits.shape[:-1]).reshape(-1)
-        probabilities = jax.nn.softmax(logits.reshape(-1, count), axis=-1)
-        weights, experts = jax.lax.top_k(probabilities, self.top_k)
+        probabilities, weights, experts = self._choose(logits, count)
+        counts = jnp.broadcast_to(counted.astype(np.float32), tokens).reshape(-1)
         chosen = jax.nn.one_hot(experts, count, dtype=weights.dtype)  # (tokens, top_k, experts)
         shares, means = jnp.einsum("t,tke->e", counts, chosen), counts @ probabilities
         size, shares, means = everywhere((counts.sum(), shares, means))
         size = jnp.maximum(size, 1)  # the loss of no tokens is 0
         loss = count * jnp.vdot(shares / size, means / size)
-        if self.normalise:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
         return weights, experts, loss
 
     def _places(self, choices: int, count: int) -> int:

@@ -85,7 +85,7 @@ def rotation(
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x: jax.Array, by: Rotation, *, interleaved: bool = False) -> jax.Array:
     """Turns queries or keys, in float32.
 
     With fewer angles than half a head, what is behind twice their number is left as it is.
@@ -93,6 +93,7 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     Args:
         x: Shape (batch, time, heads, head_dim), or without the batch.
         by: The rotations of the positions; those of a batch only with a batch.
+        interleaved: Whether real and imaginary parts alternate, instead of standing in halves.
 
     Returns:
         The shape and dtype of ``x``.
@@ -109,6 +110,8 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     half = cosine.shape[-1]
     if 2 * half > x.shape[-1]:
         refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
+    if interleaved:
+        return _rotate_pairs(x, cosine, sine)
     # No part without elements, as its gradient would be a part of the program.
     cuts = [end for end in (half, 2 * half) if end < x.shape[-1]]
     real, imaginary, *remaining = jnp.split(x, cuts, axis=-1)
@@ -116,6 +119,16 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     rotated = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
     rotated = [part.astype(x.dtype) for part in rotated]
     return jnp.concatenate([*rotated, *remaining], axis=-1)
+
+
+def _rotate_pairs(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+    """Turns neighbours as real and imaginary parts."""
+    size = 2 * cosine.shape[-1]
+    pairs = x[..., :size].reshape(*x.shape[:-1], size // 2, 2).astype(jnp.float32)
+    real, imaginary = pairs[..., 0], pairs[..., 1]
+    rotated = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
+    turned = jnp.stack(rotated, axis=-1).reshape(*x.shape[:-1], size).astype(x.dtype)
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 def check_head_dim(layer: str, head_dim: int) -> None:
@@ -140,6 +153,8 @@ class Rope:
         length: Length of the texts before stretching.
         attention_factor: YaRN: multiplies cosine and sine; None follows from ``factor``.
         truncate: YaRN: whether the bounds of the ramp are whole numbers.
+        interleaved: Whether real and imaginary parts alternate in a head, instead of being its
+            halves.
 
     Example:
         >>> Rope(kind="linear", factor=2.0).rotation(jnp.arange(3), 4).cosine.shape
@@ -155,6 +170,7 @@ class Rope:
     length: float = 0.0
     attention_factor: float | None = None
     truncate: bool = True
+    interleaved: bool = False
 
     def rotated_size(self, head_dim: int) -> int:
         """Returns the size of the rotated part of a head."""

@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models.families import shared
-from shardax.models.families.rope import Rotary, read_rope, replace_rope, rope_fields
+from shardax.models.families.rope import Rotary, RotaryByLayerType
 from shardax.models.family import (
     ACTIVATION_NAMES,
     NUMBER,
     SIZE,
-    TABLE,
     TEXT,
     ConfigEdit,
     Family,
@@ -138,8 +137,6 @@ GEMMA2 = Family(
 
 # --- the third ------------------------------------------------------------------------------------
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
 
 class AlternatingWindows(FieldGroup):
     """A window of all layers but each sixth, or another number."""
@@ -159,47 +156,6 @@ class AlternatingWindows(FieldGroup):
         shared.write_windows(edit)
 
 
-class RotaryByLayerType(FieldGroup):
-    """Rotary embeddings of layers with a window and without."""
-
-    def read(self, take: Taker) -> Mapping[str, Any]:
-        scaling = take("rope_scaling", None, kind=TABLE.or_null) or {}
-        parameters = take("rope_parameters", None, kind=TABLE.or_null) or {}
-        theta = take("rope_theta", None, kind=NUMBER.or_null) or 1e6
-        local_theta = take("rope_local_base_freq", None, kind=NUMBER.or_null) or 1e4
-        wrong = [name for name in parameters if name not in _LAYER_TYPES]
-        wrong += [n for n in _LAYER_TYPES if not isinstance(parameters.get(n) or {}, dict)]
-        if wrong:
-            raise PretrainedError(
-                f"rope_parameters with {', '.join(map(brief, wrong))} is not supported, only "
-                f"tables of {' and '.join(_LAYER_TYPES)}"
-            )
-        full, sliding = (parameters.get(name) or {} for name in _LAYER_TYPES)
-        return {
-            "rope": read_rope(take, {**full, **scaling}, base=theta, max_positions=131_072),
-            "local_rope": read_rope(take, sliding, base=local_theta, max_positions=131_072),
-        }
-
-    def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("rope", "local_rope") and edit.config.rope is not None:
-            replace_rope(edit, self._parameters(edit))
-
-    def complete(self, edit: ConfigEdit) -> None:
-        edit.content.setdefault("max_position_embeddings", 2048)
-        if edit.config.rope is not None:
-            edit.content.setdefault("rope_parameters", self._parameters(edit))
-
-    @staticmethod
-    def _parameters(edit: ConfigEdit) -> dict[str, Any]:
-        rope, local_rope = edit.config.rope, edit.config.local_rope
-        ropes = (rope, rope if local_rope is None else local_rope)
-        return {
-            name: rope_fields(rope)
-            for name, rope in zip(_LAYER_TYPES, ropes, strict=True)
-            if rope is not None
-        }
-
-
 GEMMA3_TEXT = Family(
     fields={
         **_FIELDS,
@@ -209,7 +165,7 @@ GEMMA3_TEXT = Family(
     },
     fixed={"norm": "rms_offset", "norm_placement": "sandwich", "qk_norm": "head"},
     groups=[
-        RotaryByLayerType(),
+        RotaryByLayerType(1e6, 1e4, local_name="rope_local_base_freq", max_positions=131_072),
         ScaledEmbedding(),
         Activation("hidden_activation"),
         QueryScale(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 2 and 3, and the experts of Qwen 3.
+"""Qwen 2 and 3, and their experts.
 
-Sources: ``models/{qwen2,qwen3,qwen3_moe}`` of transformers 5, ``configuration_*.py`` for fields and
-defaults, ``modeling_*.py`` for tensors.
+Sources: ``models/{qwen2,qwen2_moe,qwen3,qwen3_moe}`` of transformers 5, ``configuration_*.py`` for
+fields and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from shardax.models.family import (
     INTEGER,
     INTEGERS,
     SIZE,
+    TEXTS,
     ConfigEdit,
     Family,
     Field,
     FieldGroup,
+    PretrainedError,
     Taker,
+    brief,
 )
+from shardax.models.tensors import linear
 
 
 class UpperWindows(FieldGroup):
@@ -40,14 +44,45 @@ class UpperWindows(FieldGroup):
         shared.write_windows(edit)
 
 
+class LowerWindows(FieldGroup):
+    """A window of each second layer before ``max_window_layers``, if it is used."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        last = take("max_window_layers", 28, kind=INTEGER)
+        is_used = take("use_sliding_window", False, kind=BOOLEAN.or_null)
+        types = take("layer_types", None, kind=TEXTS.or_null)
+        if is_used:
+            take("sliding_window", 4096, kind=SIZE)
+            return shared.read_windows(take, 4096, lambda i: i % 2 == 0 and i < last)
+        take("sliding_window", 4096, kind=INTEGER.or_null)  # transformers writes 0
+        if set(types or ()) - {"full_attention"}:
+            raise PretrainedError(
+                f"layer_types={brief(types)} is not supported without use_sliding_window=True"
+            )
+        return {}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if not edit.changes("window", "local_layers", "num_layers"):
+            return
+        has_window = edit.config.window is not None
+        edit.content["use_sliding_window"] = has_window
+        if not has_window:
+            edit.content.pop("layer_types", None)
+            return
+        shared.write_windows(edit)
+
+
 class SparseLayers(FieldGroup):
     """The number of experts, and the layers that have an MLP instead."""
+
+    def __init__(self, default: int = 128) -> None:
+        self.default = default
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         step = take("decoder_sparse_step", 1, kind=SIZE)
         dense = take("mlp_only_layers", None, kind=INTEGERS.or_null) or ()
         count = take("num_hidden_layers", kind=SIZE)
-        number = take("num_experts", 128, kind=INTEGER.or_null)
+        number = take("num_experts", self.default, kind=INTEGER.or_null)
         older_number = take("num_local_experts", None, kind=INTEGER.or_null)
         return {
             "num_experts": number if older_number is None else older_number,
@@ -68,6 +103,29 @@ QWEN2 = Family(
     groups=[Rotary(max_positions=32_768), UpperWindows()],
     architectures=shared.causal_lm("Qwen2"),
     tensors=shared.decoder(),
+)
+
+# Beside the experts stands one for all tokens, with a gate.
+QWEN2_MOE = Family(
+    fields={
+        **shared.GATED_DECODER,
+        "moe_intermediate_size": Field("expert_dim", default=1408),
+        "norm_topk_prob": Field("normalise_experts", default=False),
+        "num_experts_per_tok": Field("experts_per_token", default=4),
+        "num_key_value_heads": Field("num_kv_heads", default=16),
+        "qkv_bias": Field("qkv_bias", default=True),
+        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+        "shared_expert_intermediate_size": Field("shared_expert_dim", default=5632),
+    },
+    fixed={"shared_expert_gate": True},
+    groups=[Rotary(max_positions=32_768), SparseLayers(60), LowerWindows()],
+    architectures=shared.causal_lm("Qwen2Moe"),
+    tensors=shared.decoder(
+        shared.gated_mlp(),  # of the layers without experts
+        shared.swiglu_experts(),
+        shared.shared_expert("mlp.shared_expert"),
+        linear("mlp.shared_expert_gate", to="shared_gate", inputs="embed", outputs="one"),
+    ),
 )
 
 QWEN3 = Family(
@@ -102,11 +160,6 @@ QWEN3_MOE = Family(
     architectures=shared.causal_lm("Qwen3Moe"),
     tensors=shared.decoder(
         shared.gated_mlp(),  # of the layers without experts
-        shared.experts(
-            router="mlp.gate.weight",
-            gate="mlp.experts.{expert}.gate_proj.weight",
-            up="mlp.experts.{expert}.up_proj.weight",
-            down="mlp.experts.{expert}.down_proj.weight",
-        ),
+        shared.swiglu_experts(),
     ),
 )

@@ -9,26 +9,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax._core.errors import warn
-from shardax.models.families import encoders, gemma, gpt, llama, qwen
+from shardax.models.families import encoders, gemma, glm, gpt, llama, qwen, relatives
 from shardax.models.family import DerivedFields, Family, Field, PretrainedError, brief
 from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {
     "bert": encoders.BERT,
+    "cohere2": relatives.COHERE2,
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
     "gemma3_text": gemma.GEMMA3_TEXT,
+    "glm4": glm.GLM4,
+    "glm4_moe": glm.GLM4_MOE,
     "gpt2": gpt.GPT2,
     "gpt_neox": gpt.GPT_NEOX,
+    "granite": relatives.GRANITE,
     "llama": llama.LLAMA,
+    "ministral": llama.MINISTRAL,
     "mistral": llama.MISTRAL,
     "mixtral": llama.MIXTRAL,
+    "nemotron": relatives.NEMOTRON,
     "olmo2": llama.OLMO2,
+    "olmo3": llama.OLMO3,
+    "olmoe": llama.OLMOE,
     "phi": gpt.PHI,
     "phi3": llama.PHI3,
     "qwen2": qwen.QWEN2,
+    "qwen2_moe": qwen.QWEN2_MOE,
     "qwen3": qwen.QWEN3,
     "qwen3_moe": qwen.QWEN3_MOE,
+    "smollm3": relatives.SMOLLM3,
     "starcoder2": gpt.STARCODER2,
     "vit": encoders.VIT,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardax.models.family import (
@@ -23,6 +24,8 @@ OLDER_ROPE_FIELDS = (
     *("partial_rotary_factor", "rope_local_base_freq", "rope_scaling", "rope_theta"),
     *("rotary_emb_base", "rotary_pct"),
 )
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _ROPE_FIELDS = {
     "default": (),
@@ -151,8 +154,11 @@ class Rotary(FieldGroup):
         *,
         kinds: Iterable[str] = tuple(_ROPE_FIELDS),
         max_positions: int = 2048,
+        interleaved: bool = False,
+        partial: bool | None = None,
     ) -> None:
-        self.base, self.fraction = base, fraction
+        self.base, self.fraction, self.interleaved = base, fraction, interleaved
+        self.partial = fraction != 1 if partial is None else partial
         self.kinds, self.max_positions = tuple(kinds), max_positions
 
     def read(self, take: Taker) -> Mapping[str, Any]:
@@ -163,7 +169,9 @@ class Rotary(FieldGroup):
             kinds=self.kinds,
             max_positions=self.max_positions,
         )
-        return {"rope": rope}
+        if not self.partial:
+            refuse_partial(rope)
+        return {"rope": replace(rope, interleaved=self.interleaved)}
 
     def write(self, edit: ConfigEdit) -> None:
         rope = edit.config.rope
@@ -178,6 +186,67 @@ class Rotary(FieldGroup):
         edit.content.setdefault("max_position_embeddings", 2048)
         if edit.config.rope is not None:  # readers differ in defaults
             edit.content.setdefault("rope_parameters", rope_fields(edit.config.rope))
+
+
+class RotaryByLayerType(FieldGroup):
+    """Rotary embeddings of layers with a window and without."""
+
+    def __init__(
+        self, base: float, local_base: float, *, local_name: str = "", max_positions: int = 2048
+    ) -> None:
+        # ``local_name`` is an older field of the base in layers with a window.
+        self.base, self.local_base, self.local_name = base, local_base, local_name
+        self.max_positions = max_positions
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        scaling = take("rope_scaling", None, kind=TABLE.or_null) or {}
+        parameters = take("rope_parameters", None, kind=TABLE.or_null) or {}
+        base = take("rope_theta", None, kind=NUMBER.or_null) or self.base
+        local_base = self.local_base
+        if self.local_name:
+            local_base = take(self.local_name, None, kind=NUMBER.or_null) or local_base
+        wrong = [name for name in parameters if name not in LAYER_TYPES]
+        wrong += [n for n in LAYER_TYPES if not isinstance(parameters.get(n) or {}, dict)]
+        if wrong:
+            raise PretrainedError(
+                f"rope_parameters with {', '.join(map(brief, wrong))} is not supported, only "
+                f"tables of {' and '.join(LAYER_TYPES)}"
+            )
+        full, sliding = (parameters.get(name) or {} for name in LAYER_TYPES)
+        most = self.max_positions
+        rope = read_rope(take, {**full, **scaling}, base=base, max_positions=most)
+        local_rope = read_rope(take, sliding, base=local_base, max_positions=most)
+        refuse_partial(rope)
+        refuse_partial(local_rope)
+        return {"rope": rope, "local_rope": local_rope}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("rope", "local_rope") and edit.config.rope is not None:
+            replace_rope(edit, self._parameters(edit))
+
+    def complete(self, edit: ConfigEdit) -> None:
+        edit.content.setdefault("max_position_embeddings", 2048)
+        if edit.config.rope is not None:
+            edit.content.setdefault("rope_parameters", self._parameters(edit))
+
+    @staticmethod
+    def _parameters(edit: ConfigEdit) -> dict[str, Any]:
+        rope, local_rope = edit.config.rope, edit.config.local_rope
+        ropes = (rope, rope if local_rope is None else local_rope)
+        return {
+            name: rope_fields(rope)
+            for name, rope in zip(LAYER_TYPES, ropes, strict=True)
+            if rope is not None
+        }
+
+
+def refuse_partial(rope: Rope) -> None:
+    """Raises if a part of a head alone is turned."""
+    if rope.fraction != 1:
+        raise PretrainedError(
+            f"partial_rotary_factor={rope.fraction!r} is not supported for this family, as "
+            f"transformers takes no notice of it"
+        )
 
 
 def replace_rope(edit: ConfigEdit, parameters: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardax.models.families.rope import LAYER_TYPES
 from shardax.models.family import (
     BOOLEAN,
     INTEGER,
@@ -24,6 +25,7 @@ from shardax.models.tensors import (
     AxisLike,
     Tensor,
     Tensors,
+    concatenated,
     embedding,
     in_layers,
     linear,
@@ -83,30 +85,40 @@ class Labels(FieldGroup):
 
 # --- windows --------------------------------------------------------------------------------------
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
 
 class WindowsByLayer(FieldGroup):
     """A window of some layers, by ``layer_types`` or else by their numbers."""
 
-    def __init__(self, default: int, is_local: Callable[[int], bool]) -> None:
-        self.default, self.is_local = default, is_local
+    def __init__(
+        self, default: int, is_local: Callable[[int], bool], *, needs_size: bool = False
+    ) -> None:
+        # Some types compute the mask of a window whether a layer has one or not.
+        self.default, self.is_local, self.needs_size = default, is_local, needs_size
 
     def read(self, take: Taker) -> Mapping[str, Any]:
+        if self.needs_size:
+            take("sliding_window", self.default, kind=SIZE)
         return read_windows(take, self.default, self.is_local)
 
     def write(self, edit: ConfigEdit) -> None:
-        write_windows(edit)
+        size = edit.content.get("sliding_window", self.default)
+        if self.needs_size and edit.config.window is None and edit.changes("window"):
+            edit.content["layer_types"] = ["full_attention"] * edit.config.num_layers
+            edit.content["sliding_window"] = size
+        else:
+            write_windows(edit)
 
 
-def read_windows(take: Taker, default: int, is_local: Callable[[int], bool]) -> dict[str, Any]:
+def read_windows(
+    take: Taker, default: int | None, is_local: Callable[[int], bool]
+) -> dict[str, Any]:
     """Reads the window, and its layers."""
     window = take("sliding_window", default, kind=SIZE.or_null)
     types = take("layer_types", None, kind=TEXTS.or_null)
     count = take("num_hidden_layers", kind=SIZE)
     if types is None:
         local = tuple(map(is_local, range(count)))
-    elif set(types) <= {*_LAYER_TYPES} and len(types) == count:
+    elif set(types) <= {*LAYER_TYPES} and len(types) == count:
         local = tuple(kind == "sliding_attention" for kind in types)
     else:
         raise PretrainedError(
@@ -126,7 +138,7 @@ def write_windows(edit: ConfigEdit) -> None:
     if edit.changes("window", "local_layers", "num_layers"):
         local = [config.kind_of(index)[0] for index in range(config.num_layers)]
         if "layer_types" in content or local != edit.local_layers_read():
-            content["layer_types"] = [_LAYER_TYPES[is_local] for is_local in local]
+            content["layer_types"] = [LAYER_TYPES[is_local] for is_local in local]
 
 
 class Window(FieldGroup):
@@ -214,6 +226,16 @@ def gated_mlp(gate: str = "mlp.gate_proj") -> Tensors:
     return (*linear(gate, to="mlp.gate", inputs="embed", outputs="mlp"), *mlp())
 
 
+def fused_gated_mlp(name: str = "mlp.gate_up_proj") -> Tensors:
+    """Describes a gated MLP whose gate stands before ``up`` in one tensor."""
+    axes = (concatenated("mlp"), "embed")
+    return (
+        Tensor(f"{name}.weight", "mlp.gate.kernel", axes, ("embed", "mlp")),
+        Tensor(f"{name}.weight", "mlp.up.kernel", axes, ("embed", "mlp")),
+        *linear("mlp.down_proj", to="mlp.down", inputs="mlp", outputs="embed"),
+    )
+
+
 def experts(router: str, gate: str, up: str, down: str) -> Tensors:
     """Describes experts, by the names of one's three kernels."""
 
@@ -225,6 +247,25 @@ def experts(router: str, gate: str, up: str, down: str) -> Tensors:
         kernel(gate, "mlp.gate", "embed", "mlp"),
         kernel(up, "mlp.up", "embed", "mlp"),
         kernel(down, "mlp.down", "mlp", "embed"),
+    )
+
+
+def swiglu_experts() -> Tensors:
+    """Describes experts as most families name them."""
+    return experts(
+        router="mlp.gate.weight",
+        gate="mlp.experts.{expert}.gate_proj.weight",
+        up="mlp.experts.{expert}.up_proj.weight",
+        down="mlp.experts.{expert}.down_proj.weight",
+    )
+
+
+def shared_expert(name: str) -> Tensors:
+    """Describes the expert of all tokens."""
+    return (
+        *linear(f"{name}.gate_proj", to="shared_mlp.gate", inputs="embed", outputs="mlp"),
+        *linear(f"{name}.up_proj", to="shared_mlp.up", inputs="embed", outputs="mlp"),
+        *linear(f"{name}.down_proj", to="shared_mlp.down", inputs="mlp", outputs="embed"),
     )
 
 

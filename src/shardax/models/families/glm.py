@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM of the fourth generation, and its experts.
+
+Sources: ``models/{glm4,glm4_moe}`` of transformers 5, ``configuration_*.py`` for fields and
+defaults, ``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGER,
+    SIZE,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+)
+from shardax.models.tensors import Tensor, in_layers, norm
+
+# Half of a head is turned, its real and imaginary parts alternating; gate and up are one tensor.
+GLM4 = Family(
+    fields={
+        **shared.GATED_DECODER,
+        "attention_bias": Field("qkv_bias", default=True),
+        "head_dim": Field("head_dim", default=128),
+        "num_key_value_heads": Field("num_kv_heads", default=2),
+        "rms_norm_eps": Field("norm_epsilon", default=1.5625e-7),
+    },
+    fixed={"norm_placement": "sandwich"},
+    groups=[Rotary(fraction=0.5, max_positions=131_072, interleaved=True)],
+    architectures=shared.causal_lm("Glm4"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            norm("post_self_attn_layernorm", to="attn_post_norm"),
+            norm("post_mlp_layernorm", to="mlp_post_norm"),
+            shared.attention(),
+            shared.fused_gated_mlp(),
+        ),
+    ),
+)
+
+
+class ExpertLayers(FieldGroup):
+    """The layers with experts, and sizes of these."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        count = take("num_hidden_layers", kind=SIZE)
+        first = take("first_k_dense_replace", 1, kind=INTEGER)
+        if first < 0:
+            raise PretrainedError(f"first_k_dense_replace={first} is not supported, it is below 0")
+        size = take("moe_intermediate_size", 1408, kind=SIZE)
+        number = take("n_shared_experts", 1, kind=SIZE)
+        has_norms = take("use_qk_norm", False, kind=BOOLEAN)
+        return {
+            "dense_layers": tuple(range(min(first, count))),
+            "expert_dim": size,
+            "qk_norm": "head" if has_norms else None,
+            "shared_expert_dim": size * number,
+        }
+
+    def write(self, edit: ConfigEdit) -> None:
+        config, content = edit.config, edit.content
+        if edit.changes("dense_layers", "num_layers"):
+            content["first_k_dense_replace"] = len(config.dense_layers)
+        if edit.changes("expert_dim"):
+            content["moe_intermediate_size"] = config.expert_dim
+        if edit.changes("expert_dim", "shared_expert_dim") and config.expert_dim:
+            content["n_shared_experts"] = config.shared_expert_dim // config.expert_dim
+        if edit.changes("qk_norm"):
+            content["use_qk_norm"] = config.qk_norm is not None
+
+
+# The layers of Llama, half of a head turned; experts are chosen by sigmoids.
+GLM4_MOE = Family(
+    fields={
+        **shared.GATED_DECODER,
+        "attention_bias": Field("qkv_bias", default=False),
+        "n_group": Field("expert_groups", default=1),
+        "n_routed_experts": Field("num_experts", default=128),
+        "norm_topk_prob": Field("normalise_experts", default=True),
+        "num_experts_per_tok": Field("experts_per_token", default=8),
+        "num_key_value_heads": Field("num_kv_heads", default=8),
+        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+        "routed_scaling_factor": Field("expert_scale", default=1.0),
+        "topk_group": Field("groups_per_token", default=1),
+    },
+    fixed={"expert_scores": "sigmoid"},
+    groups=[Rotary(fraction=0.5, max_positions=131_072), ExpertLayers()],
+    architectures=shared.causal_lm("Glm4Moe"),
+    # Of layers that predict further tokens, which transformers does not read either.
+    harmless=("num_mtp_layers", "num_nextn_predict_layers"),
+    tensors=shared.decoder(
+        shared.gated_mlp(),  # of the layers without experts
+        shared.swiglu_experts(),
+        (Tensor("mlp.gate.e_score_correction_bias", "mlp.choice_bias", ["expert"]),),
+        shared.shared_expert("mlp.shared_experts"),
+    ),
+)

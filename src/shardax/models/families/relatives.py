@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders like Llama with parts of their own.
+
+Sources: ``models/{granite,smollm3,nemotron,cohere2}`` of transformers 5, ``configuration_*.py`` for
+fields and defaults, ``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGERS,
+    NUMBER,
+    SIZE,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+)
+from shardax.models.tensors import in_layers, norm
+
+# --- Granite --------------------------------------------------------------------------------------
+
+
+class Multipliers(FieldGroup):
+    """Factors of embedding, layers, scores and logits."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        embedding = take("embedding_multiplier", 1.0, kind=NUMBER)
+        residual = take("residual_multiplier", 1.0, kind=NUMBER)
+        logits = 1 / take("logits_scaling", 1.0, kind=NUMBER.positive)
+        return {
+            "attention_scale": take("attention_multiplier", 1.0, kind=NUMBER),
+            "embed_scale": None if embedding == 1 else embedding,
+            "residual_scale": None if residual == 1 else residual,
+            "logit_scale": None if logits == 1 else logits,
+        }
+
+    def write(self, edit: ConfigEdit) -> None:
+        config, content = edit.config, edit.content
+        for name, field in (
+            ("embed_scale", "embedding_multiplier"),
+            ("residual_scale", "residual_multiplier"),
+        ):
+            if edit.changes(name):
+                content[field] = 1.0 if getattr(config, name) is None else getattr(config, name)
+        if edit.changes("attention_scale", "head_dim"):
+            plain = config.head_dim**-0.5
+            scale = config.attention_scale
+            content["attention_multiplier"] = plain if scale is None else scale
+        if edit.changes("logit_scale"):
+            content["logits_scaling"] = (
+                1.0 if config.logit_scale is None else 1 / config.logit_scale
+            )
+
+
+GRANITE = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "mlp_bias": Field("mlp_bias", default=False),
+    },
+    groups=[Rotary(), Multipliers()],
+    architectures=shared.causal_lm("Granite"),
+    tensors=shared.decoder(),
+)
+
+# --- SmolLM3 --------------------------------------------------------------------------------------
+
+
+class LayersWithoutRope(FieldGroup):
+    """The layers without a rotary embedding, which alone may have a window."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        count = take("num_hidden_layers", kind=SIZE)
+        interval = take("no_rope_layer_interval", 4, kind=SIZE)
+        listed = take("no_rope_layers", None, kind=INTEGERS.or_null)
+        if listed is None:
+            listed = [(index + 1) % interval for index in range(count)]
+        if len(listed) < count:
+            raise PretrainedError(
+                f"no_rope_layers={brief(listed)} is not supported for {count} layers, only 0 or 1 "
+                f"for each"
+            )
+        rotated = tuple(map(bool, listed[:count]))
+        is_used = take("use_sliding_window", False, kind=BOOLEAN.or_null)
+        windows = shared.read_windows(take, None, lambda layer: is_used and not rotated[layer])
+        types = take("layer_types", None)
+        has_window = take("sliding_window", None) is not None
+        if types is not None and "sliding_attention" in types and not (is_used and has_window):
+            raise PretrainedError(
+                f"layer_types={brief(types)} is not supported without use_sliding_window=True and "
+                f"a sliding_window"
+            )
+        return {"rope_layers": None if all(rotated) else rotated, **windows}
+
+    def write(self, edit: ConfigEdit) -> None:
+        config = edit.config
+        if edit.changes("rope_layers", "num_layers"):
+            rotated = map(config.has_rope, range(config.num_layers))
+            edit.content["no_rope_layers"] = list(map(int, rotated))
+        if edit.changes("window"):
+            edit.content["use_sliding_window"] = config.window is not None
+        shared.write_windows(edit)
+
+
+SMOLLM3 = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "mlp_bias": Field("mlp_bias", default=False),
+        "num_key_value_heads": Field("num_kv_heads", default=4),
+        "tie_word_embeddings": Field("tied_head", default=True),
+    },
+    groups=[Rotary(2e6, max_positions=32_768), LayersWithoutRope()],
+    architectures=shared.causal_lm("SmolLM3"),
+    neutral={"pretraining_tp": (1, 2, None)},  # of training alone
+    tensors=shared.decoder(),
+)
+
+# --- Nemotron -------------------------------------------------------------------------------------
+
+# LayerNorms with 1 added to the scale, an MLP without a gate, half of a head turned.
+NEMOTRON = Family(
+    fields={
+        **shared.DECODER,
+        **shared.ATTENTION_BIAS,
+        "head_dim": Field("head_dim", default=None),
+        "hidden_act": Field("activation", default="relu2"),
+        "mlp_bias": Field("mlp_bias", default=False),
+        "norm_eps": Field("norm_epsilon", default=1e-5),
+    },
+    fixed={"norm": "layer_offset", "gated": False},
+    groups=[Rotary(fraction=0.5, max_positions=4096)],
+    architectures=shared.causal_lm("Nemotron"),
+    tensors=shared.decoder(shared.mlp()),
+)
+
+# --- Cohere 2 -------------------------------------------------------------------------------------
+
+
+class RotaryWindows(shared.WindowsByLayer):
+    """A window of all layers but each fourth, and their rope."""
+
+    def __init__(self) -> None:
+        super().__init__(4096, lambda layer: True, needs_size=True)
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        count = take("num_hidden_layers", kind=SIZE)
+        period = take("sliding_window_pattern", 4, kind=SIZE)
+        take("sliding_window", self.default, kind=SIZE)
+        windows = shared.read_windows(take, self.default, lambda layer: (layer + 1) % period > 0)
+        local = windows.get("local_layers", (False,) * count)
+        return {**windows, "rope_layers": local}
+
+
+# Attention and MLP read the same norm, which has no bias.
+COHERE2 = Family(
+    fields={
+        **shared.DECODER,
+        **shared.ATTENTION_BIAS,
+        "head_dim": Field("head_dim", default=None),
+        "hidden_act": Field("activation", default="silu"),
+        "layer_norm_eps": Field("norm_epsilon", default=1e-5),
+        "logit_scale": Field("logit_scale", default=0.0625),
+        "tie_word_embeddings": Field("tied_head", default=True),
+    },
+    fixed={"norm": "layer_unbiased", "parallel": True, "shared_norm": True},
+    groups=[Rotary(interleaved=True, max_positions=8192), RotaryWindows()],
+    architectures=shared.causal_lm("Cohere2"),
+    neutral={
+        "layer_switch": (4,),
+        "order_of_interleaved_layers": ("local_attn_first",),
+        "position_embedding_type": ("rope_gptj",),
+        "rotary_pct": (1.0,),
+        "use_embedding_sharing": (True,),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+    },
+    harmless=("cache_implementation", "use_parallel_embedding"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            norm("input_layernorm", to="attn_norm"),
+            shared.attention(),
+            shared.gated_mlp(),
+        ),
+    ),
+)

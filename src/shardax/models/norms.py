@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms of published models, by their kind in a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardax._core.module import Module
+from shardax.nn.arithmetic import at_least_float32, result_dtype
+from shardax.nn.normalization import LayerNorm, RMSNorm
+from shardax.nn.parameters import make_parameter, ones, zeros
+from shardax.partition.explicit import align
+
+NORMS = ("rms", "rms_offset", "layer", "layer_offset", "layer_unbiased")
+
+
+class OffsetScale:
+    """Adds 1 to the scale of a norm."""
+
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__(features, scale_init=zeros, **options)  # pyright: ignore[reportCallIssue]
+
+    def _scaled(self: Any, x: jax.Array, normed: jax.Array, dimension: Any = None) -> jax.Array:
+        scaled = normed + super()._scaled(normed, normed, dimension).astype(normed.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        scale = None if self.scale is None else self.scale.value
+        return scaled.astype(result_dtype(self.dtype, x, scale))
+
+
+class OffsetRMSNorm(OffsetScale, RMSNorm):
+    """Root mean square normalization with 1 added to the scale."""
+
+
+class OffsetLayerNorm(OffsetScale, LayerNorm):
+    """Normalization by mean and standard deviation with 1 added to the scale."""
+
+
+class HeadsRMSNorm(Module):
+    """Root mean square normalization over all heads together."""
+
+    def __init__(
+        self, heads: int, head_dim: int, axes: tuple[str, str], epsilon: float, dtypes: Any
+    ) -> None:
+        self.scale = make_parameter(ones, (heads, head_dim), dtypes["param_dtype"], axes, None)
+        self.epsilon = epsilon
+        self.dtype = dtypes["dtype"]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(at_least_float32(x.dtype))
+        mean_square = jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True)
+        places = (x.ndim - 2, x.ndim - 1)
+        scale = align(self.scale.value.astype(wide.dtype), wide, places)
+        scale = jax.lax.expand_dims(scale, range(x.ndim - 2))
+        scaled = wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale
+        return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
+
+
+def dtypes(config: Any) -> dict[str, Any]:
+    """Returns the dtypes of a config, as layers take them."""
+    return {"dtype": config.dtype, "param_dtype": config.param_dtype}
+
+
+def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) -> Any:
+    """Makes a norm of the config's kind."""
+    kinds: dict[str, Callable[..., Any]] = {
+        "rms": RMSNorm,
+        "rms_offset": OffsetRMSNorm,
+        "layer_offset": OffsetLayerNorm,
+        "layer_unbiased": partial(LayerNorm, use_bias=False),
+    }
+    kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
+    size = config.embed_dim if features is None else features
+    return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
