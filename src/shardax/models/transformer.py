@@ -56,7 +56,8 @@ from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 PLAIN_ROPE = Rope()
 NORMS = ("rms", "rms_offset", "layer")
 PLACEMENTS = ("pre", "post", "sandwich", "after")
-HEADS = (None, "tokens", "first")
+HEADS = (None, "tokens", "first", "each", "span", "binary")
+POOLINGS = ("first", "mean")
 
 
 def exact_gelu(x: Any) -> jax.Array:
@@ -92,6 +93,8 @@ class TransformerConfig:
         causal: Whether a position reads only from itself and earlier ones.
         norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1) or ``"layer"``.
         norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
+        norm_bias: Whether the norms ``"layer"`` have biases.
+        first_norm: Whether the first layer has a norm before attention.
         norm_epsilon: Added to mean squares before dividing by their root.
         parallel: Whether attention and MLP read the same input.
         shared_norm: Whether a parallel layer has one norm for both.
@@ -106,11 +109,17 @@ class TransformerConfig:
         rope: The rotary embedding; None for none.
         local_rope: That of layers with a window; None for the same.
         max_positions: Number of learned positions; 0 for none.
-        window: How many positions a position of a local layer reads; None for all.
+        pad_token: A token of padding: it has the learned position of its number, and the others
+            are counted behind it, without padding. -1 for positions that count from row 0.
+        relative_buckets: Number of learned distances, whose biases are added to the scores of all
+            layers; 0 for none.
+        window: How many positions a position of a local layer reads, on each side if not causal;
+            None for all.
         local_layers: Which layers are local; None for all.
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
         attention_softcap: Bound of the scores, by tanh.
         final_softcap: Bound of the logits, by tanh.
+        token_dim: Size of embeddings that a linear layer makes ``embed_dim`` of; 0 for that size.
         embed_scale: Multiplies the embedding.
         embed_norm: Whether the embedding is normalised.
         token_types: Number of kinds of tokens that have an embedding.
@@ -124,11 +133,18 @@ class TransformerConfig:
         image_size: Height and width of images; 0 for a model of tokens.
         patch_size: Height and width of the patches of an image.
         channels: Channels of images.
-        head: ``"tokens"`` (logits of each position), ``"first"`` (of the first), or None (the last
-            layer's result).
-        num_classes: Number of logits of the head ``"first"``.
-        head_transform: Whether a dense layer with a norm stands before the head.
+        head: ``"tokens"`` (logits of tokens at each position), ``"first"`` (of classes, of the
+            sequence), ``"each"`` (of classes at each position), ``"span"`` (two at each position,
+            for first and last of an answer), ``"binary"`` (one at each position), or None (the
+            last layer's result).
+        num_classes: Number of classes of the heads ``"first"`` and ``"each"``.
+        head_transform: Whether a dense layer, an activation and a norm stand before the head.
+        head_transform_norm: Whether the norm is there.
+        head_transform_bias: Whether the dense layer has a bias.
+        head_activation: The activation there; None for that of the MLP.
+        pooling: What the head ``"first"`` reads: the ``"first"`` position, or the ``"mean"``.
         pooler: Whether there is a dense layer on the first position.
+        pooler_activation: Its activation, by name.
         tied_head: Whether the head is the transposed embedding.
         dropout: Rate of dropout on what each part adds, while training.
         embed_dropout: Rate of dropout on the embedding.
@@ -160,6 +176,8 @@ class TransformerConfig:
     causal: bool = True
     norm: str = "rms"
     norm_placement: str = "pre"
+    norm_bias: bool = True
+    first_norm: bool = True
     norm_epsilon: float = 1e-6
     parallel: bool = False
     shared_norm: bool = False
@@ -173,11 +191,14 @@ class TransformerConfig:
     rope: Rope | None = PLAIN_ROPE
     local_rope: Rope | None = None
     max_positions: int = 0
+    pad_token: int = -1
+    relative_buckets: int = 0
     window: int | None = None
     local_layers: tuple[bool, ...] | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    token_dim: int = 0
     embed_scale: float | None = None
     embed_norm: bool = False
     token_types: int = 0
@@ -194,7 +215,12 @@ class TransformerConfig:
     head: str | None = "tokens"
     num_classes: int = 0
     head_transform: bool = False
+    head_transform_norm: bool = True
+    head_transform_bias: bool = True
+    head_activation: str | None = None
+    pooling: str = "first"
     pooler: bool = False
+    pooler_activation: str = "tanh"
     tied_head: bool = False
     dropout: float = 0.0
     embed_dropout: float = 0.0
@@ -208,15 +234,30 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_config(self)
         where = type(self).__name__
-        for name, choices in (("norm", NORMS), ("norm_placement", PLACEMENTS), ("head", HEADS)):
+        for name, choices in (
+            ("norm", NORMS),
+            ("norm_placement", PLACEMENTS),
+            ("head", HEADS),
+            ("pooling", POOLINGS),
+        ):
             _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
             _check(where, "patch_size", self.patch_size, whole, f"a divisor of {self.image_size}")
+        _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
+        if self.relative_buckets:
+            _check(where, "relative_buckets", self.relative_buckets, not self.causal, "0 if causal")
+            even = self.relative_buckets >= 4 and self.relative_buckets % 2 == 0
+            _check(where, "relative_buckets", self.relative_buckets, even, "even and at least 4")
         if self.local_layers is not None:
             fits = len(self.local_layers) == self.num_layers
             _check(where, "local_layers", self.local_layers, fits, f"{self.num_layers} booleans")
+
+    @property
+    def head_size(self) -> int:
+        """Number of logits of a head of classes."""
+        return {"span": 2, "binary": 1}.get(str(self.head), self.num_classes)
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""
@@ -226,7 +267,10 @@ class TransformerConfig:
     @property
     def period(self) -> int:
         """Number of layers before their kinds repeat."""
-        kinds = [self.kind_of(index) for index in range(self.num_layers)]
+        kinds = [
+            (*self.kind_of(index), index == 0 and not self.first_norm)
+            for index in range(self.num_layers)
+        ]
         return next(
             period
             for period in range(1, self.num_layers + 1)
@@ -328,7 +372,8 @@ class TransformerLayer(Module):
         self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
         has_pre_norm = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
-        self.attn_norm: Any = make_norm(config) if has_pre_norm else None
+        has_first_norm = has_pre_norm and (index > 0 or config.first_norm)
+        self.attn_norm: Any = make_norm(config) if has_first_norm else None
         self.attn = _attention(config, self.is_local, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
@@ -344,6 +389,7 @@ class TransformerLayer(Module):
         positions: Any = None,
         local_positions: Any = None,
         mask: Any = None,
+        bias: Any = None,
         segment_ids: Any = None,
         cache: Any = None,
     ) -> jax.Array:
@@ -354,6 +400,7 @@ class TransformerLayer(Module):
             positions: As for attention.
             local_positions: Those of a layer with a window; None for the same.
             mask: As for attention.
+            bias: As for attention.
             segment_ids: As for attention, 0 for padding.
             cache: The ``AttentionCache`` of this layer.
 
@@ -363,6 +410,8 @@ class TransformerLayer(Module):
         if self.is_local and local_positions is not None:
             positions = local_positions
         attention_options = {"positions": positions, "mask": mask}
+        if bias is not None:
+            attention_options["bias"] = bias
         if segment_ids is not None:
             attention_options["segment_ids"] = segment_ids
             mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
@@ -450,7 +499,7 @@ class Transformer(Module):
         return getattr(self.config, "transformer", self.config)
 
     def _build(self, config: TransformerConfig, rngs: Rngs) -> None:
-        options, size = dtypes(config), config.embed_dim
+        options, size = dtypes(config), config.token_dim or config.embed_dim
         self.embed: Any = None
         if config.image_size:
             self._build_patches(config, rngs)
@@ -460,7 +509,14 @@ class Transformer(Module):
             if count:
                 names = ("position" if name == "positions" else None, "embed")
                 setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options))
-        self.embed_norm = make_norm(config) if config.embed_norm else None
+        self.embed_norm = make_norm(config, size) if config.embed_norm else None
+        if config.token_dim:
+            names = (None, "embed")
+            wide = Linear(size, config.embed_dim, kernel_axes=names, rngs=rngs, **options)
+            self.embed_projection = wide
+        if config.relative_buckets:
+            sizes, names = (config.relative_buckets, config.num_heads), ("bucket", "heads")
+            self.distances = Embed(*sizes, axes=names, rngs=rngs, **options)
         self.embed_dropout = (
             Dropout(config.embed_dropout, rngs=rngs) if config.embed_dropout else None
         )
@@ -499,10 +555,13 @@ class Transformer(Module):
         if config.pooler:
             self.pooler = Linear(size, size, **square)
         if config.head_transform:
-            self.head_dense = Linear(size, size, **square)
-            self.head_norm = make_norm(config)
-        if config.head == "first":
-            self.head = Linear(size, config.num_classes, **square)
+            read = config.token_dim if config.head == "tokens" and config.token_dim else size
+            bias = config.head_transform_bias
+            self.head_dense = Linear(size, read, use_bias=bias, **square)
+            self.head_norm = make_norm(config, read) if config.head_transform_norm else None
+            size = read
+        if config.head not in (None, "tokens"):
+            self.head = Linear(size, config.head_size, **square)
         elif config.head == "tokens" and not config.tied_head:
             self.head = Linear(
                 size,
@@ -541,7 +600,9 @@ class Transformer(Module):
 
         Returns:
             Logits of shape (batch, time, vocab_size), in the compute dtype; of the head
-            ``"first"``, (batch, num_classes); without a head, (batch, time, embed).
+            ``"first"``, (batch, num_classes); of ``"each"``, (batch, time, num_classes); of
+            ``"span"`` and ``"binary"``, two and one at each position; without a head,
+            (batch, time, embed).
 
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape,
@@ -549,7 +610,12 @@ class Transformer(Module):
                 mask or a cache, those that are too many have NaN.
         """
         side_inputs = (mask, positions, cache, token_types, segment_ids)
-        return self._logits(self._states(as_array(tokens), *side_inputs))
+        states = self._states(as_array(tokens), *side_inputs)
+        if self._parts.head == "first" and self._parts.pooling == "mean":
+            if segment_ids is not None and mask is None:
+                mask = as_array(segment_ids) != 0
+            states = pool_tokens(states, mask)[..., None, :]
+        return self._logits(states)
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
         """Computes the head's inputs.
@@ -609,6 +675,10 @@ class Transformer(Module):
         """Returns the outputs of the layers and the last norm."""
         if self.embed is None:
             return self._run(self._embed_images(tokens), {}, cache)
+        if token_types is not None and not self._parts.token_types:
+            raise LayerInputError(
+                f"{type(self).__name__} has no token_types, but was given some: call it without."
+            )
         if tokens.ndim not in (1, 2):
             where = type(self).__name__
             refuse_input(where, "tokens of shape (batch, time) or (time,)", tokens, "")
@@ -621,8 +691,9 @@ class Transformer(Module):
         return self._run(x, options, cache)
 
     def pool(self, hidden: jax.Array) -> jax.Array:
-        """Returns the tanh of the pooler on the first position."""
-        return jnp.tanh(self.pooler(hidden[..., 0, :]))
+        """Returns what the pooler makes of the first position."""
+        activation = find_activation(self._parts.pooler_activation)
+        return activation(self.pooler(hidden[..., 0, :]))
 
     def _given(
         self, tokens: jax.Array, mask: Any, positions: Any, cache: Any
@@ -634,10 +705,13 @@ class Transformer(Module):
             if mask.shape != tokens.shape:
                 hint = "True is for real tokens, False for padding."
                 refuse_input(type(self).__name__, f"a mask of shape {tokens.shape}", mask, hint)
-        if positions is None and (mask is not None or cache is not None):
+        has_padding = config.max_positions > 0 and config.pad_token >= 0
+        if positions is None and (mask is not None or cache is not None or has_padding):
             real = jnp.ones_like(tokens) if mask is None else mask
+            real = tokens != config.pad_token if has_padding else real
             counted = jnp.cumsum(real, -1, dtype=jnp.int32)
             positions = jnp.maximum(counted + _last_positions(cache), 0)
+            positions = jnp.where(real, positions, -1) if has_padding else positions
         if positions is None:
             if isinstance(tokens.shape[-1], int):  # and no size of any number, in an export
                 self._check_positions(np.int32(tokens.shape[-1] - 1))
@@ -646,7 +720,10 @@ class Transformer(Module):
             self._check_positions(positions)
         mask = None if mask is None else mask[..., None, None, :]
         positions = as_array(positions)
-        options = {} if mask is None else {"mask": mask}
+        options: dict[str, Any] = {} if mask is None else {"mask": mask}
+        if config.relative_buckets:
+            buckets = distance_buckets(tokens.shape[-1], config.relative_buckets)
+            options["bias"] = jnp.moveaxis(self.distances(buckets), -1, 0)
         for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
             if rope is not None:
                 options[name] = rope.rotation(positions, config.head_dim)
@@ -655,16 +732,18 @@ class Transformer(Module):
     def _check_positions(self, positions: Any) -> None:
         """Raises if known positions are more than the learned ones."""
         count = self._parts.max_positions
+        usable = count - 1 - self._parts.pad_token  # rows behind that of padding
         if not count or isinstance(positions, Tracer) or not np.size(positions):
             return
         if not getattr(positions, "is_fully_addressable", True):
             return
         last = int(np.max(positions))
-        if last >= count:
+        if last >= usable:
+            padding = "" if usable == count else f", {count - usable} of them up to padding's"
             raise LayerInputError(
-                f"{type(self).__name__} has max_positions={count}, but was given tokens up to the "
-                f"position {last}. Cut them, tokens[:, :{count}], or make the model with more "
-                f"positions."
+                f"{type(self).__name__} has max_positions={count}{padding}, but was given tokens "
+                f"up to the position {last}. Cut them, tokens[:, :{usable}], or make the model "
+                f"with more positions."
             )
 
     def _embed_tokens(self, tokens: jax.Array, positions: Any, token_types: Any) -> jax.Array:
@@ -673,12 +752,14 @@ class Transformer(Module):
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.max_positions:
-            places = jnp.where(positions == -1, 0, positions)  # -1 is padding
+            # -1 is padding, which has the first row or that of its number.
+            places = jnp.maximum(positions + (config.pad_token + 1), max(config.pad_token, 0))
             x = add_bias(x, self.positions(places))
         if config.token_types:
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.embed_norm is None else self.embed_norm(x)
-        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+        x = x if self.embed_dropout is None else self.embed_dropout(x)
+        return _constrain(self.embed_projection(x) if config.token_dim else x)
 
     def _embed_images(self, images: jax.Array) -> jax.Array:
         config = self._parts
@@ -748,7 +829,8 @@ class Transformer(Module):
     def _before_head(self, x: jax.Array) -> jax.Array:
         config = self._parts
         if config.head_transform:
-            x = self.head_norm(find_activation(config.activation)(self.head_dense(x)))
+            x = find_activation(config.head_activation or config.activation)(self.head_dense(x))
+            x = x if self.head_norm is None else self.head_norm(x)
         return x
 
     def _logits(self, x: jax.Array) -> jax.Array:
@@ -756,14 +838,72 @@ class Transformer(Module):
         if config.head is None:
             return x
         if config.head == "first":
-            return self.head(self.pool(x) if config.pooler else x[..., 0, :])
+            x = self.pool(x) if config.pooler else x[..., 0, :]
         x = self._before_head(x)
+        if config.head != "tokens":
+            return self.head(x)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         if self.head is None and config.head_bias:
             logits = add_bias(logits, self.head_bias.value)
         if config.final_softcap is not None:
             logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
+
+
+def pool_tokens(hidden: Any, mask: Any = None, how: str = "mean") -> jax.Array:
+    """Embeds sequences by the states of their tokens.
+
+    Args:
+        hidden: Shape (batch, time, embed): what a model without a head returns.
+        mask: Booleans of shape (batch, time), True for real tokens; None for all.
+        how: ``"mean"`` of the real tokens, the ``"first"`` of them, or the ``"last"``.
+
+    Returns:
+        Shape (batch, embed); of a row without real tokens, zeros for the mean.
+
+    Raises:
+        LayerInputError: If ``how`` is another, or the mask has another shape.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> hidden = jnp.arange(6.0).reshape(1, 3, 2)
+        >>> sx.models.pool_tokens(hidden, jnp.array([[True, True, False]])).tolist()
+        [[1.0, 2.0]]
+    """
+    hidden = as_array(hidden)
+    real = jnp.ones(hidden.shape[:-1], bool) if mask is None else as_array(mask).astype(bool)
+    if how not in ("mean", "first", "last") or real.shape != hidden.shape[:-1]:
+        raise LayerInputError(
+            f"pool_tokens takes how='mean', 'first' or 'last' and a mask of shape "
+            f"{hidden.shape[:-1]}, but was given how={how!r} and a mask of shape {real.shape}. "
+            f"Give the mask that the model was called with."
+        )
+    if how == "mean":
+        wide = hidden.astype(at_least_float32(hidden.dtype))
+        total = jnp.sum(jnp.where(real[..., None], wide, 0), -2)
+        count = jnp.maximum(jnp.sum(real, -1, keepdims=True), 1)
+        return (total / count.astype(wide.dtype)).astype(hidden.dtype)
+    last = real.shape[-1] - 1
+    place = jnp.argmax(real, -1) if how == "first" else last - jnp.argmax(real[..., ::-1], -1)
+    return jnp.take_along_axis(hidden, place[..., None, None], axis=-2)[..., 0, :]
+
+
+def distance_buckets(length: int, count: int, farthest: int = 128) -> jax.Array:
+    """Returns the bucket of each pair of positions, by their distance.
+
+    Half of the buckets are for positions behind. Of each half, half hold one distance, and the
+    others ever more of them, up to ``farthest``.
+    """
+    place = np.arange(length)
+    distance = place[None, :] - place[:, None]
+    half, size = count // 2, np.abs(distance).astype(np.float32)
+    exact = half // 2
+    growth = np.log(np.maximum(size, 1) / np.float32(exact)) / np.float32(
+        math.log(farthest / exact)
+    )
+    far = np.minimum(exact + (growth * (half - exact)).astype(np.int32), half - 1)
+    bucket = np.where(size < exact, size.astype(np.int32), far)
+    return jnp.asarray(bucket + half * (distance > 0), jnp.int32)
 
 
 def dtypes(config: Any) -> dict[str, Any]:
@@ -776,7 +916,8 @@ def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) 
     kinds: dict[str, Callable[..., Any]] = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm}
     kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
     size = config.embed_dim if features is None else features
-    return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
+    bias = {} if kind is not LayerNorm or config.norm_bias else {"use_bias": False}
+    return kind(size, epsilon=config.norm_epsilon, axes=axes, **bias, **dtypes(config))
 
 
 def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHeadAttention:

@@ -316,7 +316,8 @@ class _Table:
     """Places of the parameters of a model in the files."""
 
     def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
-        self.tensors = {tensor.to: tensor for tensor in family.tensors}
+        head_tensors = family.head_tensors.get(config.head, ())
+        self.tensors = {tensor.to: tensor for tensor in (*family.tensors, *head_tensors)}
         self.tied = config.tied_head and config.head == "tokens"
         self.buffers = tuple(family.buffers)
         # Models without a head, and some old files, do without the prefix.
@@ -462,14 +463,14 @@ class _Table:
             yield from entry.names()
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
-        """Yields tensors of a tied head, equal to the embedding's."""
-        places = ("head.kernel", "embed.embedding")
-        tensors = [self.tensors[place] for place in places if place in self.tensors]
-        names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]
-        if not self.tied or len(names) < 2 or names[0] not in files.names:
-            return
-        if files.equal(*names):
-            yield names[0]
+        """Yields tensors of a tied head, equal to the embedding's and the bias."""
+        for places in (("head.kernel", "embed.embedding"), ("head.bias", "head_bias")):
+            tensors = [self.tensors[place] for place in places if place in self.tensors]
+            names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]
+            if not self.tied or len(names) < 2 or any(name not in files.names for name in names):
+                continue
+            if files.equal(*names):
+                yield names[0]
 
     def tensor(self, name: str, whole: Any) -> np.ndarray:
         """Puts a tensor together from parameters."""

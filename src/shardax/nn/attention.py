@@ -80,8 +80,8 @@ class MultiHeadAttention(Module):
         rope: The whole embedding instead, where it is scaled or turns a part of a head.
         use_bias: Whether the projections of queries, keys and values have biases.
         out_bias: Whether the projection of the result has one; None for as ``use_bias``.
-        window: How many positions a position reads at most: itself and those before it. Needs
-            ``causal``; None for all.
+        window: How many positions a position reads at most: itself and those before it, and as
+            many behind it if not ``causal``; None for all.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None for scores as they are.
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         query_norm: Makes the norm of the queries, a function without arguments that returns a
@@ -190,6 +190,7 @@ class MultiHeadAttention(Module):
         context: Any = None,
         *,
         mask: Any = None,
+        bias: Any = None,
         segment_ids: Any = None,
         positions: Any = None,
         context_positions: Any = None,
@@ -206,6 +207,8 @@ class MultiHeadAttention(Module):
                 position that may read nothing, such as padding, gets the mean of all values.
                 With a cache, of shape (batch, 1, 1, time): which of the new positions are real, so
                 that this call and later ones may read them.
+            bias: Numbers that broadcast to (batch, heads, time, other time), added to the scores,
+                such as those of relative positions.
             segment_ids: Integers of shape (batch, time); only positions of the same segment are
                 read. With a context, a pair of them.
             positions: Integers of shape (time,) or (batch, time), for the rotary embedding and the
@@ -232,11 +235,12 @@ class MultiHeadAttention(Module):
         if mask is not None:
             mask = _check_mask(as_array(mask), x.ndim)
         if cache is not None:
-            read = self._read_cache(x, context, mask, segment_ids, positions, cache)
+            unsupported = {"a context": context, "segment ids": segment_ids, "a bias": bias}
+            read = self._read_cache(x, unsupported, mask, positions, cache)
             return self.out(read, out_sharding=out_sharding)
         segments = None if segment_ids is None else _pair_of_segments(x, context, segment_ids)
         qkv = self.project(x, context, positions, context_positions)
-        read = self.attend(qkv, mask, segment_ids=segments)
+        read = self.attend(qkv, mask, segment_ids=segments, bias=bias)
         return self.out(read, out_sharding=out_sharding)
 
     def project(
@@ -269,6 +273,7 @@ class MultiHeadAttention(Module):
         mask: Any = None,
         *,
         segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        bias: Any = None,
         ordered: bool = True,
     ) -> jax.Array:
         """Weighs the values; second half of a call, before the output projection.
@@ -277,6 +282,7 @@ class MultiHeadAttention(Module):
             qkv: Queries, keys and values.
             mask: As for calling.
             segment_ids: Those of the queries and those of the keys, (batch, time).
+            bias: As for calling.
             ordered: Whether ``causal`` and ``window`` hold by the order of queries and keys; False
                 where the mask says all that may be read.
 
@@ -285,12 +291,20 @@ class MultiHeadAttention(Module):
         """
         query, key, value = qkv
         axes = ring_axes(query) if ordered else ()
+        if axes and (bias is not None or (self.window is not None and not self.causal)):
+            refuse_input(
+                f'MultiHeadAttention with context="{current_context()}"',
+                "no bias of the scores, and no window to both sides",
+                query,
+                'Gather keys and values: sx.parallel(context="all-gather").',
+            )
         if axes:
             return self._read_around(query, key, value, mask, segment_ids, axes)
         if segment_ids is not None:
             mask = _within_segments(*segment_ids, mask)
         key, value = _gathered(key, -3), _gathered(value, -3)
         mask = None if mask is None else _gathered(mask, -1)
+        bias = None if bias is None else _gathered(as_array(bias).astype(query.dtype), -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         causal = self.causal and ordered
         window = self.window if ordered else None
@@ -302,7 +316,7 @@ class MultiHeadAttention(Module):
         unfused = (jnp.float16, jnp.bfloat16) if is_strict else (jnp.float16,)
         is_fused = query.dtype not in unfused or self.implementation == "cudnn"
         if is_fused and self.softmax is softmax and self.softcap is None and not dropped:
-            return self._fused(query, key, value, mask, causal, window)
+            return self._fused(query, key, value, mask, bias, causal, window)
         if self.implementation == "cudnn":
             refuse_input(
                 'MultiHeadAttention(implementation="cudnn")',
@@ -321,8 +335,10 @@ class MultiHeadAttention(Module):
         ) * (1 / math.sqrt(self.head_dim) if self.scale is None else self.scale)
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
-        if causal:
-            order = jnp.tri(*scores.shape[-2:], dtype=bool)
+        scores = scores if bias is None else scores + bias.astype(scores.dtype)
+        if causal or window is not None:
+            last = 0 if causal else window - 1
+            order = jnp.tri(*scores.shape[-2:], k=last, dtype=bool)
             if window is not None:
                 order &= ~jnp.tri(*scores.shape[-2:], k=-window, dtype=bool)
             order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
@@ -378,17 +394,24 @@ class MultiHeadAttention(Module):
         return ring_attention(ring, query, key, value, mask, segments)
 
     def _fused(
-        self, query: Any, key: Any, value: Any, mask: Any, causal: bool, window: int | None
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        bias: Any,
+        causal: bool,
+        window: int | None,
     ) -> jax.Array:
         """Runs ``jax.nn.dot_product_attention``."""
-        near = None if window is None else (window - 1, 0)
+        near = None if window is None else (window - 1, 0 if causal else window - 1)
         precision = contextlib.nullcontext()
         if self.precision is not None:
             precision = jax.default_matmul_precision(jax.lax.Precision(self.precision).name.lower())
         options = causal, self.scale, near, self.implementation
         try:
             with precision:
-                return _dot_product_attention(query, key, value, mask, *options)
+                return _dot_product_attention(query, key, value, mask, bias, *options)
         except Exception as error:
             if self.implementation != "cudnn":
                 raise
@@ -400,10 +423,11 @@ class MultiHeadAttention(Module):
             ) from error
 
     def _read_cache(
-        self, x: Any, context: Any, mask: Any, segment_ids: Any, positions: Any, cache: Any
+        self, x: Any, unsupported: dict[str, Any], mask: Any, positions: Any, cache: Any
     ) -> jax.Array:
         """Writes this call's keys and values to the cache and reads it."""
-        unsupported = {"a context": context, "segment ids": segment_ids}
+        if self.window is not None and not self.causal:
+            unsupported = {**unsupported, "a window to both sides": self.window}
         for name, value in unsupported.items():
             if value is not None or x.ndim == 2:
                 reason = name if value is not None else "an input without batch"
@@ -431,11 +455,6 @@ class MultiHeadAttention(Module):
     def _check_options(self) -> None:
         """Raises if options do not go together."""
         name = "MultiHeadAttention"
-        if self.window is not None and not self.causal:
-            raise LayerConfigError(
-                f"{name} has window={self.window}, positions up to its own, which needs "
-                f"causal=True. For another window give mask=."
-            )
         if self.softcap is not None and not self.softcap > 0:
             raise LayerConfigError(
                 f"{name} needs softcap to be positive, but softcap={self.softcap!r}."
@@ -706,9 +725,17 @@ def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 # Units, as eager arrays over Explicit axes need their mesh where masks are broadcast.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), inline=INLINE)
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8), inline=INLINE)
 def _dot_product_attention(
-    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any, near: Any, how: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    bias: Any,
+    causal: bool,
+    scale: Any,
+    near: Any,
+    how: Any,
 ) -> jax.Array:
     # All three have one dtype; what JAX promotes within, also where a user forbids it, are scores.
     with jax.numpy_dtype_promotion("standard"):
@@ -716,6 +743,7 @@ def _dot_product_attention(
             query,
             key,
             value,
+            bias=bias,
             mask=mask,
             scale=scale,
             is_causal=causal,

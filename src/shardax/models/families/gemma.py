@@ -162,11 +162,24 @@ class AlternatingWindows(FieldGroup):
 class RotaryByLayerType(FieldGroup):
     """Rotary embeddings of layers with a window and without."""
 
+    def __init__(
+        self,
+        full: tuple[str, float] = ("rope_theta", 1e6),
+        sliding: tuple[str, float] = ("rope_local_base_freq", 1e4),
+        *,
+        max_positions: int = 131_072,
+        is_scaled: bool = True,
+    ) -> None:
+        self.full, self.sliding, self.max_positions = full, sliding, max_positions
+        self.is_scaled = is_scaled  # whether rope_scaling is read
+
     def read(self, take: Taker) -> Mapping[str, Any]:
-        scaling = take("rope_scaling", None, kind=TABLE.or_null) or {}
+        scaling = (self.is_scaled and take("rope_scaling", None, kind=TABLE.or_null)) or {}
         parameters = take("rope_parameters", None, kind=TABLE.or_null) or {}
-        theta = take("rope_theta", None, kind=NUMBER.or_null) or 1e6
-        local_theta = take("rope_local_base_freq", None, kind=NUMBER.or_null) or 1e4
+        theta, local_theta = (
+            take(name, None, kind=NUMBER.or_null) or default
+            for name, default in (self.full, self.sliding)
+        )
         wrong = [name for name in parameters if name not in _LAYER_TYPES]
         wrong += [n for n in _LAYER_TYPES if not isinstance(parameters.get(n) or {}, dict)]
         if wrong:
@@ -176,8 +189,12 @@ class RotaryByLayerType(FieldGroup):
             )
         full, sliding = (parameters.get(name) or {} for name in _LAYER_TYPES)
         return {
-            "rope": read_rope(take, {**full, **scaling}, base=theta, max_positions=131_072),
-            "local_rope": read_rope(take, sliding, base=local_theta, max_positions=131_072),
+            "rope": read_rope(
+                take, {**full, **scaling}, base=theta, max_positions=self.max_positions
+            ),
+            "local_rope": read_rope(
+                take, sliding, base=local_theta, max_positions=self.max_positions
+            ),
         }
 
     def write(self, edit: ConfigEdit) -> None:

@@ -15,6 +15,8 @@ from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {
     "bert": encoders.BERT,
+    "distilbert": encoders.DISTILBERT,
+    "electra": encoders.ELECTRA,
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
     "gemma3_text": gemma.GEMMA3_TEXT,
@@ -23,19 +25,23 @@ FAMILIES: dict[str, Family] = {
     "llama": llama.LLAMA,
     "mistral": llama.MISTRAL,
     "mixtral": llama.MIXTRAL,
+    "modernbert": encoders.MODERNBERT,
+    "mpnet": encoders.MPNET,
     "olmo2": llama.OLMO2,
     "phi": gpt.PHI,
     "phi3": llama.PHI3,
     "qwen2": qwen.QWEN2,
     "qwen3": qwen.QWEN3,
     "qwen3_moe": qwen.QWEN3_MOE,
+    "roberta": encoders.ROBERTA,
     "starcoder2": gpt.STARCODER2,
     "vit": encoders.VIT,
+    "xlm-roberta": encoders.XLM_ROBERTA,
 }
 # In this order for a model without a file: the plain and widely served ones first.
 _NEW_MODELS_TEXT = """
 llama mistral qwen2 qwen3 mixtral qwen3_moe olmo2 gemma gemma2 gemma3_text phi gpt2 gpt_neox
-starcoder2 bert vit
+starcoder2 bert vit roberta xlm-roberta distilbert electra mpnet modernbert
 """
 NEW_MODEL_TYPES = tuple(_NEW_MODELS_TEXT.split())
 

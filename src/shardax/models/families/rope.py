@@ -20,6 +20,7 @@ from shardax.models.family import (
 from shardax.nn.rope import Rope
 
 OLDER_ROPE_FIELDS = (
+    *("global_rope_theta", "local_rope_theta"),
     *("partial_rotary_factor", "rope_local_base_freq", "rope_scaling", "rope_theta"),
     *("rotary_emb_base", "rotary_pct"),
 )
