@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.advice import run_advice
-from tests.models.published import MODELS
+from tests.models.published import MODELS, layers_field
 from tests.values import with_values
 
 import shardax as sx
@@ -32,7 +32,9 @@ SIZES = {
 }
 MANY = {**SIZES, "hidden_size": 256, "num_attention_heads": 32}
 GPT2 = {"vocab_size": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+DISTILBERT = {"vocab_size": 16, "dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2}
 LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+OWN_SIZES = {"gpt2": GPT2, "distilbert": DISTILBERT}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -80,10 +82,16 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "gpt_neox": {"fraction": 0.25, "activation": "exact_gelu", "qkv_bias": True},
         "starcoder2": {"window": None, "num_kv_heads": 2, "tied_head": True},
         "bert": {"max_positions": 512, "token_types": 2, "norm_epsilon": 1e-12},
+        "roberta": {"max_positions": 512, "pad_token": 1, "token_types": 2, "pooler": False},
+        "xlm-roberta": {"pad_token": 1, "norm_epsilon": 1e-12, "tied_head": True},
+        "distilbert": {"max_positions": 512, "dropout": 0.1, "token_types": 0},
+        "electra": {"token_dim": 128, "max_positions": 512, "activation": "exact_gelu"},
+        "mpnet": {"relative_buckets": 32, "pad_token": 1, "norm_epsilon": 1e-12},
+        "modernbert": {"window": 65, "base": 160000.0, "pooling": "first", "head_bias": True},
         "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
     }
     for kind, fields in expected.items():
-        config = read(tmp_path, {**(GPT2 if kind == "gpt2" else MANY), "model_type": kind})
+        config = read(tmp_path, {**OWN_SIZES.get(kind, MANY), "model_type": kind})
         for name, value in fields.items():
             holder = config if hasattr(config, name) else config.rope
             assert getattr(holder, name) == value, (kind, name)
@@ -106,6 +114,12 @@ CLASSES = {
     "gpt_neox": "GPTNeoX",
     "starcoder2": "Starcoder2",
     "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "distilbert": "DistilBert",
+    "electra": "Electra",
+    "mpnet": "MPNet",
+    "modernbert": "ModernBert",
     "vit": "ViT",
 }
 
@@ -113,7 +127,7 @@ CLASSES = {
 @pytest.mark.parametrize("kind", CLASSES)
 def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
-    sizes = GPT2 if kind == "gpt2" else {**MANY, "num_hidden_layers": 7}
+    sizes = OWN_SIZES.get(kind, {**MANY, "num_hidden_layers": 7})
     whole = getattr(transformers, f"{CLASSES[kind]}Config")(**sizes).to_dict()
     brief = read(tmp_path, {**sizes, "model_type": kind})
     named = read(tmp_path, json.loads(json.dumps(whole)))
@@ -122,8 +136,7 @@ def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
 
 def test_published_models_are_read_as_they_are(tmp_path: Path):
     for name, (content, expected) in MODELS.items():
-        count = "n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"
-        config = read(tmp_path, {**content, count: 6})
+        config = read(tmp_path, {**content, layers_field(content["model_type"]): 6})
         assert config.num_layers == 6
         for field, value in expected.items():
             holder = config if hasattr(config, field) else config.rope
@@ -331,6 +344,15 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "is not positive"),
         ({"model_type": "phi3", "rope_scaling": YARN}, "rope_type='yarn' is not supported"),
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "takes no notice"),
+        ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id=None is not an integer"),
+        ({"model_type": "roberta", "pad_token_id": -2}, "pad_token=-2"),
+        ({"model_type": "roberta", "position_embedding_type": "relative_key"}, "only 'absolute'"),
+        ({"model_type": "mpnet", "relative_attention_num_buckets": 16}, "buckets=16 is not"),
+        ({"model_type": "electra", "embedding_size": 0}, "embedding_size=0 is not positive"),
+        ({"model_type": "modernbert", "mlp_dropout": 0.1}, "mlp_dropout=0.1 is not supported"),
+        ({"model_type": "modernbert", "classifier_pooling": "max"}, "only 'cls' or 'mean'"),
+        ({"model_type": "modernbert", "rope_scaling": YARN}, "only None"),
+        ({"model_type": "modernbert", "layer_types": ["x", "y"]}, "is not supported for 2"),
     ],
 )
 def test_a_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: Path):

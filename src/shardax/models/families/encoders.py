@@ -176,6 +176,7 @@ ROBERTA = Family(
     groups=[shared.Labels()],
     architectures=_heads("Roberta", _OWN_GELU, {"pooler": True}),
     neutral=BERT.neutral,
+    harmless=("language", "name"),
     prefix="roberta.",
     # The pooler is in files of heads that do not read it.
     buffers=("embeddings.position_ids", "roberta.pooler.dense.weight", "roberta.pooler.dense.bias"),
