@@ -67,6 +67,7 @@ def mesh() -> jax.sharding.Mesh:
 # Models whose layers differ, and some whose do not, compute in both forms: in a list and stacked.
 # The others compute in one, and that every second time over a mesh.
 BOTH_FORMS = {"llama", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gemma3", "gpt2", "bert"}
+BOTH_FORMS |= {"electra", "modernbert", "mpnet", "roberta"}
 
 
 @pytest.mark.parametrize("name", peers.CASES)

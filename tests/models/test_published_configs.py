@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tests.advice import run_advice
@@ -17,7 +18,7 @@ from tests.models.published import MODELS, layers_field
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import PretrainedError
+from shardax.errors import PartitionCheckError, PretrainedError
 from shardax.models import DecoderConfig, TransformerConfig, from_pretrained, save_pretrained
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
@@ -236,8 +237,85 @@ def test_advice_by_kind_runs(changes: dict[str, Any], says: str, tmp_path: Path)
 def test_files_of_pytorch_are_named_first(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "clip_qkv": 8.0}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(PretrainedError, match=r"but \.bin, which is not read\. Save the model"):
+    message = (
+        r"but \.bin, which is not read\. Save the model anew: transformers\.LlamaForCausalLM\."
+    )
+    with pytest.raises(PretrainedError, match=message):
         from_pretrained(tmp_path)
+
+
+# --- sizes that a mesh does not divide ------------------------------------------------------------
+
+
+def test_sizes_that_do_not_divide_stay_whole(tmp_path: Path):
+    saved(tmp_path, vocab_size=18)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with pytest.warns(UserWarning, match=r"Each device holds them whole") as caught:
+        model = from_pretrained(tmp_path, mesh=mesh)
+    text = str(caught[0].message)
+    assert "split: vocab of size 18 over the 4 devices of 'model'; heads of size 2" in text
+    assert model.embed.embedding.sharding.is_fully_replicated
+    assert model.layers[0].mlp.up.kernel.sharding.spec == jax.P(None, "model")
+    code = "sx.models.DECODER_RULES.override({'vocab': None, 'heads': None, 'kv_heads': None})"
+    rules = run_advice(text, code, {"sx": sx})
+    again = from_pretrained(tmp_path, mesh=mesh, rules=rules)
+    assert again.layers[0].mlp.up.kernel.sharding == model.layers[0].mlp.up.kernel.sharding
+    with pytest.raises(PartitionCheckError, match="vocab"):
+        from_pretrained(tmp_path, mesh=mesh, rules=sx.models.DECODER_RULES)
+
+
+# --- without the head -----------------------------------------------------------------------------
+
+
+def initialized(folder: Path, content: dict[str, Any]) -> Any:
+    """Writes a folder with a small model, and returns the model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    safetensors.save_file({}, folder / "model.safetensors")
+    with pytest.warns(UserWarning, match="initialised"):
+        model = with_values(from_pretrained(folder, strict=False))
+    (folder / "model.safetensors").unlink()
+    save_pretrained(model, folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "architecture", ["RobertaForMaskedLM", "RobertaForQuestionAnswering", "LlamaForCausalLM"]
+)
+def test_layers_are_read_without_the_head(architecture: str, tmp_path: Path):
+    kind = architecture.partition("For")[0].lower()
+    content = {**SIZES, "model_type": kind, "architectures": [architecture]}
+    whole = initialized(tmp_path / "model", content)
+    bare = from_pretrained(tmp_path / "model", head=False)
+    assert (bare.config.head, bare.config.pooler, bare.head) == (None, False, None)
+    kernels = [model.layers[1].attn.q.kernel.value for model in (bare, whole)]
+    np.testing.assert_array_equal(*kernels)
+
+
+def test_the_pooler_is_read_without_the_head(tmp_path: Path):
+    content = {**SIZES, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    whole = initialized(tmp_path / "model", content)
+    bare = from_pretrained(tmp_path / "model", head=False)
+    np.testing.assert_array_equal(bare.pooler.kernel, whole.pooler.kernel)
+    save_pretrained(bare, tmp_path / "bare")
+    assert from_pretrained(tmp_path / "bare").config.pooler
+
+
+def test_other_tensors_than_the_head_are_named(tmp_path: Path):
+    content = {**SIZES, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}
+    initialized(tmp_path / "model", content)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    safetensors.save_file({**tensors, "extra": np.ones(2, np.float32)}, file)
+    with pytest.raises(PretrainedError, match=r"the model has no place for extra\."):
+        from_pretrained(tmp_path / "model", head=False)
+    decoder = tensors["roberta.embeddings.word_embeddings.weight"]
+    save = lambda value: safetensors.save_file({**tensors, "lm_head.decoder.weight": value}, file)  # noqa: E731
+    save(decoder)
+    assert from_pretrained(tmp_path / "model").head is None
+    save(decoder + 1)
+    with pytest.raises(PretrainedError, match=r"no place for lm_head\.decoder\.weight"):
+        from_pretrained(tmp_path / "model")
 
 
 # --- parameters that no tensor is for -------------------------------------------------------------

@@ -304,7 +304,9 @@ class MultiHeadAttention(Module):
             mask = _within_segments(*segment_ids, mask)
         key, value = _gathered(key, -3), _gathered(value, -3)
         mask = None if mask is None else _gathered(mask, -1)
-        bias = None if bias is None else _gathered(as_array(bias).astype(query.dtype), -1)
+        if bias is not None:
+            bias = as_array(bias).astype(query.dtype)
+            bias = _gathered(jnp.expand_dims(bias, tuple(range(query.ndim - bias.ndim))), -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         causal = self.causal and ordered
         window = self.window if ordered else None
