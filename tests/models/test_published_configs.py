@@ -279,6 +279,20 @@ def initialized(folder: Path, content: dict[str, Any]) -> Any:
     return model
 
 
+def test_files_without_their_head_are_read_by_advice(tmp_path: Path):
+    content = {**SIZES, "model_type": "mpnet", "architectures": ["MPNetForMaskedLM"]}
+    bare = {**content, "architectures": ["MPNetModel"]}
+    folder = tmp_path / "model"
+    written = initialized(folder, bare)  # as sentence-transformers writes it, and says the other
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(PretrainedError, match="Only tensors of the head are missing") as caught:
+        from_pretrained(folder)
+    names = {"sx": sx, "folder": folder}
+    model = run_advice(caught.value, "sx.models.from_pretrained(folder, head=False)", names)
+    np.testing.assert_array_equal(model.pooler.kernel, written.pooler.kernel)
+    np.testing.assert_array_equal(model.distances.embedding, written.distances.embedding)
+
+
 @pytest.mark.parametrize(
     "architecture", ["RobertaForMaskedLM", "RobertaForQuestionAnswering", "LlamaForCausalLM"]
 )

@@ -492,6 +492,12 @@ class _Table:
                 else " sx.models.from_pretrained(folder, strict=False) initialises what is missing "
                 "at random and leaves out what has no place; it warns with the names."
             )
+            paths = {entry.tensor.to for name in missing for entry, _, _ in self.by_name[name]}
+            if strict and missing and all(path.startswith(("head", "pooler")) for path in paths):
+                hint = (
+                    " Only tensors of the head are missing: sx.models.from_pretrained(folder, "
+                    f"head=False) reads the layers alone.{hint}"
+                )
             raise PretrainedError(f"The tensors in {where} do not fit: {'; '.join(wrong)}.{hint}")
         for entry in self.entries:
             for axis in range(len(entry.tensor.tensor_axes)):

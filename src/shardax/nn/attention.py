@@ -339,7 +339,7 @@ class MultiHeadAttention(Module):
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         scores = scores if bias is None else scores + bias.astype(scores.dtype)
         if causal or window is not None:
-            last = 0 if causal else window - 1
+            last = 0 if causal or window is None else window - 1
             order = jnp.tri(*scores.shape[-2:], k=last, dtype=bool)
             if window is not None:
                 order &= ~jnp.tri(*scores.shape[-2:], k=-window, dtype=bool)

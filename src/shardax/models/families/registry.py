@@ -53,8 +53,8 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
         model_type: As in ``config.json``. A type that is known already is replaced.
         like: A known type, of which everything is taken that is not given; mappings and lists are
             added to its own.
-        **parts: ``fields``, ``tensors``, ``head_tensors``, ``groups``, ``fixed``, ``defaults``, ``derive``,
-            ``architectures``, ``neutral``, ``harmless``, ``prefix``, ``buffers``; see
+        **parts: ``fields``, ``tensors``, ``head_tensors``, ``groups``, ``fixed``, ``defaults``,
+            ``derive``, ``architectures``, ``neutral``, ``harmless``, ``prefix``, ``buffers``; see
             ``docs/pretrained.md``.
 
     Raises:
