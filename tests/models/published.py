@@ -279,6 +279,36 @@ def _modernbert(*sizes: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def _dinov2(width: int, heads: int) -> dict[str, Any]:
+    return {
+        "apply_layernorm": True,
+        "architectures": ["Dinov2Model"],
+        "attention_probs_dropout_prob": 0.0,
+        "drop_path_rate": 0.0,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "hidden_size": width,
+        "image_size": 518,
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-06,
+        "layerscale_value": 1.0,
+        "mlp_ratio": 4,
+        "model_type": "dinov2",
+        "num_attention_heads": heads,
+        "num_channels": 3,
+        "num_hidden_layers": 12,
+        "out_features": ["stage12"],
+        "out_indices": [12],
+        "patch_size": 14,
+        "qkv_bias": True,
+        "reshape_hidden_states": True,
+        "stage_names": ["stem", *(f"stage{index}" for index in range(1, 13))],
+        "torch_dtype": "float32",
+        "transformers_version": "4.32.0.dev0",
+        "use_swiglu_ffn": False,
+    }
+
+
 def _old_llama(*sizes: int, **more: Any) -> dict[str, Any]:
     return _llama(*sizes, max_position_embeddings=4096, num_key_value_heads=sizes[2], **more)
 
@@ -619,6 +649,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _vit(768, 3072, 12, id2label={str(i): str(i) for i in range(1000)}),
         {"num_classes": 1000, "max_positions": 197},
     ),
+    "facebook/dinov2-base": (
+        _dinov2(768, 12),
+        {"head": None, "layer_scale": True, "mlp_dim": 3072, "max_positions": 1370},
+    ),
     "google/vit-base-patch16-224-in21k": (
         _vit(768, 3072, 12, architectures=["ViTModel"]),
         {"pooler": True},
@@ -626,7 +660,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-ENCODERS = ("bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "vit", "xlm-roberta")
+ENCODERS = (
+    "bert",
+    "distilbert",
+    "electra",
+    "modernbert",
+    "mpnet",
+    "roberta",
+    "vit",
+    "xlm-roberta",
+    "dinov2",
+)
 
 
 def layers_field(model_type: str) -> str:

@@ -35,7 +35,8 @@ MANY = {**SIZES, "hidden_size": 256, "num_attention_heads": 32}
 GPT2 = {"vocab_size": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
 DISTILBERT = {"vocab_size": 16, "dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2}
 LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-OWN_SIZES = {"gpt2": GPT2, "distilbert": DISTILBERT}
+IMAGES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+OWN_SIZES = {"gpt2": GPT2, "distilbert": DISTILBERT, "dinov2": IMAGES}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -90,6 +91,7 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "mpnet": {"relative_buckets": 32, "pad_token": 1, "norm_epsilon": 1e-12},
         "modernbert": {"window": 65, "base": 160000.0, "pooling": "first", "head_bias": True},
         "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
+        "dinov2": {"max_positions": 257, "norm_epsilon": 1e-6, "mask_patch": True},
     }
     for kind, fields in expected.items():
         config = read(tmp_path, {**OWN_SIZES.get(kind, MANY), "model_type": kind})
@@ -122,6 +124,7 @@ CLASSES = {
     "mpnet": "MPNet",
     "modernbert": "ModernBert",
     "vit": "ViT",
+    "dinov2": "Dinov2",
 }
 
 
@@ -440,6 +443,7 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "roberta", "pad_token_id": -2}, "pad_token=-2"),
         ({"model_type": "roberta", "position_embedding_type": "relative_key"}, "only 'absolute'"),
         ({"model_type": "mpnet", "relative_attention_num_buckets": 16}, "buckets=16 is not"),
+        ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported"),
         ({"model_type": "electra", "embedding_size": 0}, "embedding_size=0 is not positive"),
         ({"model_type": "modernbert", "mlp_dropout": 0.1}, "mlp_dropout=0.1 is not supported"),
         ({"model_type": "modernbert", "classifier_pooling": "max"}, "only 'cls' or 'mean'"),

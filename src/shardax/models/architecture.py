@@ -365,7 +365,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "norm_bias": config.norm != "layer",
         "shared_norm": not config.parallel,
         "local_rope": not any(local for local, _ in kinds),
-        "patch_size channels": config.image_size == 0,
+        "patch_size channels mask_patch": config.image_size == 0,
         "vocab_size": config.image_size > 0,
     }
     for names, is_unused in unused.items():

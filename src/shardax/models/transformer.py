@@ -57,7 +57,7 @@ PLAIN_ROPE = Rope()
 NORMS = ("rms", "rms_offset", "layer")
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first", "each", "span", "binary")
-POOLINGS = ("first", "mean")
+POOLINGS = ("first", "mean", "first_and_mean")
 
 
 def exact_gelu(x: Any) -> jax.Array:
@@ -95,6 +95,7 @@ class TransformerConfig:
         norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
         norm_bias: Whether the norms ``"layer"`` have biases.
         first_norm: Whether the first layer has a norm before attention.
+        layer_scale: Whether what attention and MLP add is multiplied by a learned vector.
         norm_epsilon: Added to mean squares before dividing by their root.
         parallel: Whether attention and MLP read the same input.
         shared_norm: Whether a parallel layer has one norm for both.
@@ -133,6 +134,7 @@ class TransformerConfig:
         image_size: Height and width of images; 0 for a model of tokens.
         patch_size: Height and width of the patches of an image.
         channels: Channels of images.
+        mask_patch: Whether there is a learned vector that hides a patch, in pretraining only.
         head: ``"tokens"`` (logits of tokens at each position), ``"first"`` (of classes, of the
             sequence), ``"each"`` (of classes at each position), ``"span"`` (two at each position,
             for first and last of an answer), ``"binary"`` (one at each position), or None (the
@@ -142,7 +144,8 @@ class TransformerConfig:
         head_transform_norm: Whether the norm is there.
         head_transform_bias: Whether the dense layer has a bias.
         head_activation: The activation there; None for that of the MLP.
-        pooling: What the head ``"first"`` reads: the ``"first"`` position, or the ``"mean"``.
+        pooling: What the head ``"first"`` reads: the ``"first"`` position, the ``"mean"``, or
+            ``"first_and_mean"``, one behind the other, the mean of the others then.
         pooler: Whether there is a dense layer on the first position.
         pooler_activation: Its activation, by name.
         tied_head: Whether the head is the transposed embedding.
@@ -176,6 +179,7 @@ class TransformerConfig:
     causal: bool = True
     norm: str = "rms"
     norm_placement: str = "pre"
+    layer_scale: bool = False
     norm_bias: bool = True
     first_norm: bool = True
     norm_epsilon: float = 1e-6
@@ -212,6 +216,7 @@ class TransformerConfig:
     image_size: int = 0
     patch_size: int = 0
     channels: int = 3
+    mask_patch: bool = False
     head: str | None = "tokens"
     num_classes: int = 0
     head_transform: bool = False
@@ -380,6 +385,9 @@ class TransformerLayer(Module):
         self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
         self.has_experts = experts
         self.mlp_post_norm = make_norm(config) if behind else None
+        scale = (ones, (config.embed_dim,), config.param_dtype, ("embed",), None)
+        self.attn_scale = make_parameter(*scale) if config.layer_scale else None
+        self.mlp_scale = make_parameter(*scale) if config.layer_scale else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
     def __call__(
@@ -419,16 +427,17 @@ class TransformerLayer(Module):
             attention_options["cache"] = cache
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        added = self._added(
-            self.attn(normed, **attention_options), "attention", self.attn_post_norm
-        )
+        read = self.attn(normed, **attention_options)
+        added = self._added(read, "attention", self.attn_post_norm, self.attn_scale)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-            more = self._added(self._mlp(normed, mask), "mlp", self.mlp_post_norm)
+            result = self._mlp(normed, mask)
+            more = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
             return _constrain(x + added + more)
         x = self._joined(x, added, self.attn_post_norm)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        added = self._added(self._mlp(normed, mask), "mlp", self.mlp_post_norm)
+        result = self._mlp(normed, mask)
+        added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
     def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
@@ -436,8 +445,11 @@ class TransformerLayer(Module):
             return self.mlp(x)
         return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
 
-    def _added(self, x: jax.Array, name: str, norm: Any) -> jax.Array:
+    def _added(self, x: jax.Array, name: str, norm: Any, scale: Any) -> jax.Array:
         x = checkpoint_name(x, name)
+        if scale is not None:
+            aligned = align(scale.value.astype(x.dtype), x, (x.ndim - 1,))
+            x = x * jax.lax.expand_dims(aligned, range(x.ndim - 1))
         x = x if norm is None or self.norm_after else norm(x)
         return x if self.dropout is None else self.dropout(x)
 
@@ -529,7 +541,10 @@ class Transformer(Module):
         names = (None, None, None, "embed")
         sizes = (side, side, config.channels)
         self.patches = Linear(sizes, size, kernel_axes=names, rngs=rngs, **options)
-        self.first = make_parameter(zeros, (size,), config.param_dtype, ("embed",), None)
+        vector = (zeros, (size,), config.param_dtype, ("embed",), None)
+        self.first = make_parameter(*vector)
+        if config.mask_patch:
+            self.mask_patch = make_parameter(*vector)
 
     def _make_layer(self, index: int, rngs: Rngs) -> Any:
         return TransformerLayer(self._parts, index, rngs=rngs)
@@ -561,6 +576,7 @@ class Transformer(Module):
             self.head_norm = make_norm(config, read) if config.head_transform_norm else None
             size = read
         if config.head not in (None, "tokens"):
+            size = 2 * size if config.pooling == "first_and_mean" else size
             self.head = Linear(size, config.head_size, **square)
         elif config.head == "tokens" and not config.tied_head:
             self.head = Linear(
@@ -611,10 +627,14 @@ class Transformer(Module):
         """
         side_inputs = (mask, positions, cache, token_types, segment_ids)
         states = self._states(as_array(tokens), *side_inputs)
-        if self._parts.head == "first" and self._parts.pooling == "mean":
+        if self._parts.head == "first" and self._parts.pooling != "first":
             if segment_ids is not None and mask is None:
                 mask = as_array(segment_ids) != 0
-            states = pool_tokens(states, mask)[..., None, :]
+            first, others = [], (states, mask)
+            if self._parts.pooling == "first_and_mean":
+                first = [states[..., 0, :]]
+                others = (states[..., 1:, :], None if mask is None else as_array(mask)[..., 1:])
+            states = jnp.concatenate([*first, pool_tokens(*others)], -1)[..., None, :]
         return self._logits(states)
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders: BERT and those that came of it, of tokens; ViT of images.
+"""Encoders: BERT and those that came of it, of tokens; ViT and DINOv2 of images.
 
-Sources: ``models/{bert,roberta,xlm_roberta,distilbert,electra,mpnet,modernbert,vit}`` of
+Sources: ``models/{bert,roberta,xlm_roberta,distilbert,electra,mpnet,modernbert,vit,dinov2}`` of
 transformers 5, ``configuration_*.py`` for fields and defaults, ``modeling_*.py`` for tensors.
 """
 
@@ -15,6 +15,7 @@ from shardax.models.families import shared
 from shardax.models.families.gemma import RotaryByLayerType
 from shardax.models.family import (
     INTEGER,
+    NUMBER,
     SIZE,
     TEXT,
     ConfigEdit,
@@ -425,9 +426,29 @@ MODERNBERT = Family(
 class PatchPositions(FieldGroup):
     """The number of positions: of patches, and one for the first."""
 
+    def __init__(self, patch_size: int) -> None:
+        self.patch_size = patch_size
+
     def read(self, take: Taker) -> Mapping[str, Any]:
-        per_side = take("image_size", 224, kind=SIZE) // max(take("patch_size", 16, kind=SIZE), 1)
+        side = take("patch_size", self.patch_size, kind=SIZE)
+        per_side = take("image_size", 224, kind=SIZE) // max(side, 1)
         return {"vocab_size": 0, "max_positions": per_side**2 + 1}
+
+
+def _patches(model: str) -> Tensors:
+    """Describes the embeddings of images."""
+    one = part(0, of=1)
+    return (
+        Tensor(f"{model}.cls_token", "first", (one, one, "embed")),
+        Tensor(f"{model}.position_embeddings", "positions.embedding", (one, "position", "embed")),
+        Tensor(
+            f"{model}.patch_embeddings.projection.weight",
+            "patches.kernel",
+            ("embed", "channel", "row", "column"),
+            ("row", "column", "channel", "embed"),
+        ),
+        Tensor(f"{model}.patch_embeddings.projection.bias", "patches.bias", ("embed",)),
+    )
 
 
 VIT = Family(
@@ -441,7 +462,7 @@ VIT = Family(
         "qkv_bias": Field("qkv_bias", default=True),
     },
     fixed=_FIXED,
-    groups=[PatchPositions(), shared.Labels()],
+    groups=[PatchPositions(16), shared.Labels()],
     architectures={
         "ViTForImageClassification": {"head": "first"},
         "ViTModel": {"head": None, "pooler": True},
@@ -451,19 +472,7 @@ VIT = Family(
     prefix="vit.",
     buffers=(),
     tensors=(
-        Tensor("vit.embeddings.cls_token", "first", (part(0, of=1), part(0, of=1), "embed")),
-        Tensor(
-            "vit.embeddings.position_embeddings",
-            "positions.embedding",
-            (part(0, of=1), "position", "embed"),
-        ),
-        Tensor(
-            "vit.embeddings.patch_embeddings.projection.weight",
-            "patches.kernel",
-            ("embed", "channel", "row", "column"),
-            ("row", "column", "channel", "embed"),
-        ),
-        Tensor("vit.embeddings.patch_embeddings.projection.bias", "patches.bias", ("embed",)),
+        *_patches("vit.embeddings"),
         *in_layers(
             "vit.encoder.layer",
             norm("layernorm_before", to="attn_norm"),
@@ -472,6 +481,66 @@ VIT = Family(
         ),
         *norm("vit.layernorm", to="final_norm"),
         *_pooler("vit.pooler.dense"),
+        *_classifier("classifier"),
+    ),
+)
+
+# --- DINOv2 ---------------------------------------------------------------------------------------
+
+
+class MlpRatio(FieldGroup):
+    """The size of the MLP's hidden layer, by its ratio to the layer's."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        ratio = take("mlp_ratio", 4, kind=NUMBER.positive)
+        return {"mlp_dim": int(take("hidden_size", kind=SIZE) * ratio)}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("mlp_dim", "embed_dim"):
+            ratio = edit.config.mlp_dim / edit.config.embed_dim
+            edit.content["mlp_ratio"] = int(ratio) if ratio.is_integer() else ratio
+
+
+# What attention and MLP add is scaled. The head reads the first position and the mean of patches.
+_DINO_FIELDS = {name: field for name, field in VIT.fields.items() if name != "intermediate_size"}
+DINOV2 = Family(
+    fields={
+        **_DINO_FIELDS,
+        "layer_norm_eps": Field("norm_epsilon", default=1e-6),
+        "patch_size": Field("patch_size", default=14),
+        "use_mask_token": Field("mask_patch", default=True),
+    },
+    fixed={**_FIXED, "layer_scale": True},
+    groups=[PatchPositions(14), MlpRatio(), shared.Labels()],
+    architectures={
+        "Dinov2ForImageClassification": {"head": "first", "pooling": "first_and_mean"},
+        "Dinov2Model": {"head": None},
+    },
+    # In evaluation a rate of paths changes nothing, but training would differ.
+    neutral={"drop_path_rate": (0.0,), "use_swiglu_ffn": (False,)},
+    harmless=(
+        *("apply_layernorm", "layerscale_value", "out_features", "out_indices"),
+        *("reshape_hidden_states", "stage_names", "tie_word_embeddings"),
+    ),
+    prefix="dinov2.",
+    buffers=(),
+    tensors=(
+        *_patches("dinov2.embeddings"),
+        Tensor("dinov2.embeddings.mask_token", "mask_patch", (part(0, of=1), "embed")),
+        *in_layers(
+            "dinov2.encoder.layer",
+            shared.pre_norms("norm1", "norm2"),
+            shared.attention(
+                *(f"attention.attention.{name}" for name in ("query", "key", "value")),
+                "attention.output.dense",
+            ),
+            shared.mlp(up="mlp.fc1", down="mlp.fc2"),
+            (
+                Tensor("layer_scale1.lambda1", "attn_scale", ("embed",)),
+                Tensor("layer_scale2.lambda1", "mlp_scale", ("embed",)),
+            ),
+        ),
+        *norm("dinov2.layernorm", to="final_norm"),
         *_classifier("classifier"),
     ),
 )

@@ -15,6 +15,7 @@ from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {
     "bert": encoders.BERT,
+    "dinov2": encoders.DINOV2,
     "distilbert": encoders.DISTILBERT,
     "electra": encoders.ELECTRA,
     "gemma": gemma.GEMMA,
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
 _NEW_MODELS_TEXT = """
 llama mistral qwen2 qwen3 mixtral qwen3_moe olmo2 gemma gemma2 gemma3_text phi gpt2 gpt_neox
 starcoder2 bert vit roberta xlm-roberta distilbert electra mpnet modernbert
+dinov2
 """
 NEW_MODEL_TYPES = tuple(_NEW_MODELS_TEXT.split())
 
