@@ -643,7 +643,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "answerdotai/ModernBERT-base": (
         _modernbert(768, 1152, 12, 50368),
         {"window": 65, "local_layers": (False, True, True, False, True, True)}
-        | {"pooling": "mean", "base": 160000.0, "first_norm": False, "norm_bias": False},
+        | {"pooling": "mean", "base": 160000.0, "first_norm": False, "norm": "layer_unbiased"},
     ),
     "google/vit-base-patch16-224": (
         _vit(768, 3072, 12, id2label={str(i): str(i) for i in range(1000)}),

@@ -249,6 +249,8 @@ def _activation(place: Any) -> str | None:
 
 def _norm_kind(model: Any) -> str | None:
     norm = next(_norms(model))
+    if type(norm) is LayerNorm and norm.bias is None:
+        return "layer_unbiased"
     kinds = {OffsetRMSNorm: "rms_offset", RMSNorm: "rms", LayerNorm: "layer"}
     return kinds.get(type(norm))
 
@@ -362,7 +364,6 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "pooler_activation": not config.pooler,
         "head_activation head_transform_norm head_transform_bias": not config.head_transform,
         "head_bias": config.head != "tokens",
-        "norm_bias": config.norm != "layer",
         "shared_norm": not config.parallel,
         "local_rope": not any(local for local, _ in kinds),
         "patch_size channels mask_patch": config.image_size == 0,

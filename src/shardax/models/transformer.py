@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -54,7 +55,7 @@ from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 
 PLAIN_ROPE = Rope()
-NORMS = ("rms", "rms_offset", "layer")
+NORMS = ("rms", "rms_offset", "layer", "layer_unbiased")
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first", "each", "span", "binary")
 POOLINGS = ("first", "mean", "first_and_mean")
@@ -91,9 +92,9 @@ class TransformerConfig:
         head_dim: Size of a head.
         mlp_dim: Size of the MLP's hidden layer.
         causal: Whether a position reads only from itself and earlier ones.
-        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1) or ``"layer"``.
+        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"`` or
+            ``"layer_unbiased"`` (without a bias).
         norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
-        norm_bias: Whether the norms ``"layer"`` have biases.
         first_norm: Whether the first layer has a norm before attention.
         layer_scale: Whether what attention and MLP add is multiplied by a learned vector.
         norm_epsilon: Added to mean squares before dividing by their root.
@@ -180,7 +181,6 @@ class TransformerConfig:
     norm: str = "rms"
     norm_placement: str = "pre"
     layer_scale: bool = False
-    norm_bias: bool = True
     first_norm: bool = True
     norm_epsilon: float = 1e-6
     parallel: bool = False
@@ -909,11 +909,9 @@ def pool_tokens(hidden: Any, mask: Any = None, how: str = "mean") -> jax.Array:
 
 
 def distance_buckets(length: int, count: int, farthest: int = 128) -> jax.Array:
-    """Returns the bucket of each pair of positions, by their distance.
-
-    Half of the buckets are for positions behind. Of each half, half hold one distance, and the
-    others ever more of them, up to ``farthest``.
-    """
+    """Returns the bucket of each pair of positions, by their distance."""
+    # Half of the buckets are for positions behind. Of each half, half hold one distance, and the
+    # others ever more of them, up to the farthest.
     place = np.arange(length)
     distance = place[None, :] - place[:, None]
     half, size = count // 2, np.abs(distance).astype(np.float32)
@@ -933,11 +931,14 @@ def dtypes(config: Any) -> dict[str, Any]:
 
 def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) -> Any:
     """Makes a norm of the config's kind."""
-    kinds: dict[str, Callable[..., Any]] = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm}
+    kinds: dict[str, Callable[..., Any]] = {
+        "rms": RMSNorm,
+        "rms_offset": OffsetRMSNorm,
+        "layer_unbiased": partial(LayerNorm, use_bias=False),
+    }
     kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
     size = config.embed_dim if features is None else features
-    bias = {} if kind is not LayerNorm or config.norm_bias else {"use_bias": False}
-    return kind(size, epsilon=config.norm_epsilon, axes=axes, **bias, **dtypes(config))
+    return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
 
 
 def _attention(config: TransformerConfig, is_local: bool, rngs: Rngs) -> MultiHeadAttention:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders: BERT and those that came of it, of tokens; ViT and DINOv2 of images.
+"""Encoders: BERT and its successors of tokens, ViT and DINOv2 of images.
 
 Sources: ``models/{bert,roberta,xlm_roberta,distilbert,electra,mpnet,modernbert,vit,dinov2}`` of
 transformers 5, ``configuration_*.py`` for fields and defaults, ``modeling_*.py`` for tensors.
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from shardax.models.families import shared
 from shardax.models.families.gemma import RotaryByLayerType
 from shardax.models.family import (
+    BOOLEAN,
     INTEGER,
     NUMBER,
     SIZE,
@@ -50,7 +51,7 @@ _MASKED = {"head_transform": True, "head_bias": True, "tied_head": True}
 def _heads(
     name: str, masked: Mapping[str, Any], classes: Mapping[str, Any], *, pooler: bool = True
 ) -> dict[str, Mapping[str, Any]]:
-    """Returns the architectures of an encoder by its name and those of two heads."""
+    """Returns the architectures of an encoder, of five heads."""
     return {
         f"{name}ForMaskedLM": masked,
         f"{name}Model": {"head": None, "pooler": True} if pooler else {"head": None},
@@ -355,6 +356,18 @@ class Pooling(FieldGroup):
             edit.content["classifier_pooling"] = published[edit.config.pooling]
 
 
+class NormBias(FieldGroup):
+    """Whether norms have biases."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        has_bias = take("norm_bias", False, kind=BOOLEAN.or_null)
+        return {"norm": "layer" if has_bias else "layer_unbiased"}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("norm"):
+            edit.content["norm_bias"] = edit.config.norm == "layer"
+
+
 _BEFORE_HEAD = _transform("head.dense", "head.norm")
 _MODERN_CLASSES = (*_BEFORE_HEAD, *_classifier("classifier"))
 
@@ -368,11 +381,10 @@ MODERNBERT = Family(
         "embedding_dropout": Field("embed_dropout", default=0.0),
         "hidden_activation": Field("activation", default="gelu"),
         "mlp_bias": Field("mlp_bias", default=False),
-        "norm_bias": Field("norm_bias", default=False),
         "norm_eps": Field("norm_epsilon", default=1e-5),
         "tie_word_embeddings": Field("tied_head", default=True),
     },
-    fixed={"norm": "layer", "causal": False, "embed_norm": True, "first_norm": False},
+    fixed={"causal": False, "embed_norm": True, "first_norm": False},
     groups=[
         RotaryByLayerType(
             ("global_rope_theta", 160_000.0),
@@ -382,6 +394,7 @@ MODERNBERT = Family(
         ),
         LocalAttention(),
         Pooling(),
+        NormBias(),
         shared.Labels(),
     ],
     architectures={
