@@ -521,7 +521,7 @@ class _Table:
             yield from entry.names()
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
-        """Yields tensors of a tied head, equal to the embedding's and the bias."""
+        """Yields tensors of a tied head that equal others."""
         for places in (("head.kernel", "embed.embedding"), ("head.bias", "head_bias")):
             tensors = [self.tensors[place] for place in places if place in self.tensors]
             names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]

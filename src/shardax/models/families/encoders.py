@@ -72,7 +72,7 @@ def _layer(inputs: str) -> Tensors:
 
 
 def _embeddings(model: str, *, types: bool = True) -> Tensors:
-    """Describes the embeddings of tokens, positions and types, and their norm."""
+    """Describes embeddings of tokens, positions and types, with their norm."""
     return (
         *embedding(f"{model}.word_embeddings", to="embed", axis="vocab"),
         *embedding(f"{model}.position_embeddings", to="positions", axis="position"),
@@ -109,7 +109,7 @@ def _transform(dense: str, layer_norm: str) -> Tensors:
 
 
 def _word_head(transform: Tensors, decoder: str, bias: str) -> Tensors:
-    """Describes a head of masked words; some files have a tied decoder too."""
+    """Describes a head of masked words, and a tied decoder."""
     tied_bias = Tensor(bias, "head_bias", ("vocab",))
     return (*transform, tied_bias, *linear(decoder, "head", inputs="embed", outputs="vocab"))
 
@@ -237,7 +237,7 @@ DISTILBERT = Family(
 
 
 class EmbeddingSize(FieldGroup):
-    """The size of embeddings, which are projected if it is not that of the layers."""
+    """The size of embeddings, projected if it is another."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         size, features = take("embedding_size", 128, kind=SIZE), take("hidden_size", kind=SIZE)
@@ -323,7 +323,7 @@ MPNET = Family(
 
 
 class LocalAttention(FieldGroup):
-    """Windows to both sides, of all layers but each third or another number."""
+    """Windows to both sides, of all layers but some."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         window = take("local_attention", 128, kind=INTEGER) // 2 + 1
@@ -502,7 +502,7 @@ VIT = Family(
 
 
 class MlpRatio(FieldGroup):
-    """The size of the MLP's hidden layer, by its ratio to the layer's."""
+    """The size of the MLP's hidden layer, by a ratio."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         ratio = take("mlp_ratio", 4, kind=NUMBER.positive)
