@@ -544,7 +544,9 @@ DINOV2 = Family(
             "dinov2.encoder.layer",
             shared.pre_norms("norm1", "norm2"),
             shared.attention(
-                *(f"attention.attention.{name}" for name in ("query", "key", "value")),
+                "attention.attention.query",
+                "attention.attention.key",
+                "attention.attention.value",
                 "attention.output.dense",
             ),
             shared.mlp(up="mlp.fc1", down="mlp.fc2"),
