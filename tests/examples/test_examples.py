@@ -87,11 +87,20 @@ def check_planned_layout(figures: Any) -> None:
     assert figures["losses"][-1] < figures["losses"][0]
 
 
+def check_sentence_search(figures: Any) -> None:
+    assert figures == {
+        "Where can I send a parcel?": "The post office opens at nine.",
+        "a small cat": "A kitten sleeps on the sofa.",
+        "astronomy": "The telescope found a planet around a distant star.",
+    }
+
+
 CHECKS = {
     "ensemble": check_ensemble,
     "functional_train_step": check_functional_train_step,
     "lora": check_lora,
     "planned_layout": check_planned_layout,
+    "sentence_search": check_sentence_search,
 }
 
 

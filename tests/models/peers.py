@@ -34,6 +34,38 @@ GEMMA3_ROPES = {
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 
+MODERN = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "local_attention": 6,
+    "pad_token_id": 0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+HEADS = {
+    "": "ForMaskedLM",
+    "-bare": "Model",
+    "-classes": "ForSequenceClassification",
+    "-each": "ForTokenClassification",
+    "-span": "ForQuestionAnswering",
+}
+
+
+def _heads(name: str, title: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the cases of an encoder with each head."""
+    return {
+        name + suffix: (
+            f"{title}Config",
+            title + head,
+            options if suffix in ("", "-bare", "-span") else {**options, "num_labels": 5},
+        )
+        for suffix, head in HEADS.items()
+    }
+
+
 # By name: the class of the config, of the model, and what is not the default.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**GROUPED, "rope_parameters": LLAMA3}),
@@ -177,7 +209,46 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForMaskedLM", SIZES),
     "bert-bare": ("BertConfig", "BertModel", SIZES),
     "bert-classes": ("BertConfig", "BertForSequenceClassification", {**SIZES, "num_labels": 5}),
+    **_heads("bert", "Bert", SIZES),
+    **_heads("roberta", "Roberta", {**SIZES, "pad_token_id": 1, "hidden_act": "relu"}),
+    "xlm_roberta": (
+        "XLMRobertaConfig",
+        "XLMRobertaForMaskedLM",
+        {**SIZES, "pad_token_id": 5, "type_vocab_size": 1},
+    ),
+    **_heads(
+        "distilbert",
+        "DistilBert",
+        {"vocab_size": 64, "dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 8}
+        | {"max_position_embeddings": 64, "activation": "relu"},
+    ),
+    **_heads("electra", "Electra", {**SIZES, "embedding_size": 16, "hidden_act": "relu"}),
+    "electra-discriminator": (
+        "ElectraConfig",
+        "ElectraForPreTraining",
+        {**SIZES, "embedding_size": 32},
+    ),
+    "electra-narrow-discriminator": (
+        "ElectraConfig",
+        "ElectraForPreTraining",
+        {**SIZES, "embedding_size": 16, "hidden_act": "relu"},
+    ),
+    **_heads("mpnet", "MPNet", {**SIZES, "hidden_act": "relu"}),
+    **_heads("modernbert", "ModernBert", MODERN),
+    "modernbert-biases": (
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        {**MODERN, "attention_bias": True, "mlp_bias": True, "norm_bias": True}
+        | {"classifier_bias": True, "classifier_activation": "relu", "decoder_bias": False},
+    ),
+    "modernbert-mean": (
+        "ModernBertConfig",
+        "ModernBertForSequenceClassification",
+        {**MODERN, "classifier_pooling": "mean", "num_labels": 4},
+    ),
 }
+# Their positions follow from the padding tokens.
+COUNTED_BY_PADDING = ("roberta", "xlm-roberta", "mpnet")
 IMAGES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -226,6 +297,13 @@ def logits(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     import torch
 
     positions = torch.from_numpy(np.maximum(np.cumsum(mask, 1) - 1, 0))
-    given = {"attention_mask": torch.from_numpy(mask.astype(int)), "position_ids": positions}
+    options = {"attention_mask": torch.from_numpy(mask.astype(int)), "position_ids": positions}
+    if peer.config.model_type in COUNTED_BY_PADDING:
+        del options["position_ids"]
     with torch.no_grad():
-        return peer(torch.from_numpy(tokens), **given)[0].float().numpy()
+        result = peer(torch.from_numpy(tokens), **options)
+    if "start_logits" in result:
+        return torch.stack([result.start_logits, result.end_logits], -1).float().numpy()
+    if type(peer).__name__ == "ElectraForPreTraining":
+        return result.logits[..., None].float().numpy()
+    return result[0].float().numpy()

@@ -196,6 +196,119 @@ def _vit(*sizes: int, **more: Any) -> dict[str, Any]:
     return {**config, **theirs, **rest, "encoder_stride": 16, **more}
 
 
+def _roberta(*sizes: int, **more: Any) -> dict[str, Any]:
+    theirs = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta"}
+    theirs |= {"bos_token_id": 0, "eos_token_id": 2, "layer_norm_eps": 1e-5, "pad_token_id": 1}
+    return {**_bert(*sizes), **theirs, "max_position_embeddings": 514, "type_vocab_size": 1, **more}
+
+
+def _mpnet(*sizes: int) -> dict[str, Any]:
+    theirs = {"architectures": ["MPNetForMaskedLM"], "model_type": "mpnet"}
+    config = {**_roberta(*sizes), **theirs, "relative_attention_num_buckets": 32}
+    del config["position_embedding_type"], config["type_vocab_size"]
+    return config
+
+
+def _distilbert(**more: Any) -> dict[str, Any]:
+    return {
+        "activation": "gelu",
+        "architectures": ["DistilBertForMaskedLM"],
+        "attention_dropout": 0.1,
+        "dim": 768,
+        "dropout": 0.1,
+        "hidden_dim": 3072,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 512,
+        "model_type": "distilbert",
+        "n_heads": 12,
+        "n_layers": 6,
+        "pad_token_id": 0,
+        "qa_dropout": 0.1,
+        "seq_classif_dropout": 0.2,
+        "sinusoidal_pos_embds": False,
+        "tie_weights_": True,
+        "transformers_version": "4.10.0.dev0",
+        "vocab_size": 30522,
+        **more,
+    }
+
+
+def _electra(*sizes: int, **more: Any) -> dict[str, Any]:
+    theirs = {"architectures": ["ElectraForPreTraining"], "model_type": "electra"}
+    theirs |= {"summary_activation": "gelu", "summary_last_dropout": 0.1}
+    theirs |= {"summary_type": "first", "summary_use_proj": True}
+    return {**_bert(*sizes), **theirs, **more}
+
+
+def _modernbert(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["ModernBertForMaskedLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "classifier_activation": "gelu",
+        "classifier_bias": False,
+        "classifier_dropout": 0.0,
+        "classifier_pooling": "mean",
+        "cls_token_id": 50281,
+        "decoder_bias": True,
+        "deterministic_flash_attn": False,
+        "embedding_dropout": 0.0,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "gradient_checkpointing": False,
+        "hidden_activation": "gelu",
+        "initializer_cutoff_factor": 2.0,
+        "layer_norm_eps": 1e-05,
+        "local_attention": 128,
+        "local_rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "mlp_dropout": 0.0,
+        "model_type": "modernbert",
+        "norm_bias": False,
+        "norm_eps": 1e-05,
+        "pad_token_id": 50283,
+        "position_embedding_type": "absolute",
+        "reference_compile": None,
+        "repad_logits_with_grad": False,
+        "sep_token_id": 50282,
+        "sparse_pred_ignore_index": -100,
+        "sparse_prediction": False,
+        "tie_word_embeddings": True,
+        **_sizes(*sizes, **more),
+    }
+
+
+def _dinov2(width: int, heads: int) -> dict[str, Any]:
+    return {
+        "apply_layernorm": True,
+        "architectures": ["Dinov2Model"],
+        "attention_probs_dropout_prob": 0.0,
+        "drop_path_rate": 0.0,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "hidden_size": width,
+        "image_size": 518,
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-06,
+        "layerscale_value": 1.0,
+        "mlp_ratio": 4,
+        "model_type": "dinov2",
+        "num_attention_heads": heads,
+        "num_channels": 3,
+        "num_hidden_layers": 12,
+        "out_features": ["stage12"],
+        "out_indices": [12],
+        "patch_size": 14,
+        "qkv_bias": True,
+        "reshape_hidden_states": True,
+        "stage_names": ["stem", *(f"stage{index}" for index in range(1, 13))],
+        "torch_dtype": "float32",
+        "transformers_version": "4.32.0.dev0",
+        "use_swiglu_ffn": False,
+    }
+
+
 def _old_llama(*sizes: int, **more: Any) -> dict[str, Any]:
     return _llama(*sizes, max_position_embeddings=4096, num_key_value_heads=sizes[2], **more)
 
@@ -564,9 +677,83 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _bert(384, 1536, 12, 30522, architectures=["BertModel"], **_LABELS),
         {"pooler": True},
     ),
+    "FacebookAI/roberta-base": (
+        _roberta(768, 3072, 12, 50265),
+        {"pad_token": 1, "max_positions": 514, "head_activation": "exact_gelu", "token_types": 1},
+    ),
+    "cardiffnlp/twitter-roberta-base-sentiment-latest": (
+        _roberta(
+            *(768, 3072, 12, 50265),
+            architectures=["RobertaForSequenceClassification"],
+            id2label={"0": "negative", "1": "neutral", "2": "positive"},
+            label2id={"negative": 0, "neutral": 1, "positive": 2},
+        ),
+        {"head": "first", "num_classes": 3, "pooler": True},
+    ),
+    "deepset/roberta-base-squad2": (
+        _roberta(
+            *(768, 3072, 12, 50265),
+            architectures=["RobertaForQuestionAnswering"],
+            gradient_checkpointing=False,
+            language="english",
+            name="Roberta",
+        ),
+        {"head": "span", "head_size": 2},
+    ),
+    "FacebookAI/xlm-roberta-base": (
+        _roberta(
+            *(768, 3072, 12, 250002),
+            architectures=["XLMRobertaForMaskedLM"],
+            model_type="xlm-roberta",
+            output_past=True,
+        ),
+        {"pad_token": 1, "tied_head": True},
+    ),
+    "BAAI/bge-m3": (
+        _roberta(
+            *(1024, 4096, 16, 250002),
+            architectures=["XLMRobertaModel"],
+            classifier_dropout=None,
+            max_position_embeddings=8194,
+            model_type="xlm-roberta",
+        ),
+        {"head": None, "pooler": True},
+    ),
+    "distilbert/distilbert-base-uncased": (_distilbert(), {"token_types": 0, "mlp_dim": 3072}),
+    "distilbert/distilbert-base-uncased-finetuned-sst-2-english": (
+        _distilbert(
+            architectures=["DistilBertForSequenceClassification"],
+            finetuning_task="sst-2",
+            id2label={"0": "NEGATIVE", "1": "POSITIVE"},
+            label2id={"NEGATIVE": 0, "POSITIVE": 1},
+            output_past=True,
+        ),
+        {"pooler_activation": "relu", "num_classes": 2},
+    ),
+    "google/electra-base-discriminator": (
+        _electra(768, 3072, 12, 30522, embedding_size=768),
+        {"head": "binary", "token_dim": 0},
+    ),
+    "google/electra-small-generator": (
+        _electra(*(256, 1024, 4, 30522), architectures=["ElectraForMaskedLM"], embedding_size=128),
+        {"head": "tokens", "token_dim": 128},
+    ),
+    "microsoft/mpnet-base": (
+        _mpnet(768, 3072, 12, 30527),
+        {"relative_buckets": 32, "pad_token": 1, "token_types": 0},
+    ),
+    "answerdotai/ModernBERT-base": (
+        _modernbert(768, 1152, 12, 50368),
+        {"window": 65, "local_layers": (False, True, True, False, True, True)}
+        | {"pooling": "mean", "base": 160000.0, "first_norm": False, "norm": "layer_unbiased"},
+    ),
     "google/vit-base-patch16-224": (
         _vit(768, 3072, 12, id2label={str(i): str(i) for i in range(1000)}),
         {"num_classes": 1000, "max_positions": 197},
+    ),
+    "facebook/dinov2-base": (
+        _dinov2(768, 12),
+        {"head": None, "layer_scale": True, "mlp_dim": 3072, "max_positions": 1370},
     ),
     "google/vit-base-patch16-224-in21k": (
         _vit(768, 3072, 12, architectures=["ViTModel"]),
@@ -574,10 +761,33 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+
+ENCODERS = (
+    "bert",
+    "distilbert",
+    "electra",
+    "modernbert",
+    "mpnet",
+    "roberta",
+    "vit",
+    "xlm-roberta",
+    "dinov2",
+)
+
+
+def layers_field(model_type: str) -> str:
+    """Returns the field with the number of layers."""
+    return {"gpt2": "n_layer", "distilbert": "n_layers"}.get(model_type, "num_hidden_layers")
+
+
 # Sizes with which a model of any family is small.
 TINY = {
     "hidden_size": 8,
     "intermediate_size": 8,
+    "dim": 8,
+    "hidden_dim": 8,
+    "n_heads": 2,
+    "embedding_size": 4,
     "num_attention_heads": 2,
     "vocab_size": 16,
     "num_key_value_heads": 1,
@@ -612,7 +822,7 @@ def with_layers(content: dict[str, Any], layers: int) -> dict[str, Any]:
     for name in ("layer_types", "no_rope_layers"):
         if shorter.get(name) is not None:
             shorter[name] = shorter[name][:layers]
-    shorter["n_layer" if content["model_type"] == "gpt2" else "num_hidden_layers"] = layers
+    shorter[layers_field(content["model_type"])] = layers
     return shorter
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models import peers
-from tests.models.published import MODELS, initialised, tiny_config
+from tests.models.published import ENCODERS, MODELS, initialised, tiny_config
 from tests.values import with_values
 
 import shardax as sx
@@ -29,7 +29,7 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shar
 FAMILIES = {
     content["model_type"]: content
     for content, _ in MODELS.values()
-    if content["model_type"] not in ("vit", "bert")
+    if content["model_type"] not in ENCODERS
 }
 TOKENS = np.arange(6)[None]
 

@@ -10,14 +10,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tests.advice import run_advice
-from tests.models.published import MODELS, with_layers
+from tests.models.published import MODELS, layers_field, with_layers
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import PretrainedError
+from shardax.errors import PartitionCheckError, PretrainedError
 from shardax.models import DecoderConfig, TransformerConfig, from_pretrained, save_pretrained
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
@@ -32,8 +33,11 @@ SIZES = {
 }
 MANY = {**SIZES, "hidden_size": 256, "num_attention_heads": 32}
 GPT2 = {"vocab_size": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+DISTILBERT = {"vocab_size": 16, "dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2}
 LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 GLM = {"model_type": "glm4_moe", "num_key_value_heads": 1}
+IMAGES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+OWN_SIZES = {"gpt2": GPT2, "distilbert": DISTILBERT, "dinov2": IMAGES}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -91,10 +95,17 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "qwen2_moe": {"num_experts": 60, "shared_expert_dim": 5632, "expert_dim": 1408},
         "smollm3": {"base": 2e6, "num_kv_heads": 4, "rope_layers": None, "tied_head": True},
         "bert": {"max_positions": 512, "token_types": 2, "norm_epsilon": 1e-12},
+        "roberta": {"max_positions": 512, "pad_token": 1, "token_types": 2, "pooler": False},
+        "xlm-roberta": {"pad_token": 1, "norm_epsilon": 1e-12, "tied_head": True},
+        "distilbert": {"max_positions": 512, "dropout": 0.1, "token_types": 0},
+        "electra": {"token_dim": 128, "max_positions": 512, "activation": "exact_gelu"},
+        "mpnet": {"relative_buckets": 32, "pad_token": 1, "norm_epsilon": 1e-12},
+        "modernbert": {"window": 65, "base": 160000.0, "pooling": "first", "head_bias": True},
         "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
+        "dinov2": {"max_positions": 257, "norm_epsilon": 1e-6, "mask_patch": True},
     }
     for kind, fields in expected.items():
-        config = read(tmp_path, {**(GPT2 if kind == "gpt2" else MANY), "model_type": kind})
+        config = read(tmp_path, {**OWN_SIZES.get(kind, MANY), "model_type": kind})
         for name, value in fields.items():
             holder = config if hasattr(config, name) else config.rope
             assert getattr(holder, name) == value, (kind, name)
@@ -127,14 +138,21 @@ CLASSES = {
     "qwen2_moe": "Qwen2Moe",
     "smollm3": "SmolLM3",
     "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "distilbert": "DistilBert",
+    "electra": "Electra",
+    "mpnet": "MPNet",
+    "modernbert": "ModernBert",
     "vit": "ViT",
+    "dinov2": "Dinov2",
 }
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
-    sizes = GPT2 if kind == "gpt2" else {**MANY, "num_hidden_layers": 7}
+    sizes = OWN_SIZES.get(kind, {**MANY, "num_hidden_layers": 7})
     whole = getattr(transformers, f"{CLASSES[kind]}Config")(**sizes).to_dict()
     brief = read(tmp_path, {**sizes, "model_type": kind})
     named = read(tmp_path, json.loads(json.dumps(whole)))
@@ -144,6 +162,7 @@ def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
 def test_published_models_are_read_as_they_are(tmp_path: Path):
     for name, (content, expected) in MODELS.items():
         config = read(tmp_path, with_layers(content, 6))
+        config = read(tmp_path, {**content, layers_field(content["model_type"]): 6})
         assert config.num_layers == 6
         for field, value in expected.items():
             holder = config if hasattr(config, field) else config.rope
@@ -243,8 +262,99 @@ def test_advice_by_kind_runs(changes: dict[str, Any], says: str, tmp_path: Path)
 def test_files_of_pytorch_are_named_first(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "clip_qkv": 8.0}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(PretrainedError, match=r"but \.bin, which is not read\. Save the model"):
+    message = (
+        r"but \.bin, which is not read\. Save the model anew: transformers\.LlamaForCausalLM\."
+    )
+    with pytest.raises(PretrainedError, match=message):
         from_pretrained(tmp_path)
+
+
+# --- sizes that a mesh does not divide ------------------------------------------------------------
+
+
+def test_sizes_that_do_not_divide_stay_whole(tmp_path: Path):
+    saved(tmp_path, vocab_size=18)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with pytest.warns(UserWarning, match=r"Each device holds them whole") as caught:
+        model = from_pretrained(tmp_path, mesh=mesh)
+    text = str(caught[0].message)
+    assert "split: vocab of size 18 over the 4 devices of 'model'; heads of size 2" in text
+    assert model.embed.embedding.sharding.is_fully_replicated
+    assert model.layers[0].mlp.up.kernel.sharding.spec == jax.P(None, "model")
+    code = "sx.models.DECODER_RULES.override({'vocab': None, 'heads': None, 'kv_heads': None})"
+    rules = run_advice(text, code, {"sx": sx})
+    again = from_pretrained(tmp_path, mesh=mesh, rules=rules)
+    assert again.layers[0].mlp.up.kernel.sharding == model.layers[0].mlp.up.kernel.sharding
+    with pytest.raises(PartitionCheckError, match="vocab"):
+        from_pretrained(tmp_path, mesh=mesh, rules=sx.models.DECODER_RULES)
+
+
+# --- without the head -----------------------------------------------------------------------------
+
+
+def initialized(folder: Path, content: dict[str, Any]) -> Any:
+    """Writes a folder with a small model, and returns the model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    safetensors.save_file({}, folder / "model.safetensors")
+    with pytest.warns(UserWarning, match="initialised"):
+        model = with_values(from_pretrained(folder, strict=False))
+    (folder / "model.safetensors").unlink()
+    save_pretrained(model, folder)
+    return model
+
+
+def test_files_without_their_head_are_read_by_advice(tmp_path: Path):
+    content = {**SIZES, "model_type": "mpnet", "architectures": ["MPNetForMaskedLM"]}
+    bare = {**content, "architectures": ["MPNetModel"]}
+    folder = tmp_path / "model"
+    written = initialized(folder, bare)  # as sentence-transformers writes it, and says the other
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(PretrainedError, match="Only tensors of the head are missing") as caught:
+        from_pretrained(folder)
+    names = {"sx": sx, "folder": folder}
+    model = run_advice(caught.value, "sx.models.from_pretrained(folder, head=False)", names)
+    np.testing.assert_array_equal(model.pooler.kernel, written.pooler.kernel)
+    np.testing.assert_array_equal(model.distances.embedding, written.distances.embedding)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["RobertaForMaskedLM", "RobertaForQuestionAnswering", "LlamaForCausalLM"]
+)
+def test_layers_are_read_without_the_head(architecture: str, tmp_path: Path):
+    kind = architecture.partition("For")[0].lower()
+    content = {**SIZES, "model_type": kind, "architectures": [architecture]}
+    whole = initialized(tmp_path / "model", content)
+    bare = from_pretrained(tmp_path / "model", head=False)
+    assert (bare.config.head, bare.config.pooler, bare.head) == (None, False, None)
+    kernels = [model.layers[1].attn.q.kernel.value for model in (bare, whole)]
+    np.testing.assert_array_equal(*kernels)
+
+
+def test_the_pooler_is_read_without_the_head(tmp_path: Path):
+    content = {**SIZES, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    whole = initialized(tmp_path / "model", content)
+    bare = from_pretrained(tmp_path / "model", head=False)
+    np.testing.assert_array_equal(bare.pooler.kernel, whole.pooler.kernel)
+    save_pretrained(bare, tmp_path / "bare")
+    assert from_pretrained(tmp_path / "bare").config.pooler
+
+
+def test_other_tensors_than_the_head_are_named(tmp_path: Path):
+    content = {**SIZES, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}
+    initialized(tmp_path / "model", content)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    safetensors.save_file({**tensors, "extra": np.ones(2, np.float32)}, file)
+    with pytest.raises(PretrainedError, match=r"the model has no place for extra\."):
+        from_pretrained(tmp_path / "model", head=False)
+    decoder = tensors["roberta.embeddings.word_embeddings.weight"]
+    save = lambda value: safetensors.save_file({**tensors, "lm_head.decoder.weight": value}, file)  # noqa: E731
+    save(decoder)
+    assert from_pretrained(tmp_path / "model").head is None
+    save(decoder + 1)
+    with pytest.raises(PretrainedError, match=r"no place for lm_head\.decoder\.weight"):
+        from_pretrained(tmp_path / "model")
 
 
 # --- parameters that no tensor is for -------------------------------------------------------------
@@ -365,6 +475,16 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "glm4_moe", "first_k_dense_replace": -1}, "it is below 0"),
         ({**GLM, "n_group": 3}, "expert_groups to be a divisor of 128"),
         ({**GLM, "topk_group": 2}, "groups_per_token to be"),
+        ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id=None is not an integer"),
+        ({"model_type": "roberta", "pad_token_id": -2}, "pad_token=-2"),
+        ({"model_type": "roberta", "position_embedding_type": "relative_key"}, "only 'absolute'"),
+        ({"model_type": "mpnet", "relative_attention_num_buckets": 16}, "buckets=16 is not"),
+        ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported"),
+        ({"model_type": "electra", "embedding_size": 0}, "embedding_size=0 is not positive"),
+        ({"model_type": "modernbert", "mlp_dropout": 0.1}, "mlp_dropout=0.1 is not supported"),
+        ({"model_type": "modernbert", "classifier_pooling": "max"}, "only 'cls' or 'mean'"),
+        ({"model_type": "modernbert", "rope_scaling": YARN}, "only None"),
+        ({"model_type": "modernbert", "layer_types": ["x", "y"]}, "is not supported for 2"),
     ],
 )
 def test_a_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: Path):

@@ -233,6 +233,23 @@ def test_fused_kernel_applies_windows_and_scales(implementation: Any):
     assert not np.allclose(found, call(attention(causal=True, scale=0.7), x), atol=1e-3)
 
 
+@pytest.mark.parametrize("softcap", [None, 1e4], ids=["fused", "unfused"])
+def test_window_without_order_reads_both_sides(softcap: Any):
+    x = floats(2, TIME, FEATURES)
+    place = np.arange(TIME)
+    near = np.abs(place[:, None] - place) < 2
+    expected = call(attention(), x, mask=near[None, None])
+    close(call(attention(window=2, softcap=softcap), x), expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 1e4], ids=["fused", "unfused"])
+def test_bias_is_added_to_the_scores(softcap: Any):
+    x, seen = floats(2, TIME, FEATURES), np.arange(TIME) < 3
+    bias = np.where(seen, 0.5, -1e9).astype(np.float32)[None, None]
+    layer = attention(softcap=softcap)
+    close(call(layer, x, bias=bias), call(layer, x, mask=seen[None, None, None]))
+
+
 def test_cudnn_off_gpu_is_refused():
     if jax.default_backend() == "gpu":
         pytest.skip("here it may run")
@@ -310,7 +327,6 @@ def test_partial_rotation_leaves_the_rest_of_a_head():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 2}, "needs causal=True"),
         ({"window": 0, "causal": True}, "window=0"),
         ({"softcap": 0.0}, r"softcap=0\.0"),
         ({"implementation": "flash"}, "'xla' or 'cudnn'"),

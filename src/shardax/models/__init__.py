@@ -14,6 +14,7 @@ from shardax.models.losses import next_token_loss as next_token_loss
 from shardax.models.transformer import Transformer as Transformer
 from shardax.models.transformer import TransformerConfig as TransformerConfig
 from shardax.models.transformer import TransformerLayer as TransformerLayer
+from shardax.models.transformer import pool_tokens as pool_tokens
 from shardax.models.weights import from_pretrained as from_pretrained
 from shardax.models.weights import load_tokenizer as load_tokenizer
 from shardax.models.weights import save_pretrained as save_pretrained

@@ -33,6 +33,7 @@ from shardax.models.activations import find_activation
 from shardax.models.experts import GroupedMoE
 from shardax.models.families import registry
 from shardax.models.family import (
+    ACTIVATION_FIELDS,
     ConfigEdit,
     Family,
     PretrainedError,
@@ -279,13 +280,15 @@ def _model_readers(config: TransformerConfig) -> dict[str, Callable[[Any], Any]]
     if not config.image_size:
         readers |= {
             "vocab_size": lambda model: _size(model.embed.embedding, 0),
-            "embed_dim": lambda model: _size(model.embed.embedding, 1),
+            _width(config): lambda model: _size(model.embed.embedding, 1),
         }
+    if config.token_dim:
+        readers["embed_dim"] = lambda model: _size(model.embed_projection.kernel, 1)
     if config.max_positions:
         readers["max_positions"] = lambda model: _size(model.positions.embedding, 0)
     if config.token_types:
         readers["token_types"] = lambda model: _size(model.types.embedding, 0)
-    if config.head == "first":
+    if config.head in ("first", "each"):
         readers["num_classes"] = lambda model: _size(model.head.kernel, -1)
     if config.head == "tokens":
         readers["tied_head"] = lambda model: model.head is None
@@ -293,6 +296,10 @@ def _model_readers(config: TransformerConfig) -> dict[str, Callable[[Any], Any]]
             config.head_bias if model.head is None else model.head.bias is not None
         )
     return readers
+
+
+def _width(config: TransformerConfig) -> str:
+    return "token_dim" if config.token_dim else "embed_dim"
 
 
 _LAYER: dict[str, Callable[[Any], Any]] = {
@@ -377,15 +384,21 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "shared_expert_gate": config.num_experts == 0 or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
         "tied_head": config.head != "tokens",
-        "num_classes": config.head != "first",
+        "num_classes": config.head not in ("first", "each"),
+        "pooling": config.head != "first",
+        "pooler_activation": not config.pooler,
+        "head_activation head_transform_norm head_transform_bias": not config.head_transform,
+        "head_bias": config.head != "tokens",
         "shared_norm": not config.parallel,
         "local_rope": not any(local for local, _ in kinds),
-        "patch_size channels": config.image_size == 0,
+        "patch_size channels mask_patch": config.image_size == 0,
         "vocab_size": config.image_size > 0,
     }
     for names, is_unused in unused.items():
         for name in names.split() if is_unused else ():
             values.pop(name, None)
+    if config.head_activation == config.activation:
+        values["head_activation"] = None
     if config.attention_scale == config.head_dim**-0.5:
         values["attention_scale"] = None
     return values
@@ -413,7 +426,9 @@ def _written(
     for name, field in family.fields.items():
         for target in filter(edit.changes, field.targets):
             value = getattr(config, target)
-            edit.content[name] = published_activation(value) if target == "activation" else value
+            if target in ACTIVATION_FIELDS:
+                value = published_activation(value or config.activation)
+            edit.content[name] = value
     architecture = _architecture(family, config, edit.content)
     if architecture != (content.get("architectures") or list(family.architectures))[0]:
         edit.content["architectures"] = [architecture]
@@ -479,8 +494,8 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
     }
     for name, field in family.fields.items():
         value = getattr(config, field.targets[0])
-        if "activation" in field.targets:
-            value = published_activation(value)
+        if field.targets[0] in ACTIVATION_FIELDS:
+            value = published_activation(value or config.activation)
         content[name] = field.default_or_none() if value is None else value
     content = _written(family, content, config)
     edit = ConfigEdit(family, content, config, config)

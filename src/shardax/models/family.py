@@ -86,6 +86,10 @@ ACTIVATION_NAMES = {
 }
 
 
+# Fields of ``TransformerConfig`` with the name of an activation.
+ACTIVATION_FIELDS = ("activation", "head_activation")
+
+
 def activation_name(function: Any) -> str | None:
     """Returns the name of an activation in ``TransformerConfig``, or None."""
     names = sorted(set(ACTIVATION_NAMES.values()))
@@ -173,7 +177,7 @@ _POSITIVE = frozenset(
 
 def kind_of_target(target: str) -> Kind:
     """Returns the type of a field that sets one of ``TransformerConfig``."""
-    if target == "activation":
+    if target in ACTIVATION_FIELDS:
         return TEXT
     name, _, null = _ANNOTATIONS[target].partition(" | ")
     kind = replace(_KINDS.get(name, ANYTHING), is_positive=target in _POSITIVE)
@@ -256,6 +260,8 @@ class Family:
     # The fields of ``config.json`` with a meaning of their own.
     fields: Mapping[str, Field]
     tensors: Tensors
+    # Those of the head, by its kind in ``TransformerConfig``.
+    head_tensors: Mapping[str | None, Tensors] = dataclasses.field(default_factory=dict)
     # Fields of ``config.json`` with a meaning together.
     groups: Sequence[FieldGroup] = ()
     # Fields of ``TransformerConfig`` that all models of the family share.
@@ -384,7 +390,7 @@ class _Reading:
             for problem in filter(None, problems):
                 self._note(problem)
                 return {}
-        if "activation" in field.targets:
+        if field.targets[0] in ACTIVATION_FIELDS:
             if value not in ACTIVATION_NAMES:
                 self._note(f"{name}={brief(value)} is none of {', '.join(ACTIVATION_NAMES)}")
             value = ACTIVATION_NAMES.get(value, "silu")

@@ -34,7 +34,7 @@ from shardax._core.variable import Cache
 from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.experts import GroupedMoE
 from shardax.models.norms import NORMS, HeadsRMSNorm, dtypes, make_norm
-from shardax.nn.arithmetic import add_bias, as_array
+from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.attention import (
     AttentionCache,
     MultiHeadAttention,
@@ -47,18 +47,19 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import Dispatch, MoE
-from shardax.nn.parameters import as_size, make_parameter, refuse_input, zeros
+from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy, Stack, check_policy, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
-from shardax.partition.explicit import explicit_entries
+from shardax.partition.explicit import align, explicit_entries
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
 
 PLAIN_ROPE = Rope()
 PLACEMENTS = ("pre", "post", "sandwich", "after")
-HEADS = (None, "tokens", "first")
+HEADS = (None, "tokens", "first", "each", "span", "binary")
+POOLINGS = ("first", "mean", "first_and_mean")
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class TransformerConfig:
         norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
             ``"layer_offset"`` or ``"layer_unbiased"`` (without a bias).
         norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
+        first_norm: Whether the first layer has a norm before attention.
+        layer_scale: Whether what attention and MLP add is multiplied by a learned vector.
         norm_epsilon: Added to mean squares before dividing by their root.
         parallel: Whether attention and MLP read the same input.
         shared_norm: Whether a parallel layer has one norm for both.
@@ -93,11 +96,17 @@ class TransformerConfig:
         local_rope: That of layers with a window; None for the same.
         rope_layers: Which layers have a rotary embedding; None for all.
         max_positions: Number of learned positions; 0 for none.
-        window: How many positions a position of a local layer reads; None for all.
+        pad_token: A token of padding: it has the learned position of its number, and the others
+            are counted behind it, without padding. -1 for positions that count from row 0.
+        relative_buckets: Number of learned distances, whose biases are added to the scores of all
+            layers; 0 for none.
+        window: How many positions a position of a local layer reads, on each side if not causal;
+            None for all.
         local_layers: Which layers are local; None for all.
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
         attention_softcap: Bound of the scores, by tanh.
         final_softcap: Bound of the logits, by tanh.
+        token_dim: Size of embeddings that a linear layer makes ``embed_dim`` of; 0 for that size.
         embed_scale: Multiplies the embedding.
         residual_scale: Multiplies what attention and MLP add.
         logit_scale: Multiplies the logits, before a bound.
@@ -119,11 +128,20 @@ class TransformerConfig:
         image_size: Height and width of images; 0 for a model of tokens.
         patch_size: Height and width of the patches of an image.
         channels: Channels of images.
-        head: ``"tokens"`` (logits of each position), ``"first"`` (of the first), or None (the last
-            layer's result).
-        num_classes: Number of logits of the head ``"first"``.
-        head_transform: Whether a dense layer with a norm stands before the head.
+        mask_patch: Whether there is a learned vector that hides a patch, in pretraining only.
+        head: ``"tokens"`` (logits of tokens at each position), ``"first"`` (of classes, of the
+            sequence), ``"each"`` (of classes at each position), ``"span"`` (two at each position,
+            for first and last of an answer), ``"binary"`` (one at each position), or None (the
+            last layer's result).
+        num_classes: Number of classes of the heads ``"first"`` and ``"each"``.
+        head_transform: Whether a dense layer, an activation and a norm stand before the head.
+        head_transform_norm: Whether the norm is there.
+        head_transform_bias: Whether the dense layer has a bias.
+        head_activation: The activation there; None for that of the MLP.
+        pooling: What the head ``"first"`` reads: the ``"first"`` position, the ``"mean"``, or
+            ``"first_and_mean"``, one behind the other, the mean of the others then.
         pooler: Whether there is a dense layer on the first position.
+        pooler_activation: Its activation, by name.
         tied_head: Whether the head is the transposed embedding.
         dropout: Rate of dropout on what each part adds, while training.
         embed_dropout: Rate of dropout on the embedding.
@@ -155,6 +173,8 @@ class TransformerConfig:
     causal: bool = True
     norm: str = "rms"
     norm_placement: str = "pre"
+    layer_scale: bool = False
+    first_norm: bool = True
     norm_epsilon: float = 1e-6
     parallel: bool = False
     shared_norm: bool = False
@@ -169,11 +189,14 @@ class TransformerConfig:
     local_rope: Rope | None = None
     rope_layers: tuple[bool, ...] | None = None
     max_positions: int = 0
+    pad_token: int = -1
+    relative_buckets: int = 0
     window: int | None = None
     local_layers: tuple[bool, ...] | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    token_dim: int = 0
     embed_scale: float | None = None
     residual_scale: float | None = None
     logit_scale: float | None = None
@@ -195,10 +218,16 @@ class TransformerConfig:
     image_size: int = 0
     patch_size: int = 0
     channels: int = 3
+    mask_patch: bool = False
     head: str | None = "tokens"
     num_classes: int = 0
     head_transform: bool = False
+    head_transform_norm: bool = True
+    head_transform_bias: bool = True
+    head_activation: str | None = None
+    pooling: str = "first"
     pooler: bool = False
+    pooler_activation: str = "tanh"
     tied_head: bool = False
     dropout: float = 0.0
     embed_dropout: float = 0.0
@@ -212,7 +241,12 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_config(self)
         where = type(self).__name__
-        for name, choices in (("norm", NORMS), ("norm_placement", PLACEMENTS), ("head", HEADS)):
+        for name, choices in (
+            ("norm", NORMS),
+            ("norm_placement", PLACEMENTS),
+            ("head", HEADS),
+            ("pooling", POOLINGS),
+        ):
             _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
         scores = ("softmax", "sigmoid")
         fits = self.expert_scores in scores
@@ -235,6 +269,16 @@ class TransformerConfig:
             if chosen is not None:
                 fits = len(chosen) == self.num_layers
                 _check(where, name, chosen, fits, f"{self.num_layers} booleans")
+        _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
+        if self.relative_buckets:
+            _check(where, "relative_buckets", self.relative_buckets, not self.causal, "0 if causal")
+            even = self.relative_buckets >= 4 and self.relative_buckets % 2 == 0
+            _check(where, "relative_buckets", self.relative_buckets, even, "even and at least 4")
+
+    @property
+    def head_size(self) -> int:
+        """Number of logits of a head of classes."""
+        return {"span": 2, "binary": 1}.get(str(self.head), self.num_classes)
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""
@@ -248,7 +292,10 @@ class TransformerConfig:
     @property
     def period(self) -> int:
         """Number of layers before their kinds repeat."""
-        kinds = [(self.kind_of(index), self.has_rope(index)) for index in range(self.num_layers)]
+        kinds = [
+            (self.kind_of(index), self.has_rope(index), index == 0 and not self.first_norm)
+            for index in range(self.num_layers)
+        ]
         return next(
             period
             for period in range(1, self.num_layers + 1)
@@ -328,7 +375,8 @@ class TransformerLayer(Module):
         self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
         has_pre_norm = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
-        self.attn_norm: Any = make_norm(config) if has_pre_norm else None
+        has_first_norm = has_pre_norm and (index > 0 or config.first_norm)
+        self.attn_norm: Any = make_norm(config) if has_first_norm else None
         self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
@@ -341,6 +389,9 @@ class TransformerLayer(Module):
                 options = {"use_bias": False, "kernel_axes": names, **dtypes(config)}
                 self.shared_gate = Linear(size, 1, rngs=rngs, **options)
         self.mlp_post_norm = make_norm(config) if behind else None
+        scale = (ones, (config.embed_dim,), config.param_dtype, ("embed",), None)
+        self.attn_scale = make_parameter(*scale) if config.layer_scale else None
+        self.mlp_scale = make_parameter(*scale) if config.layer_scale else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
     def __call__(
@@ -350,6 +401,7 @@ class TransformerLayer(Module):
         positions: Any = None,
         local_positions: Any = None,
         mask: Any = None,
+        bias: Any = None,
         segment_ids: Any = None,
         cache: Any = None,
     ) -> jax.Array:
@@ -360,6 +412,7 @@ class TransformerLayer(Module):
             positions: As for attention.
             local_positions: Those of a layer with a window; None for the same.
             mask: As for attention.
+            bias: As for attention.
             segment_ids: As for attention, 0 for padding.
             cache: The ``AttentionCache`` of this layer.
 
@@ -370,6 +423,8 @@ class TransformerLayer(Module):
             positions = local_positions
         positions = positions if self.has_rope else None
         attention_options = {"positions": positions, "mask": mask}
+        if bias is not None:
+            attention_options["bias"] = bias
         if segment_ids is not None:
             attention_options["segment_ids"] = segment_ids
             mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
@@ -377,16 +432,17 @@ class TransformerLayer(Module):
             attention_options["cache"] = cache
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        added = self._added(
-            self.attn(normed, **attention_options), "attention", self.attn_post_norm
-        )
+        read = self.attn(normed, **attention_options)
+        added = self._added(read, "attention", self.attn_post_norm, self.attn_scale)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-            more = self._added(self._mlp(normed, mask), "mlp", self.mlp_post_norm)
+            result = self._mlp(normed, mask)
+            more = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
             return _constrain(x + added + more)
         x = self._joined(x, added, self.attn_post_norm)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        added = self._added(self._mlp(normed, mask), "mlp", self.mlp_post_norm)
+        result = self._mlp(normed, mask)
+        added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
     def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
@@ -403,8 +459,11 @@ class TransformerLayer(Module):
             return self.mlp(x)
         return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
 
-    def _added(self, x: jax.Array, name: str, norm: Any) -> jax.Array:
+    def _added(self, x: jax.Array, name: str, norm: Any, scale: Any) -> jax.Array:
         x = checkpoint_name(x, name)
+        if scale is not None:
+            aligned = align(scale.value.astype(x.dtype), x, (x.ndim - 1,))
+            x = x * jax.lax.expand_dims(aligned, range(x.ndim - 1))
         x = x if norm is None or self.norm_after else norm(x)
         if self.residual_scale is not None:
             x = x * jnp.asarray(self.residual_scale, x.dtype)
@@ -468,7 +527,7 @@ class Transformer(Module):
         return getattr(self.config, "transformer", self.config)
 
     def _build(self, config: TransformerConfig, rngs: Rngs) -> None:
-        options, size = dtypes(config), config.embed_dim
+        options, size = dtypes(config), config.token_dim or config.embed_dim
         self.embed: Any = None
         if config.image_size:
             self._build_patches(config, rngs)
@@ -478,7 +537,14 @@ class Transformer(Module):
             if count:
                 names = ("position" if name == "positions" else None, "embed")
                 setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options))
-        self.embed_norm = make_norm(config) if config.embed_norm else None
+        self.embed_norm = make_norm(config, size) if config.embed_norm else None
+        if config.token_dim:
+            names = (None, "embed")
+            wide = Linear(size, config.embed_dim, kernel_axes=names, rngs=rngs, **options)
+            self.embed_projection = wide
+        if config.relative_buckets:
+            sizes, names = (config.relative_buckets, config.num_heads), ("bucket", "heads")
+            self.distances = Embed(*sizes, axes=names, rngs=rngs, **options)
         self.embed_dropout = (
             Dropout(config.embed_dropout, rngs=rngs) if config.embed_dropout else None
         )
@@ -491,7 +557,10 @@ class Transformer(Module):
         names = (None, None, None, "embed")
         sizes = (side, side, config.channels)
         self.patches = Linear(sizes, size, kernel_axes=names, rngs=rngs, **options)
-        self.first = make_parameter(zeros, (size,), config.param_dtype, ("embed",), None)
+        vector = (zeros, (size,), config.param_dtype, ("embed",), None)
+        self.first = make_parameter(*vector)
+        if config.mask_patch:
+            self.mask_patch = make_parameter(*vector)
 
     def _make_layer(self, index: int, rngs: Rngs) -> Any:
         return TransformerLayer(self._parts, index, rngs=rngs)
@@ -517,10 +586,14 @@ class Transformer(Module):
         if config.pooler:
             self.pooler = Linear(size, size, **square)
         if config.head_transform:
-            self.head_dense = Linear(size, size, **square)
-            self.head_norm = make_norm(config)
-        if config.head == "first":
-            self.head = Linear(size, config.num_classes, **square)
+            read = config.token_dim if config.head == "tokens" and config.token_dim else size
+            bias = config.head_transform_bias
+            self.head_dense = Linear(size, read, use_bias=bias, **square)
+            self.head_norm = make_norm(config, read) if config.head_transform_norm else None
+            size = read
+        if config.head not in (None, "tokens"):
+            size = 2 * size if config.pooling == "first_and_mean" else size
+            self.head = Linear(size, config.head_size, **square)
         elif config.head == "tokens" and not config.tied_head:
             self.head = Linear(
                 size,
@@ -559,7 +632,9 @@ class Transformer(Module):
 
         Returns:
             Logits of shape (batch, time, vocab_size), in the compute dtype; of the head
-            ``"first"``, (batch, num_classes); without a head, (batch, time, embed).
+            ``"first"``, (batch, num_classes); of ``"each"``, (batch, time, num_classes); of
+            ``"span"`` and ``"binary"``, two and one at each position; without a head,
+            (batch, time, embed).
 
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape,
@@ -567,7 +642,16 @@ class Transformer(Module):
                 mask or a cache, those that are too many have NaN.
         """
         side_inputs = (mask, positions, cache, token_types, segment_ids)
-        return self._logits(self._states(as_array(tokens), *side_inputs))
+        states = self._states(as_array(tokens), *side_inputs)
+        if self._parts.head == "first" and self._parts.pooling != "first":
+            if segment_ids is not None and mask is None:
+                mask = as_array(segment_ids) != 0
+            first, others = [], (states, mask)
+            if self._parts.pooling == "first_and_mean":
+                first = [states[..., 0, :]]
+                others = (states[..., 1:, :], None if mask is None else as_array(mask)[..., 1:])
+            states = jnp.concatenate([*first, pool_tokens(*others)], -1)[..., None, :]
+        return self._logits(states)
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
         """Computes the head's inputs.
@@ -628,6 +712,10 @@ class Transformer(Module):
         """Returns the outputs of the layers and the last norm."""
         if self.embed is None:
             return self._run(self._embed_images(tokens), {}, cache)
+        if token_types is not None and not self._parts.token_types:
+            raise LayerInputError(
+                f"{type(self).__name__} has no token_types, but was given some: call it without."
+            )
         if tokens.ndim not in (1, 2):
             where = type(self).__name__
             refuse_input(where, "tokens of shape (batch, time) or (time,)", tokens, "")
@@ -640,8 +728,9 @@ class Transformer(Module):
         return self._run(x, options, cache)
 
     def pool(self, hidden: jax.Array) -> jax.Array:
-        """Returns the tanh of the pooler on the first position."""
-        return jnp.tanh(self.pooler(hidden[..., 0, :]))
+        """Returns what the pooler makes of the first position."""
+        activation = find_activation(self._parts.pooler_activation)
+        return activation(self.pooler(hidden[..., 0, :]))
 
     def _given(
         self, tokens: jax.Array, mask: Any, positions: Any, cache: Any
@@ -653,10 +742,13 @@ class Transformer(Module):
             if mask.shape != tokens.shape:
                 hint = "True is for real tokens, False for padding."
                 refuse_input(type(self).__name__, f"a mask of shape {tokens.shape}", mask, hint)
-        if positions is None and (mask is not None or cache is not None):
+        has_padding = config.max_positions > 0 and config.pad_token >= 0
+        if positions is None and (mask is not None or cache is not None or has_padding):
             real = jnp.ones_like(tokens) if mask is None else mask
+            real = tokens != config.pad_token if has_padding else real
             counted = jnp.cumsum(real, -1, dtype=jnp.int32)
             positions = jnp.maximum(counted + _last_positions(cache), 0)
+            positions = jnp.where(real, positions, -1) if has_padding else positions
         if positions is None:
             if isinstance(tokens.shape[-1], int):  # and no size of any number, in an export
                 self._check_positions(np.int32(tokens.shape[-1] - 1))
@@ -665,7 +757,10 @@ class Transformer(Module):
             self._check_positions(positions)
         mask = None if mask is None else mask[..., None, None, :]
         positions = as_array(positions)
-        options = {} if mask is None else {"mask": mask}
+        options: dict[str, Any] = {} if mask is None else {"mask": mask}
+        if config.relative_buckets:
+            buckets = distance_buckets(tokens.shape[-1], config.relative_buckets)
+            options["bias"] = jnp.moveaxis(self.distances(buckets), -1, 0)
         for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
             if rope is not None:
                 options[name] = rope.rotation(positions, config.head_dim)
@@ -674,16 +769,18 @@ class Transformer(Module):
     def _check_positions(self, positions: Any) -> None:
         """Raises if known positions are more than the learned ones."""
         count = self._parts.max_positions
+        usable = count - 1 - self._parts.pad_token  # rows behind that of padding
         if not count or isinstance(positions, Tracer) or not np.size(positions):
             return
         if not getattr(positions, "is_fully_addressable", True):
             return
         last = int(np.max(positions))
-        if last >= count:
+        if last >= usable:
+            padding = "" if usable == count else f", {count - usable} of them up to padding's"
             raise LayerInputError(
-                f"{type(self).__name__} has max_positions={count}, but was given tokens up to the "
-                f"position {last}. Cut them, tokens[:, :{count}], or make the model with more "
-                f"positions."
+                f"{type(self).__name__} has max_positions={count}{padding}, but was given tokens "
+                f"up to the position {last}. Cut them, tokens[:, :{usable}], or make the model "
+                f"with more positions."
             )
 
     def _embed_tokens(self, tokens: jax.Array, positions: Any, token_types: Any) -> jax.Array:
@@ -692,12 +789,14 @@ class Transformer(Module):
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.max_positions:
-            places = jnp.where(positions == -1, 0, positions)  # -1 is padding
+            # -1 is padding, which has the first row or that of its number.
+            places = jnp.maximum(positions + (config.pad_token + 1), max(config.pad_token, 0))
             x = add_bias(x, self.positions(places))
         if config.token_types:
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.embed_norm is None else self.embed_norm(x)
-        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+        x = x if self.embed_dropout is None else self.embed_dropout(x)
+        return _constrain(self.embed_projection(x) if config.token_dim else x)
 
     def _embed_images(self, images: jax.Array) -> jax.Array:
         config = self._parts
@@ -767,7 +866,8 @@ class Transformer(Module):
     def _before_head(self, x: jax.Array) -> jax.Array:
         config = self._parts
         if config.head_transform:
-            x = self.head_norm(find_activation(config.activation)(self.head_dense(x)))
+            x = find_activation(config.head_activation or config.activation)(self.head_dense(x))
+            x = x if self.head_norm is None else self.head_norm(x)
         return x
 
     def _logits(self, x: jax.Array) -> jax.Array:
@@ -775,8 +875,10 @@ class Transformer(Module):
         if config.head is None:
             return x
         if config.head == "first":
-            return self.head(self.pool(x) if config.pooler else x[..., 0, :])
+            x = self.pool(x) if config.pooler else x[..., 0, :]
         x = self._before_head(x)
+        if config.head != "tokens":
+            return self.head(x)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         if self.head is None and config.head_bias:
             logits = add_bias(logits, self.head_bias.value)
@@ -785,6 +887,60 @@ class Transformer(Module):
         if config.final_softcap is not None:
             logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
+
+
+def pool_tokens(hidden: Any, mask: Any = None, how: str = "mean") -> jax.Array:
+    """Embeds sequences by the states of their tokens.
+
+    Args:
+        hidden: Shape (batch, time, embed): what a model without a head returns.
+        mask: Booleans of shape (batch, time), True for real tokens; None for all.
+        how: ``"mean"`` of the real tokens, the ``"first"`` of them, or the ``"last"``.
+
+    Returns:
+        Shape (batch, embed); of a row without real tokens, zeros for the mean.
+
+    Raises:
+        LayerInputError: If ``how`` is another, or the mask has another shape.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> hidden = jnp.arange(6.0).reshape(1, 3, 2)
+        >>> sx.models.pool_tokens(hidden, jnp.array([[True, True, False]])).tolist()
+        [[1.0, 2.0]]
+    """
+    hidden = as_array(hidden)
+    real = jnp.ones(hidden.shape[:-1], bool) if mask is None else as_array(mask).astype(bool)
+    if how not in ("mean", "first", "last") or real.shape != hidden.shape[:-1]:
+        raise LayerInputError(
+            f"pool_tokens takes how='mean', 'first' or 'last' and a mask of shape "
+            f"{hidden.shape[:-1]}, but was given how={how!r} and a mask of shape {real.shape}. "
+            f"Give the mask that the model was called with."
+        )
+    if how == "mean":
+        wide = hidden.astype(at_least_float32(hidden.dtype))
+        total = jnp.sum(jnp.where(real[..., None], wide, 0), -2)
+        count = jnp.maximum(jnp.sum(real, -1, keepdims=True), 1)
+        return (total / count.astype(wide.dtype)).astype(hidden.dtype)
+    last = real.shape[-1] - 1
+    place = jnp.argmax(real, -1) if how == "first" else last - jnp.argmax(real[..., ::-1], -1)
+    return jnp.take_along_axis(hidden, place[..., None, None], axis=-2)[..., 0, :]
+
+
+def distance_buckets(length: int, count: int, farthest: int = 128) -> jax.Array:
+    """Returns the bucket of each pair of positions, by their distance."""
+    # Half of the buckets are for positions behind. Of each half, half hold one distance, and the
+    # others ever more of them, up to the farthest.
+    place = np.arange(length)
+    distance = place[None, :] - place[:, None]
+    half, size = count // 2, np.abs(distance).astype(np.float32)
+    exact = half // 2
+    growth = np.log(np.maximum(size, 1) / np.float32(exact)) / np.float32(
+        math.log(farthest / exact)
+    )
+    far = np.minimum(exact + (growth * (half - exact)).astype(np.int32), half - 1)
+    bucket = np.where(size < exact, size.astype(np.int32), far)
+    return jnp.asarray(bucket + half * (distance > 0), jnp.int32)
 
 
 def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:

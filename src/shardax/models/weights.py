@@ -43,7 +43,7 @@ from shardax.partition.context import current_rules
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.placement import shard
-from shardax.partition.rules import RulesLike
+from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
 from shardax.partition.tree_check import check
 
@@ -67,6 +67,7 @@ def from_pretrained(
     dtype: Any = None,
     param_dtype: Any = None,
     strict: bool = True,
+    head: bool = True,
     scan_layers: bool = False,
     remat: str | Mapping[str, str] | None = None,
     rngs: Rngs | None = None,
@@ -82,11 +83,14 @@ def from_pretrained(
             ``"org/name"`` or, of a branch, tag or commit, ``"org/name@revision"``, which is
             downloaded by ``huggingface_hub`` (``pip install 'shardax[hub]'``).
         mesh: The mesh; None for the one in scope, and without any one device.
-        rules: Rules for the names of axes; None for the current ones, or ``DECODER_RULES``.
+        rules: Rules for the names of axes; None for the current ones, or ``DECODER_RULES``, by
+            which sizes that the mesh does not divide stay whole, with a warning.
         dtype: Compute dtype; None for that of the parameters.
         param_dtype: Dtype of the parameters; None for that in the files.
         strict: Whether tensors that the model has no place for are an error, and parameters that no
             tensor is for. If not, such parameters are initialised, and a warning names both.
+        head: Whether the head is read. If not, the layers alone are, such as for embeddings, also
+            of files that hold a head; and the pooler where the files have one.
         scan_layers: Whether layers are stacked and run by a loop.
         remat: As for ``TransformerConfig``.
         rngs: Random streams for dropout and for what is initialised; None for ``Rngs(0)``.
@@ -112,9 +116,13 @@ def from_pretrained(
     """
     folder = find_directory(directory)
     content = _read_json(folder / CONFIG)
-    with _Files(folder) as files:
+    with _Files(folder, content) as files:
         family = family_of(content, str(folder / CONFIG))
+        if not head:
+            content = {**content, "architectures": [family.bare]}
         config = family.config(content, str(folder / CONFIG), len(files.names))
+        if not head and config.pooler:
+            config = replace(config, pooler=_has_pooler(family, files.names))
         stored = files.common_dtype() if param_dtype is None else param_dtype
         config = replace(
             config,
@@ -125,10 +133,12 @@ def from_pretrained(
         )
         model = Transformer(config, rngs=Rngs(0) if rngs is None else rngs)
         table = _Table.of_built(model, family, files.names)
+        if not head:
+            table.pass_over_heads(family)
         unread = table.check(files, str(folder), strict)
         where = resolve_mesh(mesh)
         if rules is None and not current_rules().names:
-            rules = DECODER_RULES
+            rules = DECODER_RULES if where is None else _dividing_rules(model, where)
         places: Mapping[Any, Any] = {}
         if where is not None:
             raise_on_errors(check(model, where, rules))
@@ -274,6 +284,39 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _has_pooler(family: Family, names: Iterable[str]) -> bool:
+    """Whether the files have the pooler of the architecture without a head."""
+    tensors = [t for t in family.head_tensors.get(None, family.tensors) if "pooler." in t.to]
+    ends = [tensor.name.removeprefix(family.prefix) for tensor in tensors]
+    stored = {name.removeprefix(family.prefix) for name in names}
+    return all(name in stored for name in ends)
+
+
+def _dividing_rules(model: Any, mesh: AnyMesh) -> Rules:
+    """Returns ``DECODER_RULES`` without those that do not divide a size, and warns."""
+    whole: dict[str, tuple[int, int, str]] = {}
+    for _, variable in iter_variables(model, Param):
+        for name, size in zip(variable.axes or (), variable.shape, strict=False):
+            if not isinstance(name, str) or name not in DECODER_RULES.names:
+                continue
+            axes = mesh_axes_of(DECODER_RULES.spec((name,))[0])
+            count = math.prod(mesh.shape.get(axis, 1) for axis in axes)
+            if size % count:
+                whole[name] = (size, count, ", ".join(map(str, axes)))
+    if not whole:
+        return DECODER_RULES
+    listed = "; ".join(
+        f"{name} of size {size} over the {count} devices of {axes!r}"
+        for name, (size, count, axes) in whole.items()
+    )
+    warn(
+        f"The mesh does not divide sizes that the default rules split: {listed}. Each device holds "
+        f"them whole. To say so without this warning, give the rules: "
+        f"rules=sx.models.DECODER_RULES.override({dict.fromkeys(whole)!r})."
+    )
+    return DECODER_RULES.override(dict.fromkeys(whole))
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -316,7 +359,8 @@ class _Table:
     """Places of the parameters of a model in the files."""
 
     def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
-        self.tensors = {tensor.to: tensor for tensor in family.tensors}
+        head_tensors = family.head_tensors.get(config.head, ())
+        self.tensors = {tensor.to: tensor for tensor in (*family.tensors, *head_tensors)}
         self.tied = config.tied_head and config.head == "tokens"
         self.buffers = tuple(family.buffers)
         # Models without a head, and some old files, do without the prefix.
@@ -326,6 +370,7 @@ class _Table:
         self.prefix = family.prefix if bare else ""
         self.entries: list[_Entry] = []
         self.unknown: list[str] = []
+        self.passed_over: set[str] = set()
         self.by_name: dict[str, list[tuple[_Entry, int, int]]] = {}
 
     @classmethod
@@ -382,6 +427,14 @@ class _Table:
                 place = (entry, layer, expert)
                 self.by_name.setdefault(entry.name(layer, expert), []).append(place)
 
+    def pass_over_heads(self, family: Family) -> None:
+        """Notes the tensors of heads, which are not read."""
+        tensors = [*itertools.chain(*family.head_tensors.values())]
+        tensors += [tensor for tensor in family.tensors if tensor.to.startswith("head")]
+        self.passed_over = {
+            name for t in tensors for name in (t.name, t.name.removeprefix(family.prefix))
+        }
+
     def check_complete(self) -> None:
         """Raises if there are parameters without a tensor."""
         if self.unknown:
@@ -410,7 +463,7 @@ class _Table:
         """Raises with all problems of the tensors, or returns a warning."""
         self.check_complete()
         missing = [name for name in self.by_name if name not in files.names]
-        used = {*self.by_name, *self._duplicates(files)}
+        used = {*self.by_name, *self._duplicates(files), *self.passed_over}
         unused = [
             name
             for name in files.names
@@ -439,6 +492,12 @@ class _Table:
                 else " sx.models.from_pretrained(folder, strict=False) initialises what is missing "
                 "at random and leaves out what has no place; it warns with the names."
             )
+            paths = {entry.tensor.to for name in missing for entry, _, _ in self.by_name[name]}
+            if strict and missing and all(path.startswith(("head", "pooler")) for path in paths):
+                hint = (
+                    " Only tensors of the head are missing: sx.models.from_pretrained(folder, "
+                    f"head=False) reads the layers alone.{hint}"
+                )
             raise PretrainedError(f"The tensors in {where} do not fit: {'; '.join(wrong)}.{hint}")
         for entry in self.entries:
             for axis in range(len(entry.tensor.tensor_axes)):
@@ -462,14 +521,14 @@ class _Table:
             yield from entry.names()
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
-        """Yields tensors of a tied head, equal to the embedding's."""
-        places = ("head.kernel", "embed.embedding")
-        tensors = [self.tensors[place] for place in places if place in self.tensors]
-        names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]
-        if not self.tied or len(names) < 2 or names[0] not in files.names:
-            return
-        if files.equal(*names):
-            yield names[0]
+        """Yields tensors of a tied head that equal others."""
+        for places in (("head.kernel", "embed.embedding"), ("head.bias", "head_bias")):
+            tensors = [self.tensors[place] for place in places if place in self.tensors]
+            names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]
+            if not self.tied or len(names) < 2 or any(name not in files.names for name in names):
+                continue
+            if files.equal(*names):
+                yield names[0]
 
     def tensor(self, name: str, whole: Any) -> np.ndarray:
         """Puts a tensor together from parameters."""
@@ -516,14 +575,14 @@ def _place(
 class _Files(contextlib.ExitStack):
     """The tensors of a folder, by name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
         super().__init__()
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
         self.offsets: dict[Any, int] = {}
-        by_name = _file_names(folder)
+        by_name = _file_names(folder, content.get("architectures"))
         opened: dict[str, Any] = {}
         for title in sorted({*by_name.values()}):
             try:
@@ -580,16 +639,20 @@ def _today(name: str) -> str:
     return name
 
 
-def _file_names(folder: Path) -> dict[str, str]:
+def _file_names(folder: Path, architectures: Any) -> dict[str, str]:
     """Returns the file of each tensor, or of all under one key."""
     index = folder / INDEX
     if not index.is_file():
         if not (folder / SINGLE).is_file():
             suffixes = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
             hint = f", but {', '.join(suffixes)}, which is not read" if suffixes else ""
+            names = architectures if isinstance(architectures, list) else []
+            # AutoModel would leave the head out.
+            known = len(names) == 1 and isinstance(names[0], str) and names[0].isidentifier()
+            title = names[0] if known else "AutoModel"
             raise PretrainedError(
                 f"{folder} has neither {SINGLE} nor {INDEX}{hint}. Save the model anew: "
-                f"transformers.AutoModel.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
+                f"transformers.{title}.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
             )
         _check_inside(folder, SINGLE)
         return {SINGLE: SINGLE}

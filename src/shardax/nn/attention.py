@@ -30,9 +30,9 @@ from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax.nn.arithmetic import as_array, cast_all
 from shardax.nn.dot_product import (
-    causal_order,
     check_mask,
     combine_masks,
+    reading_order,
     repeat_heads,
     softmax,
     weighted_values,
@@ -81,8 +81,8 @@ class MultiHeadAttention(Module):
         rope: The whole embedding instead, where it is scaled or turns a part of a head.
         use_bias: Whether the projections of queries, keys and values have biases.
         out_bias: Whether the projection of the result has one; None for as ``use_bias``.
-        window: How many positions a position reads at most: itself and those before it. Needs
-            ``causal``; None for all.
+        window: How many positions a position reads at most: itself and those before it, and as
+            many behind it if not ``causal``; None for all.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None for scores as they are.
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         query_norm: Makes the norm of the queries, a function without arguments that returns a
@@ -202,6 +202,7 @@ class MultiHeadAttention(Module):
         context: Any = None,
         *,
         mask: Any = None,
+        bias: Any = None,
         segment_ids: Any = None,
         positions: Any = None,
         context_positions: Any = None,
@@ -218,6 +219,8 @@ class MultiHeadAttention(Module):
                 position that may read nothing, such as padding, gets the mean of all values.
                 With a cache, of shape (batch, 1, 1, time): which of the new positions are real, so
                 that this call and later ones may read them.
+            bias: Numbers that broadcast to (batch, heads, time, other time), added to the scores,
+                such as those of relative positions.
             segment_ids: Integers of shape (batch, time); only positions of the same segment are
                 read. With a context, a pair of them.
             positions: Integers of shape (time,) or (batch, time), for the rotary embedding and the
@@ -244,11 +247,12 @@ class MultiHeadAttention(Module):
         if mask is not None:
             mask = check_mask("MultiHeadAttention", as_array(mask), x.ndim)
         if cache is not None:
-            read = self._read_cache(x, context, mask, segment_ids, positions, cache)
+            unsupported = {"a context": context, "segment ids": segment_ids, "a bias": bias}
+            read = self._read_cache(x, unsupported, mask, positions, cache)
             return self.out(read, out_sharding=out_sharding)
         segments = None if segment_ids is None else _pair_of_segments(x, context, segment_ids)
         qkv = self.project(x, context, positions, context_positions)
-        read = self.attend(qkv, mask, segment_ids=segments)
+        read = self.attend(qkv, mask, segment_ids=segments, bias=bias)
         return self.out(read, out_sharding=out_sharding)
 
     def project(
@@ -282,6 +286,7 @@ class MultiHeadAttention(Module):
         mask: Any = None,
         *,
         segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        bias: Any = None,
         ordered: bool = True,
     ) -> jax.Array:
         """Weighs the values; second half of a call, before the output projection.
@@ -290,6 +295,7 @@ class MultiHeadAttention(Module):
             qkv: Queries, keys and values.
             mask: As for calling.
             segment_ids: Those of the queries and those of the keys, (batch, time).
+            bias: As for calling.
             ordered: Whether ``causal`` and ``window`` hold by the order of queries and keys; False
                 where the mask says all that may be read.
 
@@ -298,19 +304,34 @@ class MultiHeadAttention(Module):
         """
         query, key, value = qkv
         axes = ring_axes(query) if ordered else ()
+        if axes and (bias is not None or (self.window is not None and not self.causal)):
+            refuse_input(
+                f'MultiHeadAttention with context="{current_context()}"',
+                "no bias of the scores, and no window to both sides",
+                query,
+                'Gather keys and values: sx.parallel(context="all-gather").',
+            )
         if axes:
             return self._read_around(query, key, value, mask, segment_ids, axes)
         if segment_ids is not None:
             mask = _within_segments(*segment_ids, mask)
         key, value = _gathered(key, -3), _gathered(value, -3)
         mask = None if mask is None else _gathered(mask, -1)
+        if bias is not None:
+            bias = as_array(bias).astype(query.dtype)
+            bias = _gathered(jnp.expand_dims(bias, tuple(range(query.ndim - bias.ndim))), -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         causal = self.causal and ordered
         window = self.window if ordered else None
         if self.attention_fn is not None:
             order = None
-            if causal:
-                order = causal_order(query.shape[-3], key.shape[-3], window)
+            if bias is not None:
+                raise LayerInputError(
+                    "MultiHeadAttention with attention_fn takes no bias of scores: the function "
+                    "gets a mask alone. Add the bias in the function, or leave attention_fn out."
+                )
+            if causal or window is not None:
+                order = reading_order(query.shape[-3], key.shape[-3], causal, window)
                 order = jnp.expand_dims(order, tuple(range(query.ndim - 2)))
             return self._read_by_function(query, key, value, combine_masks(mask, order))
         is_dropped = self.dropout is not None and not self.dropout.deterministic
@@ -319,6 +340,7 @@ class MultiHeadAttention(Module):
             query,
             key,
             value,
+            bias=bias,
             mask=mask,
             causal=causal,
             window=window,
@@ -390,10 +412,11 @@ class MultiHeadAttention(Module):
         return ring_attention(ring, query, key, value, mask, segments)
 
     def _read_cache(
-        self, x: Any, context: Any, mask: Any, segment_ids: Any, positions: Any, cache: Any
+        self, x: Any, unsupported: dict[str, Any], mask: Any, positions: Any, cache: Any
     ) -> jax.Array:
         """Writes this call's keys and values to the cache and reads it."""
-        unsupported = {"a context": context, "segment ids": segment_ids}
+        if self.window is not None and not self.causal:
+            unsupported = {**unsupported, "a window to both sides": self.window}
         for name, value in unsupported.items():
             if value is not None or x.ndim == 2:
                 reason = name if value is not None else "an input without batch"
@@ -421,11 +444,6 @@ class MultiHeadAttention(Module):
     def _check_options(self) -> None:
         """Raises if options do not go together."""
         name = "MultiHeadAttention"
-        if self.window is not None and not self.causal:
-            raise LayerConfigError(
-                f"{name} has window={self.window}, positions up to its own, which needs "
-                f"causal=True. For another window give mask=."
-            )
         if self.softcap is not None and not self.softcap > 0:
             raise LayerConfigError(
                 f"{name} needs softcap to be positive, but softcap={self.softcap!r}."

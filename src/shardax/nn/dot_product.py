@@ -55,8 +55,8 @@ def dot_product_attention(
         mask: Booleans of as many dimensions as ``query`` that broadcast to (..., heads, time, other
             time): what may be read. A position that may read nothing gets the mean of all values.
         causal: Whether a position reads only from itself and earlier ones.
-        window: How many positions a position reads at most: itself and those before it. Needs
-            ``causal``.
+        window: How many positions a position reads at most: itself and those before it, without
+            ``causal`` as many behind it, too.
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before the bias.
         dropout: A function of the weights, such as a ``Dropout`` layer.
@@ -94,8 +94,6 @@ def dot_product_attention(
             f"shape (..., other time, kv heads, head_dim), but was given {shapes}. Move the "
             f"dimension of heads before the last: jnp.swapaxes(query, -2, -3)."
         )
-    if window is not None and not causal:
-        raise LayerInputError(f"{name} has window={window}, which needs causal=True.")
     if mask is not None:
         mask = check_mask(name, as_array(mask), query.ndim - 1)
     if bias is not None:
@@ -191,12 +189,15 @@ def make_causal_mask(x: Any) -> jax.Array:
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
     shape = as_array(x).shape
-    return jnp.broadcast_to(causal_order(shape[-1], shape[-1]), (*shape[:-1], 1, *shape[-1:] * 2))
+    return jnp.broadcast_to(
+        reading_order(shape[-1], shape[-1], True, None), (*shape[:-1], 1, *shape[-1:] * 2)
+    )
 
 
-def causal_order(time: int, other_time: int, window: int | None = None) -> jax.Array:
-    """Returns which positions a position reads, itself and some before it."""
-    order = jnp.tri(time, other_time, dtype=bool)
+def reading_order(time: int, other_time: int, causal: bool, window: int | None) -> jax.Array:
+    """Returns which positions a position reads."""
+    last = 0 if causal or window is None else window - 1
+    order = jnp.tri(time, other_time, k=last, dtype=bool)
     if window is not None:
         order &= ~jnp.tri(time, other_time, k=-window, dtype=bool)
     return order
@@ -250,8 +251,8 @@ def weighted_values(
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
-    if causal:
-        order = causal_order(scores.shape[-2], scores.shape[-1], window)
+    if causal or window is not None:
+        order = reading_order(scores.shape[-2], scores.shape[-1], causal, window)
         order = jnp.expand_dims(order, tuple(range(scores.ndim - 2)))
         mask = order if mask is None else mask & order
     if mask is not None:  # what may not be read has the weight 0, as in jax.nn
@@ -276,7 +277,7 @@ def _fused(
     implementation: Any,
 ) -> jax.Array:
     """Runs ``jax.nn.dot_product_attention``."""
-    near = None if window is None else (window - 1, 0)
+    near = None if window is None else (window - 1, 0 if causal else window - 1)
     scope = contextlib.nullcontext()
     if precision is not None:
         scope = jax.default_matmul_precision(jax.lax.Precision(precision).name.lower())

@@ -1,27 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders: BERT of tokens, ViT of images.
+"""Encoders: BERT and its successors of tokens, ViT and DINOv2 of images.
 
-Sources: ``models/{bert,vit}`` of transformers 5, ``configuration_*.py`` for fields and defaults,
-``modeling_*.py`` for tensors.
+Sources: ``models/{bert,roberta,xlm_roberta,distilbert,electra,mpnet,modernbert,vit,dinov2}`` of
+transformers 5, ``configuration_*.py`` for fields and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from shardax.models.families import shared
-from shardax.models.family import SIZE, Family, Field, FieldGroup, Taker
-from shardax.models.tensors import Tensor, Tensors, embedding, in_layers, linear, norm, part
+from shardax.models.families.rope import RotaryByLayerType
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    SIZE,
+    TEXT,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+)
+from shardax.models.tensors import HEADS, Tensor, Tensors, embedding, in_layers, linear, norm, part
 
-# --- what the two share ---------------------------------------------------------------------------
+# --- what they share ------------------------------------------------------------------------------
 
 _FIELDS = {
     **shared.SIZES,
     "hidden_act": Field("activation", default="gelu"),
     "layer_norm_eps": Field("norm_epsilon", default=1e-12),
 }
+_DROPOUT = {
+    "attention_probs_dropout_prob": Field("attention_dropout", default=0.1),
+    "hidden_dropout_prob": Field("dropout", "embed_dropout", default=0.1),
+}
+_MAX_POSITIONS = {"max_position_embeddings": Field("max_positions", default=512)}
 _FIXED = {**shared.ALL_BIASES, "norm": "layer", "gated": False, "causal": False, "rope": None}
+# Norms stand behind the sums, and behind the embedding. The head of masked words is a dense layer
+# with a norm before the transposed embedding, and a bias.
+_AFTER = {**_FIXED, "norm_placement": "after", "embed_norm": True}
+_MASKED = {"head_transform": True, "head_bias": True, "tied_head": True}
+
+
+def _heads(
+    name: str, masked: Mapping[str, Any], classes: Mapping[str, Any], *, pooler: bool = True
+) -> dict[str, Mapping[str, Any]]:
+    """Returns the architectures of an encoder, of five heads."""
+    return {
+        f"{name}ForMaskedLM": masked,
+        f"{name}Model": {"head": None, "pooler": True} if pooler else {"head": None},
+        f"{name}ForSequenceClassification": {"head": "first", **classes},
+        f"{name}ForTokenClassification": {"head": "each"},
+        f"{name}ForQuestionAnswering": {"head": "span"},
+    }
 
 
 def _layer(inputs: str) -> Tensors:
@@ -34,31 +71,72 @@ def _layer(inputs: str) -> Tensors:
     )
 
 
+def _embeddings(model: str, *, types: bool = True) -> Tensors:
+    """Describes embeddings of tokens, positions and types, with their norm."""
+    return (
+        *embedding(f"{model}.word_embeddings", to="embed", axis="vocab"),
+        *embedding(f"{model}.position_embeddings", to="positions", axis="position"),
+        *(embedding(f"{model}.token_type_embeddings", to="types", axis="type") if types else ()),
+        *norm(f"{model}.LayerNorm", to="embed_norm"),
+    )
+
+
+def _trunk(model: str) -> Tensors:
+    """Describes embeddings and layers as BERT names them."""
+    layers = in_layers(
+        f"{model}.encoder.layer",
+        norm("attention.output.LayerNorm", to="attn_post_norm"),
+        norm("output.LayerNorm", to="mlp_post_norm"),
+        _layer("attention.self"),
+    )
+    return (*_embeddings(f"{model}.embeddings"), *layers)
+
+
 def _pooler(name: str) -> Tensors:
     return linear(name, to="pooler", inputs="embed", outputs="output")
 
 
-_CLASSIFIER = linear("classifier", to="head", inputs="embed", outputs="output")
+def _classifier(name: str) -> Tensors:
+    return linear(name, to="head", inputs="embed", outputs="output")
+
+
+def _transform(dense: str, layer_norm: str) -> Tensors:
+    """Describes what stands before a head."""
+    return (
+        *linear(dense, to="head_dense", inputs="embed", outputs="output"),
+        *norm(layer_norm, to="head_norm"),
+    )
+
+
+def _word_head(transform: Tensors, decoder: str, bias: str) -> Tensors:
+    """Describes a head of masked words, and a tied decoder."""
+    tied_bias = Tensor(bias, "head_bias", ("vocab",))
+    return (*transform, tied_bias, *linear(decoder, "head", inputs="embed", outputs="vocab"))
+
+
+def _head_tensors(words: Tensors, bare: Tensors, classes: Tensors) -> dict[str | None, Tensors]:
+    """Returns the tensors of each kind of head."""
+    return {
+        "tokens": words,
+        None: bare,
+        "first": classes,
+        "each": _classifier("classifier"),
+        "span": _classifier("qa_outputs"),
+    }
+
 
 # --- BERT -----------------------------------------------------------------------------------------
 
-# Norms stand behind the sums, and behind the embedding. The head of masked words is a dense layer
-# with a norm before the transposed embedding, and a bias.
 BERT = Family(
     fields={
         **_FIELDS,
-        "attention_probs_dropout_prob": Field("attention_dropout", default=0.1),
-        "hidden_dropout_prob": Field("dropout", "embed_dropout", default=0.1),
-        "max_position_embeddings": Field("max_positions", default=512),
+        **_DROPOUT,
+        **_MAX_POSITIONS,
         "type_vocab_size": Field("token_types", default=2),
     },
-    fixed={**_FIXED, "norm_placement": "after", "embed_norm": True},
+    fixed=_AFTER,
     groups=[shared.Labels()],
-    architectures={
-        "BertForMaskedLM": {"head_transform": True, "head_bias": True, "tied_head": True},
-        "BertModel": {"head": None, "pooler": True},
-        "BertForSequenceClassification": {"head": "first", "pooler": True},
-    },
+    architectures=_heads("Bert", _MASKED, {"pooler": True}),
     neutral={"position_embedding_type": ("absolute",), "tie_word_embeddings": (True,)},
     harmless=(
         *("directionality", "pooler_fc_size", "pooler_num_attention_heads"),
@@ -67,31 +145,292 @@ BERT = Family(
     prefix="bert.",
     buffers=(
         "embeddings.position_ids",
-        "predictions.decoder.weight",
-        "predictions.decoder.bias",
         # Of the heads that the first checkpoints have beside the one that they are named by.
         "seq_relationship.weight",
         "seq_relationship.bias",
         "bert.pooler.dense.weight",
         "bert.pooler.dense.bias",
     ),
-    tensors=(
-        *embedding("bert.embeddings.word_embeddings", to="embed", axis="vocab"),
-        *embedding("bert.embeddings.position_embeddings", to="positions", axis="position"),
-        *embedding("bert.embeddings.token_type_embeddings", to="types", axis="type"),
-        *norm("bert.embeddings.LayerNorm", to="embed_norm"),
-        *in_layers(
-            "bert.encoder.layer",
-            norm("attention.output.LayerNorm", to="attn_post_norm"),
-            norm("output.LayerNorm", to="mlp_post_norm"),
-            _layer("attention.self"),
+    tensors=_trunk("bert"),
+    head_tensors=_head_tensors(
+        _word_head(
+            _transform("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+            "cls.predictions.decoder",
+            "cls.predictions.bias",
         ),
-        *linear("cls.predictions.transform.dense", "head_dense", "embed", "output"),
-        *norm("cls.predictions.transform.LayerNorm", to="head_norm"),
-        Tensor("cls.predictions.bias", "head_bias", ("vocab",)),
-        *_pooler("bert.pooler.dense"),
-        *_CLASSIFIER,
+        _pooler("bert.pooler.dense"),
+        (*_pooler("bert.pooler.dense"), *_classifier("classifier")),
     ),
+)
+
+# --- RoBERTa, XLM-RoBERTa -------------------------------------------------------------------------
+
+# Positions are counted behind the padding token, which keeps the row of its number.
+_OWN_GELU = {**_MASKED, "head_activation": "exact_gelu"}
+_LM_HEAD = _word_head(
+    _transform("lm_head.dense", "lm_head.layer_norm"), "lm_head.decoder", "lm_head.bias"
+)
+_TWO_LAYERS = (*_pooler("classifier.dense"), *_classifier("classifier.out_proj"))
+
+ROBERTA = Family(
+    fields={**BERT.fields, "pad_token_id": Field("pad_token", default=1)},
+    fixed=_AFTER,
+    groups=[shared.Labels()],
+    architectures=_heads("Roberta", _OWN_GELU, {"pooler": True}),
+    neutral=BERT.neutral,
+    harmless=("language", "name"),
+    prefix="roberta.",
+    # The pooler is in files of heads that do not read it.
+    buffers=("embeddings.position_ids", "roberta.pooler.dense.weight", "roberta.pooler.dense.bias"),
+    tensors=_trunk("roberta"),
+    head_tensors=_head_tensors(_LM_HEAD, _pooler("roberta.pooler.dense"), _TWO_LAYERS),
+)
+XLM_ROBERTA = replace(ROBERTA, architectures=_heads("XLMRoberta", _OWN_GELU, {"pooler": True}))
+
+# --- DistilBERT -----------------------------------------------------------------------------------
+
+DISTILBERT = Family(
+    fields={
+        "vocab_size": Field("vocab_size"),
+        "dim": Field("embed_dim"),
+        "hidden_dim": Field("mlp_dim"),
+        "n_layers": Field("num_layers"),
+        "n_heads": Field("num_heads"),
+        "activation": Field("activation", default="gelu"),
+        "attention_dropout": Field("attention_dropout", default=0.1),
+        "dropout": Field("dropout", "embed_dropout", default=0.1),
+        "tie_word_embeddings": Field("tied_head", default=True),
+        **_MAX_POSITIONS,
+    },
+    fixed={**_AFTER, "norm_epsilon": 1e-12},
+    groups=[shared.Labels()],
+    architectures=_heads(
+        "DistilBert", _MASKED, {"pooler": True, "pooler_activation": "relu"}, pooler=False
+    ),
+    neutral={"tie_weights_": (True,)},
+    # Positions by sines are in the files like others.
+    harmless=("qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"),
+    prefix="distilbert.",
+    buffers=("embeddings.position_ids",),
+    tensors=(
+        *_embeddings("distilbert.embeddings", types=False),
+        *in_layers(
+            "distilbert.transformer.layer",
+            norm("sa_layer_norm", to="attn_post_norm"),
+            norm("output_layer_norm", to="mlp_post_norm"),
+            shared.attention(*(f"attention.{name}_lin" for name in ("q", "k", "v", "out"))),
+            shared.mlp(up="ffn.lin1", down="ffn.lin2"),
+        ),
+    ),
+    head_tensors=_head_tensors(
+        _word_head(
+            _transform("vocab_transform", "vocab_layer_norm"),
+            "vocab_projector",
+            "vocab_projector.bias",
+        ),
+        (),
+        (*_pooler("pre_classifier"), *_classifier("classifier")),
+    ),
+)
+
+# --- ELECTRA --------------------------------------------------------------------------------------
+
+
+class EmbeddingSize(FieldGroup):
+    """The size of embeddings, projected if it is another."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        size, features = take("embedding_size", 128, kind=SIZE), take("hidden_size", kind=SIZE)
+        return {"token_dim": 0 if size == features else size}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("token_dim", "embed_dim"):
+            edit.content["embedding_size"] = edit.config.token_dim or edit.config.embed_dim
+
+
+# The discriminator says of each token whether it was replaced; the generator masks words.
+_ELECTRA_HEADS = _heads("Electra", _OWN_GELU, {"pooler": True}, pooler=False)
+_ELECTRA_CLASSES = {"head": "first", "pooler": True, "pooler_activation": "exact_gelu"}
+
+ELECTRA = Family(
+    fields={**BERT.fields, "tie_word_embeddings": Field("tied_head", default=True)},
+    fixed=_AFTER,
+    groups=[EmbeddingSize(), shared.Labels()],
+    architectures={
+        **_ELECTRA_HEADS,
+        "ElectraForSequenceClassification": _ELECTRA_CLASSES,
+        "ElectraForPreTraining": {
+            "head": "binary",
+            "head_transform": True,
+            "head_transform_norm": False,
+        },
+    },
+    neutral={"position_embedding_type": ("absolute",)},
+    harmless=(*("summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj"),),
+    prefix="electra.",
+    buffers=("embeddings.position_ids",),
+    tensors=(
+        *_trunk("electra"),
+        *linear("electra.embeddings_project", "embed_projection", "token", "embed"),
+    ),
+    head_tensors={
+        **_head_tensors(
+            _word_head(
+                _transform("generator_predictions.dense", "generator_predictions.LayerNorm"),
+                "generator_lm_head",
+                "generator_lm_head.bias",
+            ),
+            (),
+            _TWO_LAYERS,
+        ),
+        "binary": (
+            *linear("discriminator_predictions.dense", "head_dense", "embed", "output"),
+            *_classifier("discriminator_predictions.dense_prediction"),
+        ),
+    },
+)
+
+# --- MPNet ----------------------------------------------------------------------------------------
+
+# All layers add the same biases of distances to their scores. Its padding is token 1.
+MPNET = Family(
+    fields={**_FIELDS, **_DROPOUT, **_MAX_POSITIONS},
+    fixed={**_AFTER, "pad_token": 1, "relative_buckets": 32},
+    groups=[shared.Labels()],
+    architectures=_heads("MPNet", _OWN_GELU, {"pooler": True}),
+    neutral={"relative_attention_num_buckets": (32,), "tie_word_embeddings": (True,)},
+    prefix="mpnet.",
+    buffers=("embeddings.position_ids", "mpnet.pooler.dense.weight", "mpnet.pooler.dense.bias"),
+    tensors=(
+        *_embeddings("mpnet.embeddings", types=False),
+        *in_layers(
+            "mpnet.encoder.layer",
+            norm("attention.LayerNorm", to="attn_post_norm"),
+            norm("output.LayerNorm", to="mlp_post_norm"),
+            shared.attention(*(f"attention.attn.{name}" for name in ("q", "k", "v", "o"))),
+            shared.mlp(up="intermediate.dense", down="output.dense"),
+        ),
+        Tensor(
+            "mpnet.encoder.relative_attention_bias.weight",
+            "distances.embedding",
+            ("bucket", "heads"),
+        ),
+    ),
+    head_tensors=_head_tensors(_LM_HEAD, _pooler("mpnet.pooler.dense"), _TWO_LAYERS),
+)
+
+# --- ModernBERT -----------------------------------------------------------------------------------
+
+
+class LocalAttention(FieldGroup):
+    """Windows to both sides, of all layers but some."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        window = take("local_attention", 128, kind=INTEGER) // 2 + 1
+        period = take("global_attn_every_n_layers", 3, kind=SIZE)
+        return shared.windows_by_layer(take, window, lambda layer: layer % period > 0)
+
+    def write(self, edit: ConfigEdit) -> None:
+        shared.write_windows(edit)
+        window = edit.content.pop("sliding_window", None)
+        if window is not None:
+            edit.content["local_attention"] = 2 * (window - 1)
+
+
+class Pooling(FieldGroup):
+    """What the head of classes reads."""
+
+    names: ClassVar = {"cls": "first", "mean": "mean"}
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        name = take("classifier_pooling", "cls", kind=TEXT)
+        if name not in self.names:
+            raise PretrainedError(
+                f"classifier_pooling={brief(name)} is not supported, only 'cls' or 'mean'"
+            )
+        return {"pooling": self.names[name]}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("pooling"):
+            published = {pooling: name for name, pooling in self.names.items()}
+            edit.content["classifier_pooling"] = published[edit.config.pooling]
+
+
+class NormBias(FieldGroup):
+    """Whether norms have biases."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        has_bias = take("norm_bias", False, kind=BOOLEAN.or_null)
+        return {"norm": "layer" if has_bias else "layer_unbiased"}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("norm"):
+            edit.content["norm_bias"] = edit.config.norm == "layer"
+
+
+_BEFORE_HEAD = _transform("head.dense", "head.norm")
+_MODERN_CLASSES = (*_BEFORE_HEAD, *_classifier("classifier"))
+
+MODERNBERT = Family(
+    fields={
+        **shared.SIZES,
+        "attention_bias": Field("qkv_bias", "out_bias", default=False),
+        "classifier_activation": Field("head_activation", default="gelu"),
+        "classifier_bias": Field("head_transform_bias", default=False),
+        "decoder_bias": Field("head_bias", default=True),
+        "embedding_dropout": Field("embed_dropout", default=0.0),
+        "hidden_activation": Field("activation", default="gelu"),
+        "mlp_bias": Field("mlp_bias", default=False),
+        "norm_eps": Field("norm_epsilon", default=1e-5),
+        "tie_word_embeddings": Field("tied_head", default=True),
+    },
+    fixed={"causal": False, "embed_norm": True, "first_norm": False},
+    groups=[
+        RotaryByLayerType(
+            ("global_rope_theta", 160_000.0),
+            ("local_rope_theta", 10_000.0),
+            max_positions=8192,
+            is_scaled=False,
+        ),
+        LocalAttention(),
+        Pooling(),
+        NormBias(),
+        shared.Labels(),
+    ],
+    architectures={
+        name: {"head_transform": parts.get("head", "") is not None, **parts}
+        for name, parts in _heads("ModernBert", {}, {}, pooler=False).items()
+    },
+    # Dropout there stands in other places than here, and published models have none.
+    neutral={"attention_dropout": (0.0,), "mlp_dropout": (0.0,)},
+    harmless=(
+        *("cls_token_id", "deterministic_flash_attn", "initializer_cutoff_factor"),
+        *("layer_norm_eps", "position_embedding_type", "reference_compile"),
+        *("repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction"),
+    ),
+    tensors=(
+        *embedding("model.embeddings.tok_embeddings", to="embed", axis="vocab"),
+        *norm("model.embeddings.norm", to="embed_norm"),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms("attn_norm", "mlp_norm"),
+            *(
+                linear("attn.Wqkv", f"attn.{name}", "embed", (part(index, of=3), *HEADS))
+                for index, name in enumerate("qkv")
+            ),
+            linear("attn.Wo", to="attn.out", inputs=HEADS, outputs="embed"),
+            linear("mlp.Wi", "mlp.gate", "embed", (part(0, of=2), "mlp")),
+            linear("mlp.Wi", "mlp.up", "embed", (part(1, of=2), "mlp")),
+            linear("mlp.Wo", to="mlp.down", inputs="mlp", outputs="embed"),
+        ),
+        *norm("model.final_norm", to="final_norm"),
+    ),
+    head_tensors={
+        "tokens": _word_head(_BEFORE_HEAD, "decoder", "decoder.bias"),
+        "first": _MODERN_CLASSES,
+        "each": _MODERN_CLASSES,
+        "span": _MODERN_CLASSES,
+    },
 )
 
 # --- ViT ------------------------------------------------------------------------------------------
@@ -100,9 +439,29 @@ BERT = Family(
 class PatchPositions(FieldGroup):
     """The number of positions: of patches, and one for the first."""
 
+    def __init__(self, patch_size: int) -> None:
+        self.patch_size = patch_size
+
     def read(self, take: Taker) -> Mapping[str, Any]:
-        per_side = take("image_size", 224, kind=SIZE) // max(take("patch_size", 16, kind=SIZE), 1)
+        side = take("patch_size", self.patch_size, kind=SIZE)
+        per_side = take("image_size", 224, kind=SIZE) // max(side, 1)
         return {"vocab_size": 0, "max_positions": per_side**2 + 1}
+
+
+def _patches(model: str) -> Tensors:
+    """Describes the embeddings of images."""
+    one = part(0, of=1)
+    return (
+        Tensor(f"{model}.cls_token", "first", (one, one, "embed")),
+        Tensor(f"{model}.position_embeddings", "positions.embedding", (one, "position", "embed")),
+        Tensor(
+            f"{model}.patch_embeddings.projection.weight",
+            "patches.kernel",
+            ("embed", "channel", "row", "column"),
+            ("row", "column", "channel", "embed"),
+        ),
+        Tensor(f"{model}.patch_embeddings.projection.bias", "patches.bias", ("embed",)),
+    )
 
 
 VIT = Family(
@@ -116,7 +475,7 @@ VIT = Family(
         "qkv_bias": Field("qkv_bias", default=True),
     },
     fixed=_FIXED,
-    groups=[PatchPositions(), shared.Labels()],
+    groups=[PatchPositions(16), shared.Labels()],
     architectures={
         "ViTForImageClassification": {"head": "first"},
         "ViTModel": {"head": None, "pooler": True},
@@ -126,19 +485,7 @@ VIT = Family(
     prefix="vit.",
     buffers=(),
     tensors=(
-        Tensor("vit.embeddings.cls_token", "first", (part(0, of=1), part(0, of=1), "embed")),
-        Tensor(
-            "vit.embeddings.position_embeddings",
-            "positions.embedding",
-            (part(0, of=1), "position", "embed"),
-        ),
-        Tensor(
-            "vit.embeddings.patch_embeddings.projection.weight",
-            "patches.kernel",
-            ("embed", "channel", "row", "column"),
-            ("row", "column", "channel", "embed"),
-        ),
-        Tensor("vit.embeddings.patch_embeddings.projection.bias", "patches.bias", ("embed",)),
+        *_patches("vit.embeddings"),
         *in_layers(
             "vit.encoder.layer",
             norm("layernorm_before", to="attn_norm"),
@@ -147,6 +494,68 @@ VIT = Family(
         ),
         *norm("vit.layernorm", to="final_norm"),
         *_pooler("vit.pooler.dense"),
-        *_CLASSIFIER,
+        *_classifier("classifier"),
+    ),
+)
+
+# --- DINOv2 ---------------------------------------------------------------------------------------
+
+
+class MlpRatio(FieldGroup):
+    """The size of the MLP's hidden layer, by a ratio."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        ratio = take("mlp_ratio", 4, kind=NUMBER.positive)
+        return {"mlp_dim": int(take("hidden_size", kind=SIZE) * ratio)}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("mlp_dim", "embed_dim"):
+            ratio = edit.config.mlp_dim / edit.config.embed_dim
+            edit.content["mlp_ratio"] = int(ratio) if ratio.is_integer() else ratio
+
+
+# What attention and MLP add is scaled. The head reads the first position and the mean of patches.
+_DINO_FIELDS = {name: field for name, field in VIT.fields.items() if name != "intermediate_size"}
+DINOV2 = Family(
+    fields={
+        **_DINO_FIELDS,
+        "layer_norm_eps": Field("norm_epsilon", default=1e-6),
+        "patch_size": Field("patch_size", default=14),
+        "use_mask_token": Field("mask_patch", default=True),
+    },
+    fixed={**_FIXED, "layer_scale": True},
+    groups=[PatchPositions(14), MlpRatio(), shared.Labels()],
+    architectures={
+        "Dinov2ForImageClassification": {"head": "first", "pooling": "first_and_mean"},
+        "Dinov2Model": {"head": None},
+    },
+    # In evaluation a rate of paths changes nothing, but training would differ.
+    neutral={"drop_path_rate": (0.0,), "use_swiglu_ffn": (False,)},
+    harmless=(
+        *("apply_layernorm", "layerscale_value", "out_features", "out_indices"),
+        *("reshape_hidden_states", "stage_names", "tie_word_embeddings"),
+    ),
+    prefix="dinov2.",
+    buffers=(),
+    tensors=(
+        *_patches("dinov2.embeddings"),
+        Tensor("dinov2.embeddings.mask_token", "mask_patch", (part(0, of=1), "embed")),
+        *in_layers(
+            "dinov2.encoder.layer",
+            shared.pre_norms("norm1", "norm2"),
+            shared.attention(
+                "attention.attention.query",
+                "attention.attention.key",
+                "attention.attention.value",
+                "attention.output.dense",
+            ),
+            shared.mlp(up="mlp.fc1", down="mlp.fc2"),
+            (
+                Tensor("layer_scale1.lambda1", "attn_scale", ("embed",)),
+                Tensor("layer_scale2.lambda1", "mlp_scale", ("embed",)),
+            ),
+        ),
+        *norm("dinov2.layernorm", to="final_norm"),
+        *_classifier("classifier"),
     ),
 )

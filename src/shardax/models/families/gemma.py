@@ -165,7 +165,9 @@ GEMMA3_TEXT = Family(
     },
     fixed={"norm": "rms_offset", "norm_placement": "sandwich", "qk_norm": "head"},
     groups=[
-        RotaryByLayerType(1e6, 1e4, local_name="rope_local_base_freq", max_positions=131_072),
+        RotaryByLayerType(
+            ("rope_theta", 1e6), ("rope_local_base_freq", 1e4), max_positions=131_072
+        ),
         ScaledEmbedding(),
         Activation("hidden_activation"),
         QueryScale(),

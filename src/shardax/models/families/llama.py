@@ -126,7 +126,7 @@ OLMO3 = Family(
     fields=OLMO2.fields,
     fixed=OLMO2.fixed,
     groups=[
-        RotaryByLayerType(500_000.0, 500_000.0),
+        RotaryByLayerType(("rope_theta", 500_000.0), ("", 500_000.0)),
         shared.WindowsByLayer(4096, lambda layer: (layer + 1) % 4 > 0, needs_size=True),
     ],
     architectures=shared.causal_lm("Olmo3"),

@@ -16,6 +16,9 @@ from shardax.models.tensors import parse_table
 FAMILIES: dict[str, Family] = {
     "bert": encoders.BERT,
     "cohere2": relatives.COHERE2,
+    "dinov2": encoders.DINOV2,
+    "distilbert": encoders.DISTILBERT,
+    "electra": encoders.ELECTRA,
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
     "gemma3_text": gemma.GEMMA3_TEXT,
@@ -28,6 +31,8 @@ FAMILIES: dict[str, Family] = {
     "ministral": llama.MINISTRAL,
     "mistral": llama.MISTRAL,
     "mixtral": llama.MIXTRAL,
+    "modernbert": encoders.MODERNBERT,
+    "mpnet": encoders.MPNET,
     "nemotron": relatives.NEMOTRON,
     "olmo2": llama.OLMO2,
     "olmo3": llama.OLMO3,
@@ -38,14 +43,17 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen.QWEN2_MOE,
     "qwen3": qwen.QWEN3,
     "qwen3_moe": qwen.QWEN3_MOE,
+    "roberta": encoders.ROBERTA,
     "smollm3": relatives.SMOLLM3,
     "starcoder2": gpt.STARCODER2,
     "vit": encoders.VIT,
+    "xlm-roberta": encoders.XLM_ROBERTA,
 }
 # In this order for a model without a file: the plain and widely served ones first.
 _NEW_MODELS_TEXT = """
 llama mistral qwen2 qwen3 mixtral qwen3_moe olmo2 gemma gemma2 gemma3_text phi gpt2 gpt_neox
-starcoder2 bert vit
+starcoder2 bert vit roberta xlm-roberta distilbert electra mpnet modernbert
+dinov2
 """
 NEW_MODEL_TYPES = tuple(_NEW_MODELS_TEXT.split())
 
@@ -57,8 +65,8 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
         model_type: As in ``config.json``. A type that is known already is replaced.
         like: A known type, of which everything is taken that is not given; mappings and lists are
             added to its own.
-        **parts: ``fields``, ``tensors``, ``groups``, ``fixed``, ``defaults``, ``derive``,
-            ``architectures``, ``neutral``, ``harmless``, ``prefix``, ``buffers``; see
+        **parts: ``fields``, ``tensors``, ``head_tensors``, ``groups``, ``fixed``, ``defaults``,
+            ``derive``, ``architectures``, ``neutral``, ``harmless``, ``prefix``, ``buffers``; see
             ``docs/pretrained.md``.
 
     Raises:

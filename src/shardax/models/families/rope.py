@@ -21,6 +21,7 @@ from shardax.models.family import (
 from shardax.nn.rope import Rope
 
 OLDER_ROPE_FIELDS = (
+    *("global_rope_theta", "local_rope_theta"),
     *("partial_rotary_factor", "rope_local_base_freq", "rope_scaling", "rope_theta"),
     *("rotary_emb_base", "rotary_pct"),
 )
@@ -192,19 +193,25 @@ class RotaryByLayerType(FieldGroup):
     """Rotary embeddings of layers with a window and without."""
 
     def __init__(
-        self, base: float, local_base: float, *, local_name: str = "", max_positions: int = 2048
+        self,
+        full: tuple[str, float],
+        sliding: tuple[str, float],
+        *,
+        max_positions: int = 2048,
+        is_scaled: bool = True,
     ) -> None:
-        # ``local_name`` is an older field of the base in layers with a window.
-        self.base, self.local_base, self.local_name = base, local_base, local_name
+        # Older fields of the bases, "" for none, and what they are where the file has none.
+        self.full, self.sliding = full, sliding
         self.max_positions = max_positions
+        self.is_scaled = is_scaled  # whether rope_scaling is read
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        scaling = take("rope_scaling", None, kind=TABLE.or_null) or {}
+        scaling = (self.is_scaled and take("rope_scaling", None, kind=TABLE.or_null)) or {}
         parameters = take("rope_parameters", None, kind=TABLE.or_null) or {}
-        base = take("rope_theta", None, kind=NUMBER.or_null) or self.base
-        local_base = self.local_base
-        if self.local_name:
-            local_base = take(self.local_name, None, kind=NUMBER.or_null) or local_base
+        base, local_base = (
+            (name and take(name, None, kind=NUMBER.or_null)) or default
+            for name, default in (self.full, self.sliding)
+        )
         wrong = [name for name in parameters if name not in LAYER_TYPES]
         wrong += [n for n in LAYER_TYPES if not isinstance(parameters.get(n) or {}, dict)]
         if wrong:

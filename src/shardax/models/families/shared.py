@@ -75,7 +75,7 @@ class Labels(FieldGroup):
         return {"num_classes": len(names) if names else count}
 
     def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes("num_classes") or edit.config.head != "first":
+        if not edit.changes("num_classes") or edit.config.head not in ("first", "each"):
             return
         labels = {str(index): f"LABEL_{index}" for index in range(edit.config.num_classes)}
         edit.content.pop("num_labels", None)
@@ -113,7 +113,13 @@ def read_windows(
     take: Taker, default: int | None, is_local: Callable[[int], bool]
 ) -> dict[str, Any]:
     """Reads the window, and its layers."""
-    window = take("sliding_window", default, kind=SIZE.or_null)
+    return windows_by_layer(take, take("sliding_window", default, kind=SIZE.or_null), is_local)
+
+
+def windows_by_layer(
+    take: Taker, window: int | None, is_local: Callable[[int], bool]
+) -> dict[str, Any]:
+    """Reads the layers that have a window."""
     types = take("layer_types", None, kind=TEXTS.or_null)
     count = take("num_hidden_layers", kind=SIZE)
     if types is None:
