@@ -45,6 +45,11 @@ from shardax._core.state.split_merge import split as split
 from shardax._core.state.split_merge import state as state
 from shardax._core.state.split_merge import update as update
 from shardax._core.state.state import State as State
+from shardax._core.state.streams import fork_rngs as fork_rngs
+from shardax._core.state.streams import with_rngs as with_rngs
+from shardax._core.state.walk import iter_graph as iter_graph
+from shardax._core.state.walk import map as map
+from shardax._core.state.walk import recursive_map as recursive_map
 from shardax._core.variable import BatchStat as BatchStat
 from shardax._core.variable import Cache as Cache
 from shardax._core.variable import Intermediate as Intermediate
