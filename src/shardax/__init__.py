@@ -48,7 +48,7 @@ from shardax._core.state.state import State as State
 from shardax._core.state.streams import fork_rngs as fork_rngs
 from shardax._core.state.streams import with_rngs as with_rngs
 from shardax._core.state.walk import iter_graph as iter_graph
-from shardax._core.state.walk import map as map
+from shardax._core.state.walk import map as map  # noqa: A004 (its name in Flax)
 from shardax._core.state.walk import recursive_map as recursive_map
 from shardax._core.variable import BatchStat as BatchStat
 from shardax._core.variable import Cache as Cache
@@ -83,6 +83,7 @@ from shardax._transforms.jit.stages import Traced as Traced
 from shardax._transforms.lift.prefix import Carry as Carry
 from shardax._transforms.lift.prefix import StateAxes as StateAxes
 from shardax._transforms.lift.prefix import StateSharding as StateSharding
+from shardax._transforms.lift.prefix import prefix as prefix
 from shardax._transforms.vmap.batch_axes import Batch as Batch
 from shardax._transforms.vmap.batch_axes import BatchAxes as BatchAxes
 from shardax._transforms.vmap.batch_axes import BatchRow as BatchRow

@@ -221,6 +221,77 @@ class StateAxes(FilterMapping):
                 )
 
 
+def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -> Any:
+    """Makes a prefix of axes or shardings for a model, with one entry per path.
+
+    Args:
+        tree: A Module, Variable, or pytree of these and arrays: one argument of the function that
+            is transformed.
+        entries: A mapping from filters to entries, of which the first that matches decides; or a
+            function of path and Variable (or array), which returns the entry.
+
+    Returns:
+        What ``in_axes``, ``in_shardings`` and the like take for the argument: of a Module a
+        ``State`` of entries, which ``StateAxes`` and ``StateSharding`` take too; of a container,
+        the container with these in it.
+
+    Raises:
+        PrefixError: If no filter matches.
+        InconsistentAliasingError: If a Variable has different entries by two paths.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> layer.bias.value = jnp.zeros((4, 3))
+        >>> axes = sx.prefix(layer, lambda path, variable: 0 if "bias" in path else None)
+        >>> axes.flat()
+        {('kernel',): None, ('bias',): 0}
+        >>> sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(layer, jnp.ones((4, 2))).shape
+        (4, 3)
+    """
+    graphs.check_tree(tree, "prefix")
+    if callable(entries):
+        entry_of: Callable[[Path, Any], Any] = entries
+    elif isinstance(entries, Mapping):
+        entry_of = _ByFilter(entries).lookup
+    else:
+        raise PrefixError(
+            f"sx.prefix takes a mapping from filters to entries, sx.prefix(model, "
+            f"{{sx.Param: 0, ...: None}}), or a function of path and Variable, but was given "
+            f"{entries!r}."
+        )
+    seen: list[tuple[Path, Any, Any]] = []
+
+    def entry_at(path: Path, leaf: Any) -> Any:
+        try:
+            entry = entry_of(path, leaf)
+        except FilterError as error:
+            raise PrefixError(f"sx.prefix: {error}") from error
+        seen.append((path, leaf, entry))
+        return entry
+
+    def of_part(keys: Any, part: Any) -> Any:
+        where = plain_path(keys)
+        if not isinstance(part, Object) or isinstance(part, Variable):
+            return entry_at(where, part)
+        flat = graphs.flatten(part)
+        pairs = zip(flat.leaf_paths, flat.leaves, strict=True)
+        by_path = {path: entry_at((*where, *path), leaf) for path, leaf in pairs}
+        for position, path in alias_paths(flat.graphdef):
+            entry_at((*where, *path), flat.leaves[position])
+        return State.from_flat(by_path)
+
+    result = jax.tree_util.tree_map_with_path(
+        of_part, tree, is_leaf=lambda item: isinstance(item, Object)
+    )
+    consistent(seen, "entries of sx.prefix")
+    return result
+
+
+class _ByFilter(FilterMapping):
+    """A filter mapping of entries of any kind."""
+
+
 def is_axis(entry: Any) -> bool:
     """Whether an entry is an axis: an integer that is no bool."""
     return isinstance(entry, int) and not isinstance(entry, bool)
