@@ -59,6 +59,7 @@ from shardax._core.variable import Param as Param
 from shardax._core.variable import Perturbation as Perturbation
 from shardax._core.variable import RngState as RngState
 from shardax._core.variable import Variable as Variable
+from shardax._transforms.capture import capture as capture
 from shardax._transforms.control.cond import cond as cond
 from shardax._transforms.control.cond import switch as switch
 from shardax._transforms.control.loops import fori_loop as fori_loop
