@@ -129,6 +129,7 @@ if _typing.TYPE_CHECKING:
     from shardax._transforms.shard_map import shard_map as shard_map
     from shardax.config.configure import Configuration as Configuration
     from shardax.config.configure import configure as configure
+    from shardax.view.tabulation import tabulate as tabulate
 
 
 _ON_FIRST_USE = frozenset(
@@ -147,6 +148,7 @@ _MODULE_OF = {
     "configure": "shardax.config.configure",
     "select": "shardax._select.selection",
     "shard_map": "shardax._transforms.shard_map",
+    "tabulate": "shardax.view.tabulation",
 }
 """Names whose module is imported when they are first used, likewise."""
 
