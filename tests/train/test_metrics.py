@@ -160,7 +160,11 @@ def test_misuse_is_named() -> None:
     ("metric", "given", "message"),
     [
         (Average("loss"), {"loss": 1.0, "weigths": 0.0}, "no weigths.*Did you mean 'weights'"),
-        (Welford(), {"values": 1.0, "loss": 1.0}, r"takes no loss=\.\.\., but mask=\.\.\., values=\.\.\."),
+        (
+            Welford(),
+            {"values": 1.0, "loss": 1.0},
+            r"takes no loss=\.\.\., but mask=\.\.\., values=\.\.\.",
+        ),
         (
             Accuracy(),
             {"logits": jnp.ones((1, 2)), "labels": jnp.zeros(1, int), "masks": 1},
