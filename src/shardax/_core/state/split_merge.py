@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
+from shardax._core._jax import is_ref
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, TreeError
@@ -78,6 +79,7 @@ def _read(flat: flatten.Flat, positions: Iterable[int] | None = None) -> State:
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
     values = flatten.values_of(flat.leaves[i] for i in chosen)
+    values = [value[...] if is_ref(value) else value for value in values]
     definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
     origins = [Origin(each.type, each.metadata) for each in definitions]
     return State.from_flat(
@@ -284,7 +286,9 @@ def clone(tree: T) -> T:
         >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
         (False, True)
     """
-    return _cloned(tree, lambda value: jax.tree.map(copied_leaf, snapshot(value)))
+    return _cloned(
+        tree, lambda value: jax.tree.map(copied_leaf, value if is_ref(value) else snapshot(value))
+    )
 
 
 def clone_sharing(tree: T) -> T:

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+
 from shardax._core.containers import box
-from shardax._core.errors import TreeError
+from shardax._core.errors import TreeError, VariableValueError
 from shardax._core.frames import owner_here
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
+from shardax._core.state.filters import Filter, to_predicate
 from shardax._core.state.split_merge import box_tree, clone, flat_tree, unbox_tree
 from shardax._core.variable import ArrayAttribute, Variable
 
@@ -114,6 +118,49 @@ def recursive_map(fn: PartFunction, tree: Any) -> Any:
     walk = flatten.GraphWalk()
     root = walk.encode(box_tree(tree), ())
     return unbox_tree(_Rebuilding(fn, walk)(root))
+
+
+def with_vars(tree: T, *, ref: bool, only: Filter = ...) -> T:
+    """Makes a model whose Variables hold a ``jax.Ref`` each, or arrays again.
+
+    Args:
+        tree: A Module, Variable, container or pytree of them; it stays as it is.
+        ref: Whether the Variables hold a ``jax.Ref`` with a copy of their value, or its array.
+        only: Filter of the Variables; the others stay the same.
+
+    Returns:
+        The new model, with new Modules. A Variable that was shared is shared in it. To make
+        Variables immutable use ``freeze``.
+
+    Raises:
+        VariableValueError: If a Variable holds a pytree.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> layer = sx.with_vars(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), ref=True)
+        >>> @jax.jit
+        ... def fill(layer):
+        ...     layer.bias[...] = jnp.ones(3)
+        >>> fill(layer)
+        >>> layer.bias.value.tolist()
+        [1.0, 1.0, 1.0]
+    """
+    predicate = to_predicate(only)
+
+    def changed(path: Path, part: Any) -> Any:
+        if not isinstance(part, Variable) or not predicate(path, part):
+            return part
+        value = part.value
+        if not ref:
+            return part.replace(value)
+        if not isinstance(value, jax.Array):
+            raise VariableValueError(
+                f"A jax.Ref holds one array, and the {type(part).__name__} at "
+                f"{format_path(path)} holds {value!r}. Leave it out: only=filter."
+            )
+        return part.replace(jax.new_ref(jnp.copy(value)))
+
+    return recursive_map(changed, tree)
 
 
 class _Rebuilding(flatten.ChildDecoder):

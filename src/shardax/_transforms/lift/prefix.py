@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardax._core._jax import is_ref
 from shardax._core.errors import FilterError
-from shardax._core.frames import exclusive, is_eager
+from shardax._core.frames import exclusive, is_eager, kind_of
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
@@ -576,6 +577,12 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
         pairs = [(leaf, to) for leaf, to in pairs if to is not None and not _is_at(leaf, to)]
         for leaf, to in pairs:  # raises before anything is moved
             getattr(to, "sharding", to).shard_shape(tuple(leaf.shape))
+        if pairs and is_ref(variable._value):
+            raise PrefixError(
+                f"A {kind_of(variable)} of {variable.dtype}{list(variable.shape)} holds a jax.Ref, "
+                f"which stays where it is, and its entry is {entry!r}. Make the Ref there: "
+                f"jax.new_ref(jax.device_put(x, sharding))."
+            )
         if pairs:
             moved.append((variable, variable._value, sharding))
     lazy = [row for row in moved if isinstance(row[1], LazyValue)]
@@ -603,7 +610,7 @@ def _in_scope(entry: Any) -> Any:
 
 
 def _is_at(leaf: Any, sharding: Any) -> bool:
-    if not isinstance(leaf, jax.Array):
+    if not (isinstance(leaf, jax.Array) or is_ref(leaf)):
         return False
     if not isinstance(sharding, jax.sharding.Sharding):
         return getattr(leaf, "format", None) == sharding
