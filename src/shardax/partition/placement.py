@@ -201,7 +201,7 @@ def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
         elif is_ref(array):
             text = (
                 f"{format_path(info.path)}: holds a jax.Ref, which stays where it is. Lay the "
-                "model out first, and make Refs then: sx.with_vars(sx.shard(model, mesh), ref=True)."
+                "model out first: sx.with_vars(sx.shard(model, mesh), ref=True)."
             )
             yield Diagnostic("error", info.path, "ref", text)
         elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
