@@ -9,6 +9,7 @@ the same to the caller's objects, outside, or changes nothing where something is
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Collection, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -202,7 +203,8 @@ def record_effects(
     places = tuple(
         (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
-    template = inputs.TreeTemplate(treedef, places) if places else None
+    texts = tuple((i, Static(leaf)) for i, leaf in enumerate(leaves) if isinstance(leaf, TEXTS))
+    template = inputs.TreeTemplate(treedef, places, texts) if places or texts else None
     new_objects = [*enumerate(walk.objects)][count:]
     for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
@@ -226,7 +228,9 @@ def record_effects(
     effects = Effects(
         tuple(written), updates, new, template, foreign, tuple(map(id, new_variables))
     )
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
+    arrays = result
+    if template is not None:
+        arrays = [leaf for leaf in leaves if not isinstance(leaf, (Object, *TEXTS))]
     return LiftedOutputs(arrays, values, fresh, effects)
 
 
@@ -379,11 +383,9 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
         epoch.advance()
     if effects.result is None:
         return outputs.result
-    leaves = list(outputs.result)
-    for place, position in effects.result.roots:
-        item = objects[position]
-        leaves.insert(place, item.value if isinstance(item, ArrayAttribute) else item)
-    return effects.result.treedef.unflatten(leaves)
+    returned = {position: objects[position] for _, position in effects.result.roots}
+    roots = {i: v.value if isinstance(v, ArrayAttribute) else v for i, v in returned.items()}
+    return inputs.join_argument(effects.result, outputs.result, roots)
 
 
 def _store(variable: Any, value: Any) -> None:
@@ -430,13 +432,17 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
             )
 
 
-def check_result(result: Any, name: str) -> None:
+TEXTS = (str, bytes, enum.Enum)
+"""What a compiled function may return besides arrays and objects, as it was when traced."""
+
+
+def check_result(result: Any, name: str, others: tuple[type, ...] = ()) -> None:
     """Raises if a function returned something that is neither arrays nor objects."""
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=graphs.is_object):
         if (
             isinstance(leaf, Object)
             or hasattr(leaf, "dtype")
-            or isinstance(leaf, (bool, int, float, complex))
+            or isinstance(leaf, (bool, int, float, complex, *others))
         ):
             continue
         where = jax.tree_util.keystr(key_path) or "the result itself"

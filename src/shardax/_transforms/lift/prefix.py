@@ -369,6 +369,31 @@ class AssignedPrefixes(NamedTuple):
     named: dict[str, Any]  # one per other argument, by name
 
 
+def entries_by_name(function: Any, prefix: Any) -> Any:
+    """Returns the entries of a dict by names of parameters; any other prefix as it is."""
+    parameters = {p.name for p in inputs.parameters_of(function) or ()}
+    is_by_name = type(prefix) is dict and prefix and parameters.issuperset(prefix)
+    return list(prefix.values()) if is_by_name else prefix
+
+
+def assign_by_name(
+    function: Any, prefix: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> AssignedPrefixes | None:
+    """Finds prefixes in a dict by names of parameters; None if it is none."""
+    if entries_by_name(function, prefix) is prefix:
+        return None
+    args, kwargs = inputs.by_position(function, args, kwargs)
+    labels = [inputs.parameter_name(function, position) for position in range(len(args))]
+    missing = [label for label in (*labels, *kwargs) if label not in prefix]
+    if missing:
+        raise PrefixError(
+            f"{name} has entries by name of argument, {', '.join(prefix)}, and none for "
+            f"{', '.join(missing)}. Give one for each argument of the call."
+        )
+    prefixes = [prefix[label] for label in labels]
+    return AssignedPrefixes(args, kwargs, prefixes, {key: prefix[key] for key in kwargs})
+
+
 def assign(
     function: Any,
     prefix: Any,
@@ -379,6 +404,9 @@ def assign(
 ) -> AssignedPrefixes:
     """Finds the prefix of every argument, by position or name."""
     # ``other`` is that of a keyword argument without an entry.
+    by_name = assign_by_name(function, prefix, args, kwargs, name)
+    if by_name is not None:
+        return by_name
     is_shared_prefix = is_one_entry(prefix)
     args, kwargs = inputs.by_position(
         function, args, kwargs, None if is_shared_prefix else len(prefix)
