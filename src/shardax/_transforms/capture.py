@@ -180,14 +180,15 @@ def _set_initial(model: Any, init: State, before: dict[int, Any]) -> set[int]:
                 f"at {format_path(path[:-1])}. Take it from an earlier call: y, init = "
                 f"sx.capture(model, sx.Perturbation)(x)."
             )
-        present = vars(holder).get(path[-1])
+        name = str(path[-1])
+        present = vars(holder).get(name)
         if isinstance(present, Variable):
             before.setdefault(id(present), (present, present.value))
             present.value = value
             continue
         kind = init.origins()[path].variable_type
         variable = (Perturbation if kind is Variable else kind)(value)
-        setattr(holder, path[-1], variable)
+        setattr(holder, name, variable)
         created.add(id(variable))
     return created
 

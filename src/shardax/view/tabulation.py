@@ -166,7 +166,8 @@ def tabulate(
     for path, module in iter_modules(model):
         if isinstance(module, (Rngs, RngStream)) or (depth is not None and len(path) > depth):
             continue
-        by_kind = [(kind, *total) for kind, total in sizes.get(path, {}).items()]
+        totals = sizes.get(path, {}).items()
+        by_kind = [(kind, elements, nbytes) for kind, (elements, nbytes) in totals]
         shapes = calls.get(path, ("", ""))
         count = counts.get(path, 0) if flops else None
         rows.append(
