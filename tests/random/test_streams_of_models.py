@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax import nn
@@ -56,8 +57,12 @@ def test_specific_filter_wins_over_everything() -> None:
 )
 def test_stream_chosen_twice_is_refused(options: Any) -> None:
     rngs = sx.Rngs(dropout=1)
-    with pytest.raises(FilterError, match=r"random stream at \.m\.dropout is chosen by split= and"):
+    text = r"random stream at \.m\.dropout is chosen by split= and"
+    with pytest.raises(FilterError, match=text) as caught:
         sx.with_rngs({"m": rngs}, **options)
+    fork = run_advice(caught.value, "sx.Not('dropout')", {"sx": sx})
+    assert sx.with_rngs(rngs, split={"dropout": 4}, fork=fork).dropout.key.shape == (4,)
+    rngs.reseed(dropout=1)
     assert _counts(rngs) == [0]
 
 

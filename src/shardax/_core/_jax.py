@@ -46,12 +46,6 @@ def is_prng_key(value: Any) -> bool:
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def is_ref(value: Any) -> bool:
-    """Whether a value is a ``jax.Ref``, also one that is traced."""
-    # Arrays are the usual case, and asking JAX about them takes longer.
-    return type(value) is jax.Ref or (isinstance(value, Tracer) and isinstance(value, jax.Ref))
-
-
 def check_version(version: tuple[int, ...] = jax.__version_info__) -> None:
     """Refuses a JAX too old; warns of one newer than tested."""
     installed, oldest, newest = (".".join(map(str, each)) for each in (version, OLDEST, NEWEST))

@@ -24,7 +24,7 @@ from shardax._core.errors import (
     NotAddressableError,
     VariableValueError,
 )
-from shardax._core.frames import in_one_step
+from shardax._core.frames import in_one_step, is_ref
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 
@@ -37,7 +37,7 @@ def as_value(value: Any, owner: str) -> Any:
         return value
     if isinstance(value, (np.ndarray, *_NUMBERS)):
         return _canonical(value, owner)
-    if _jax.is_ref(value):
+    if is_ref(value):
         return value
     return jax.tree.map(
         lambda leaf: _as_leaf(leaf, owner), value, is_leaf=lambda item: isinstance(item, Object)
@@ -51,7 +51,7 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
         return _canonical(leaf, owner)
     if isinstance(leaf, ArrayLike):  # a Variable stands for its value
         return leaf.value
-    if _jax.is_ref(leaf):
+    if is_ref(leaf):
         raise VariableValueError(
             f"A {owner} holds one jax.Ref or a pytree of arrays, but was given a pytree with a "
             f"jax.Ref in it. Make a {owner} of each: {owner}(jax.new_ref(x))."
@@ -205,7 +205,7 @@ def snapshot(value: Any) -> Any:
     """Copies a value that could change in place."""
     if isinstance(value, (jax.Array, LazyValue)):
         return value
-    if _jax.is_ref(value):
+    if is_ref(value):
         return value[...]
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 

@@ -58,6 +58,7 @@ from shardax._core.frames import (
     check_unwritten,
     exclusive,
     in_one_step,
+    is_ref,
     kind_of,
     local,
     note_read,
@@ -235,12 +236,12 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                 value = self._value
                 if isinstance(value, (np.ndarray, LazyValue)):
                     value = self._value = realise(value, self._owner)
-        return value[...] if _jax.is_ref(value) else value
+        return value[...] if is_ref(value) else value
 
     def _write(self, value: Any, check: bool = False) -> None:
         frame = local.frame
         target = self if self._owner is frame else resolve(self, frame)
-        if _jax.is_ref(target._value) and not _jax.is_ref(value):
+        if is_ref(target._value) and not is_ref(value):
             target._write_in_place(value)
             return
         if target._lock is not None:
@@ -288,7 +289,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             if not isinstance(new, jax.Array):
                 new, _ = _out_of_box(type(self), self.axes or (), new)
             old = self._here()._value
-            old = old[...] if _jax.is_ref(old) else old
+            old = old[...] if is_ref(old) else old
             self._write(assigned(old, new, kind_of(self)), check=True)
             return
         with in_one_step():
@@ -571,8 +572,8 @@ def copied_leaf(leaf: Any) -> Any:
     """Copies an array into memory of its own."""
     # So the copy outlives a donation of the original.
     if isinstance(leaf, _jax.Tracer):
-        return leaf[...] if _jax.is_ref(leaf) else leaf
-    if _jax.is_ref(leaf):
+        return leaf[...] if is_ref(leaf) else leaf
+    if is_ref(leaf):
         return jax.new_ref(jnp.copy(leaf[...]))
     if isinstance(leaf, jax.Array):
         return jnp.copy(leaf)

@@ -170,7 +170,7 @@ def _new_part(old: Any, new: Any) -> Any:
 
 
 def _set_initial(model: Any, init: State, before: dict[int, Any]) -> set[int]:
-    """Sets values by path; returns the ``id`` of the Variables that it made."""
+    """Sets values by path; returns the ``id`` of new Variables."""
     modules, created = dict(iter_modules(model)), set[int]()
     for path, value in init.flat().items():
         holder = modules.get(path[:-1])

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
-from shardax._core._jax import Tracer, is_ref
-from shardax._core.frames import check_trace, check_unlocked, is_eager, is_writable
+from shardax._core._jax import Tracer
+from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
 from shardax._core.graph.paths import format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object

@@ -80,7 +80,7 @@ class Welford(Metric):
         self.spread = MetricState(np.zeros((), np.float32))
 
     def update(self, **kwargs: Any) -> None:
-        """Takes in values (any shape, real) and, if given, their ``weights`` or ``mask``."""
+        """Takes in real values and, if given, their ``weights`` or ``mask``."""
         values = self._take(self.argname, kwargs).astype(jnp.float32)
         _refuse_unknown(self, kwargs, {self.argname, *_WEIGHTS})
         weights = _weights(_weights_and_mask(kwargs), values.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a model's Modules in one call: shapes, arrays by type, operations.
+"""The table of a model's Modules in one call.
 
 The call is traced on an abstract copy, so that nothing is allocated and the model stays as it is.
 """
@@ -31,7 +31,6 @@ from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.lift.engine import wraps
 from shardax._transforms.module_scopes import subclass
 from shardax.partition.specs import abstract
-from shardax.view.operations import module_operations
 from shardax.view.page import html_page
 from shardax.view.parameter_table import ViewError, format_bytes, format_count, html_table
 
@@ -48,6 +47,12 @@ class TabulationRow:
         sizes: (type of Variable, elements, bytes) for each type in it; a shared Variable counts
             where it is met first.
         flops: Operations of the call in it and in what it calls; None if they were not counted.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> row = sx.tabulate(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), jnp.ones((1, 2))).rows[0]
+        >>> row.type, row.inputs, row.outputs
+        ('Linear', 'float32[1,2]', 'float32[1,3]')
     """
 
     path: str
@@ -151,6 +156,8 @@ def tabulate(
     calls = _observed_calls(model, method, args, kwargs)
     counts: Mapping[Path, int] = {}
     if flops:
+        from shardax.view.operations import module_operations
+
         run = _MethodCall(method, kwargs)
         counts = module_operations(model, args, run)
     sizes: dict[Path, dict[str, list[int]]] = {}

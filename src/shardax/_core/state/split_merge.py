@@ -14,11 +14,10 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from shardax._core._jax import is_ref
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, TreeError
-from shardax._core.frames import check_structural_write, local, owner_here, resolve
+from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
 from shardax._core.graph.paths import Path, format_path
@@ -64,6 +63,7 @@ def _is_container(tree: Any, handler: handlers.Handler) -> bool:
 
 
 def unbox_tree(tree: Any) -> Any:
+    """Returns the tree with arrays as the user sees them."""
     handler = handlers.handler_of(tree)
     if isinstance(tree, State):
         values = {path: variable._value for path, variable in tree.flat().items()}

@@ -53,7 +53,7 @@ class _StreamRules:
         self.rules.append(_Rule("fork", [to_predicate(fork)], [None]))
 
     def key_for(self, path: Path, stream: RngStream) -> Any:
-        """Returns the new key of a stream after one draw, or None for no rule."""
+        """Returns the new key of a stream, or None for no rule."""
         if not self.only(path, stream.key):
             return None
         matches = [(rule, match) for rule in self.rules if (match := rule.match(path, stream))]
@@ -98,7 +98,7 @@ def with_rngs(
     broadcast: Sizes = None,
     only: Filter = ...,
 ) -> Any:
-    """Makes a model with other random streams, or a function that runs with them.
+    """Makes a model with other random streams, or a decorator.
 
     Args:
         tree: A Module, ``Rngs`` or pytree of them. Left out: returns a decorator of functions,
@@ -161,7 +161,7 @@ def _around(rules: _StreamRules, function: Callable[..., Any]) -> Callable[..., 
 def fork_rngs(
     tree: Any, *, split: Sizes = None, broadcast: Sizes = None, only: Filter = ...
 ) -> contextlib.AbstractContextManager[None]:
-    """Forks the random streams of a model in place, for the block of ``with``.
+    """Forks the random streams of a model for a block.
 
     Args:
         tree: A Module, ``Rngs`` or pytree of them.

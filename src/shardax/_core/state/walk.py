@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks over models, and new models made by a function of every part.
+"""Walks over models, and maps from models to models.
 
 The *parts* of a model are its Modules, its Variables and the arrays in its attributes. Each is met
 once, by its first path, however many paths lead to it.
@@ -89,7 +89,7 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
 
 
 def recursive_map(fn: PartFunction, tree: Any) -> Any:
-    """Makes a new model by a function of every part, from the inside out.
+    """Makes a new model by a function of every part.
 
     Args:
         fn: Called as ``fn(path, part)`` with each Module, Variable and plain array once, a Module

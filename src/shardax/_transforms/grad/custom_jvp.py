@@ -144,7 +144,7 @@ class CustomJvp(PickledByName):
 
 
 class _RuleRunner:
-    """The rule as a function of the arguments, with the tangents of this run."""
+    """The rule as a function of the arguments of a call."""
 
     def __init__(self, rule: Callable[..., Any], nondiff: Sequence[int]) -> None:
         self.rule = rule

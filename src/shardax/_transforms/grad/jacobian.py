@@ -91,7 +91,7 @@ def jacrev(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Any:
-    """Makes a function that returns the Jacobian, row by row in reverse mode.
+    """Makes a function that returns the Jacobian, in reverse mode.
 
     Values that the function writes into Variables are carried back, and are not differentiated.
 
@@ -130,7 +130,7 @@ def jacfwd(
     wrt: Any = Param,
     holomorphic: bool = False,
 ) -> Any:
-    """Makes a function that returns the Jacobian, column by column in forward mode.
+    """Makes a function that returns the Jacobian, in forward mode.
 
     Args:
         function: As for ``jacrev``.

@@ -24,7 +24,7 @@ from shardax._core.errors import (
     DonationError,
     TraceLeakError,
 )
-from shardax._core.frames import a_kind_of, kind_of, several
+from shardax._core.frames import a_kind_of, is_ref, kind_of, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
@@ -56,7 +56,7 @@ class InputGraph:
         )
 
     def values(self, refs: bool = False, donated: Container[int] = ()) -> list[Any]:
-        """Reads all values, materialising lazy ones; a ``jax.Ref`` as its array or itself."""
+        """Reads all values, materialising lazy ones."""
         values = read(self.leaves)
         unusual = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
         absent = [self.flat.leaf_paths[i] for i in unusual if self.leaves[i].is_abstract]
@@ -65,7 +65,7 @@ class InputGraph:
         if frames.local.frame is None and any(map(is_deleted, values)):
             refuse_deleted(self.flat.leaf_paths, values)
         self.read = values
-        places = [i for i in unusual if _jax.is_ref(values[i])]
+        places = [i for i in unusual if is_ref(values[i])]
         if places:
             self._check_refs(places, donated)
         if refs:
@@ -117,7 +117,7 @@ def abstract(leaves: Sequence[Any]) -> list[Any]:
     """Returns the values of resolved Variables, lazy ones as ``jax.ShapeDtypeStruct``."""
     return [
         jax.ShapeDtypeStruct(v._value.shape, v._value.dtype)
-        if isinstance(v._value, LazyValue) or _jax.is_ref(v._value)
+        if isinstance(v._value, LazyValue) or is_ref(v._value)
         else v._value
         for v in leaves
     ]
@@ -390,7 +390,7 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
 
 def _store(variable: Any, value: Any) -> None:
     """Stores a written value, in place where the Variable holds a ``jax.Ref``."""
-    if _jax.is_ref(variable._value):
+    if is_ref(variable._value):
         variable._write_in_place(value)
     else:
         variable._value = value

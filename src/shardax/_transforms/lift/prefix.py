@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardax._core._jax import is_ref
 from shardax._core.errors import FilterError
-from shardax._core.frames import exclusive, is_eager, kind_of
+from shardax._core.frames import exclusive, is_eager, is_ref, kind_of
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
@@ -223,7 +222,7 @@ class StateAxes(FilterMapping):
 
 
 def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -> Any:
-    """Makes a prefix of axes or shardings for a model, with one entry per path.
+    """Makes a prefix of axes or shardings by path.
 
     Args:
         tree: A Module, Variable, or pytree of these and arrays: one argument of the function that
@@ -370,7 +369,7 @@ class AssignedPrefixes(NamedTuple):
 
 
 def entries_by_name(function: Any, prefix: Any) -> Any:
-    """Returns the entries of a dict by names of parameters; any other prefix as it is."""
+    """Returns the entries in a dict by parameter; other prefixes unchanged."""
     parameters = {p.name for p in inputs.parameters_of(function) or ()}
     is_by_name = type(prefix) is dict and prefix and parameters.issuperset(prefix)
     return list(prefix.values()) if is_by_name else prefix
@@ -379,7 +378,7 @@ def entries_by_name(function: Any, prefix: Any) -> Any:
 def assign_by_name(
     function: Any, prefix: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> AssignedPrefixes | None:
-    """Finds prefixes in a dict by names of parameters; None if it is none."""
+    """Finds the prefix of every argument in a dict by parameter."""
     if entries_by_name(function, prefix) is prefix:
         return None
     args, kwargs = inputs.by_position(function, args, kwargs)
