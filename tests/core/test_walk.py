@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
+from tests.advice import run_advice
 from tests.strategies import Node, Pair, assert_equal_values, models
 
 import shardax as sx
@@ -124,8 +125,10 @@ def test_recursive_map_may_change_kinds_of_parts() -> None:
 def test_recursive_map_refuses_cycles_by_path() -> None:
     model = Node()
     model.child = Node()
-    model.child.parent = model
-    with pytest.raises(
-        TreeError, match=r"cannot replace the Node at the model itself|holds itself"
-    ):
+    model.child.parent = model.child
+    text = r"cannot replace the Node at \.child from .* holds itself"
+    with pytest.raises(TreeError, match=text) as caught:
         sx.recursive_map(lambda path, part: part, model)
+    names = {"sx": sx, "fn": lambda path, part: part, "model": model}
+    new = run_advice(caught.value, "sx.map(fn, model)", names)
+    assert new.child.parent is new.child is not model.child

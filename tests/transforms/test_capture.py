@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax import nn
@@ -102,8 +103,12 @@ def test_init_gives_gradients_of_perturbations() -> None:
     )(changes)
     assert _values(of_changes) == {("inner", "change"): [78.0]}  # 2 * 13 * (2 + 1)
     assert _names(model) == {"inner", "note", "scale", "calls", "seen"}
-    with pytest.raises(StateMismatchError, match=r"for \.other\.change, but there is no Module"):
+    with pytest.raises(
+        StateMismatchError, match=r"for \.other\.change, but there is no Module"
+    ) as caught:
         sx.capture(model, init={"other": {"change": X}})(X)
+    run = run_advice(caught.value, "sx.capture(model, sx.Perturbation)", {"sx": sx, "model": model})
+    assert float(run(X)[0]) == 13.0
 
 
 def test_method_outputs_are_captured_by_name() -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.strategies import Node
 
 import shardax as sx
@@ -54,9 +55,12 @@ def test_prefix_of_shardings_lays_out(auto_mesh: Mesh) -> None:
 def test_prefix_without_one_entry_is_refused() -> None:
     with pytest.raises(PrefixError, match=r"No filter matches the BatchStat at \.stat"):
         sx.prefix(_model(), {sx.Param: 0})
-    with pytest.raises(PrefixError, match="takes a mapping from filters to entries"):
+    with pytest.raises(PrefixError, match="takes a mapping from filters to entries") as caught:
         sx.prefix(_model(), 0)  # type: ignore[arg-type]
     model = _model()
+    names = {"sx": sx, "model": model, "rest": ...}
+    axes = run_advice(caught.value, "sx.prefix(model, {sx.Param: 0, ...: None})", names)
+    assert axes.flat() == {("w",): 0, ("stat",): None, ("inner", "scale"): None}
     model.tied = model.w
     with pytest.raises(InconsistentAliasingError, match=r"\.w: 0\n.*\.tied: None"):
         sx.prefix(model, lambda path, part: None if path == ("tied",) else 0)

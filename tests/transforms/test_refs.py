@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.advice import run_advice
 from tests.strategies import Node
 
 import shardax as sx
@@ -154,14 +155,20 @@ def test_with_vars_changes_chosen_variables_alone() -> None:
 
 def test_what_a_ref_cannot_do_is_refused(auto_mesh: Mesh) -> None:
     model = _model()
-    with pytest.raises(DonationError, match=r"The Param at \.model\.w holds a jax\.Ref"):
+    with pytest.raises(DonationError, match=r"The Param at \.model\.w holds a jax\.Ref") as caught:
         sx.jit(lambda model: model.w.sum(), donate_argnums=0)(model)
+    names: dict[str, Any] = {"sx": sx, "model": model, "mesh": auto_mesh}
+    arrays = run_advice(caught.value, "sx.with_vars(model, ref=False)", names)
+    assert not _is_ref(arrays.w)
     with pytest.raises(VariableValueError, match=r"jax\.Ref of float32\[2\].*take float32\[3\]"):
         model.w.value = jnp.ones(3)
     with pytest.raises(VariableValueError, match="or a pytree of arrays, but was given a pytree"):
         sx.Variable((jax.new_ref(jnp.ones(2)),))
-    with pytest.raises(PartitionCheckError, match=r"\.w: holds a jax\.Ref, which stays"):
+    with pytest.raises(PartitionCheckError, match=r"\.w: holds a jax\.Ref, which stays") as caught:
         sx.shard(model, auto_mesh, {"embed": "data"})
+    names["model"] = nn.Linear(2, 2, rngs=sx.Rngs(0))
+    placed = run_advice(caught.value, "sx.with_vars(sx.shard(model, mesh), ref=True)", names)
+    assert _is_ref(placed.kernel)
     over = NamedSharding(auto_mesh, PartitionSpec("data"))
     with pytest.raises(PrefixError, match="which stays where it is, and its entry is"):
         sx.jit(
