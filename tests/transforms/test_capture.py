@@ -138,7 +138,8 @@ def test_method_outputs_reach_into_compiled_and_stacked_layers() -> None:
 def test_misuse_of_capture_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"model as its first argument.*float"):
         sx.capture(lambda x: x, sx.Intermediate)(1.0)
+    name: Any = "seen"
     with pytest.raises(ArgumentError, match="takes types of Variables"):
-        sx.capture(Inner(), "seen")
+        sx.capture(Inner(), name)
     with pytest.raises(ArgumentError, match="a callable Module, not a int"):
         sx.capture(3, sx.Intermediate)

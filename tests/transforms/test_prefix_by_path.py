@@ -55,8 +55,9 @@ def test_prefix_of_shardings_lays_out(auto_mesh: Mesh) -> None:
 def test_prefix_without_one_entry_is_refused() -> None:
     with pytest.raises(PrefixError, match=r"No filter matches the BatchStat at \.stat"):
         sx.prefix(_model(), {sx.Param: 0})
+    axis: Any = 0
     with pytest.raises(PrefixError, match="takes a mapping from filters to entries") as caught:
-        sx.prefix(_model(), 0)  # type: ignore[arg-type]
+        sx.prefix(_model(), axis)
     model = _model()
     names = {"sx": sx, "model": model, "rest": ...}
     axes = run_advice(caught.value, "sx.prefix(model, {sx.Param: 0, ...: None})", names)

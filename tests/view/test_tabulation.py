@@ -83,5 +83,6 @@ def test_misuse_of_tabulate_is_refused(options: Any, message: str) -> None:
 
 
 def test_tabulate_takes_modules_alone() -> None:
+    models: Any = {}
     with pytest.raises(ViewError, match="model is a dict, not a Module"):
-        sx.tabulate({}, X)  # type: ignore[arg-type]
+        sx.tabulate(models, X)
