@@ -45,6 +45,12 @@ from shardax._core.state.split_merge import split as split
 from shardax._core.state.split_merge import state as state
 from shardax._core.state.split_merge import update as update
 from shardax._core.state.state import State as State
+from shardax._core.state.streams import fork_rngs as fork_rngs
+from shardax._core.state.streams import with_rngs as with_rngs
+from shardax._core.state.walk import iter_graph as iter_graph
+from shardax._core.state.walk import map as map  # noqa: A004 (its name in Flax)
+from shardax._core.state.walk import recursive_map as recursive_map
+from shardax._core.state.walk import with_vars as with_vars
 from shardax._core.variable import BatchStat as BatchStat
 from shardax._core.variable import Cache as Cache
 from shardax._core.variable import Intermediate as Intermediate
@@ -54,16 +60,23 @@ from shardax._core.variable import Param as Param
 from shardax._core.variable import Perturbation as Perturbation
 from shardax._core.variable import RngState as RngState
 from shardax._core.variable import Variable as Variable
+from shardax._transforms.capture import capture as capture
+from shardax._transforms.checkify import checkify as checkify
 from shardax._transforms.control.cond import cond as cond
 from shardax._transforms.control.cond import switch as switch
 from shardax._transforms.control.loops import fori_loop as fori_loop
 from shardax._transforms.control.loops import while_loop as while_loop
 from shardax._transforms.control.scan import scan as scan
+from shardax._transforms.grad.custom_jvp import CustomJvp as CustomJvp
+from shardax._transforms.grad.custom_jvp import custom_jvp as custom_jvp
 from shardax._transforms.grad.custom_vjp import CustomVjp as CustomVjp
 from shardax._transforms.grad.custom_vjp import custom_vjp as custom_vjp
 from shardax._transforms.grad.grad import DiffState as DiffState
 from shardax._transforms.grad.grad import grad as grad
 from shardax._transforms.grad.grad import value_and_grad as value_and_grad
+from shardax._transforms.grad.jacobian import hessian as hessian
+from shardax._transforms.grad.jacobian import jacfwd as jacfwd
+from shardax._transforms.grad.jacobian import jacrev as jacrev
 from shardax._transforms.grad.vjp import jvp as jvp
 from shardax._transforms.grad.vjp import safe_where as safe_where
 from shardax._transforms.grad.vjp import vjp as vjp
@@ -78,6 +91,7 @@ from shardax._transforms.jit.stages import Traced as Traced
 from shardax._transforms.lift.prefix import Carry as Carry
 from shardax._transforms.lift.prefix import StateAxes as StateAxes
 from shardax._transforms.lift.prefix import StateSharding as StateSharding
+from shardax._transforms.lift.prefix import prefix as prefix
 from shardax._transforms.vmap.batch_axes import Batch as Batch
 from shardax._transforms.vmap.batch_axes import BatchAxes as BatchAxes
 from shardax._transforms.vmap.batch_axes import BatchRow as BatchRow
@@ -122,6 +136,7 @@ if _typing.TYPE_CHECKING:
     from shardax._transforms.shard_map import shard_map as shard_map
     from shardax.config.configure import Configuration as Configuration
     from shardax.config.configure import configure as configure
+    from shardax.view.tabulation import tabulate as tabulate
 
 
 _ON_FIRST_USE = frozenset(
@@ -140,6 +155,7 @@ _MODULE_OF = {
     "configure": "shardax.config.configure",
     "select": "shardax._select.selection",
     "shard_map": "shardax._transforms.shard_map",
+    "tabulate": "shardax.view.tabulation",
 }
 """Names whose module is imported when they are first used, likewise."""
 

@@ -80,10 +80,12 @@ def test_nested_mappings_states_and_variables_make_a_state() -> None:
 
 def test_filter_keeps_and_split_partitions() -> None:
     state = sx.state(_model())
-    assert list(state.filter(sx.BatchStat, sx.PathContains(0)).flat()) == [
+    assert list(state.filter((sx.BatchStat, sx.PathContains(0))).flat()) == [
         PATHS[i] for i in (0, 1, 3)
     ]
     assert list(state.filter().flat()) == []
+    params, stats = state.filter(sx.Param, sx.BatchStat)
+    assert (list(params.flat()), list(stats.flat())) == (PATHS[0:3:2], PATHS[1:4:2])
     slow, rest = state.split("slow", ...)
     assert (list(slow.flat()), list(rest.flat())) == (PATHS[0:3:2], [PATHS[1], PATHS[3], PATHS[4]])
     with pytest.raises(

@@ -91,6 +91,29 @@ def test_accuracy_takes_weights() -> None:
     assert float(accuracy.compute()) == 1.0
 
 
+def test_accuracy_with_threshold_takes_two_classes() -> None:
+    accuracy = Accuracy(threshold=0.5)
+    logits, labels = jnp.array([[0.2, 0.7], [0.9, 0.5]]), jnp.array([[0, 1], [0, 1]])
+    accuracy.update(logits=logits, labels=labels)
+    assert float(accuracy.compute()) == 0.5
+    accuracy.update(logits=logits[0], labels=labels[0] > 0, weights=jnp.array([1, 3]))
+    assert float(accuracy.compute()) == 0.75
+    with pytest.raises(TrainError, match=r"labels 0 and 1 of that shape, but was given float32"):
+        accuracy.update(logits=logits, labels=logits)
+    with pytest.raises(TrainError, match="threshold=True must be a number or None"):
+        Accuracy(threshold=True)
+
+
+def test_mask_and_weights_count_together() -> None:
+    values, mask = jnp.array([[1.0, jnp.nan], [3.0, 5.0]]), jnp.array([[True, False], [True, True]])
+    average, masked = Average(), Average()
+    average.update(values=values, mask=mask, weights=jnp.array([3, 1]))
+    masked.update(values=values, mask=mask)
+    assert (float(average.compute()), float(masked.compute())) == (pytest.approx(2.2), 3.0)
+    with pytest.raises(TrainError, match="mask= has dtype int32"):
+        masked.update(values=values, mask=jnp.ones(2, int))
+
+
 def test_reset_metric_is_nan_until_updated() -> None:
     metrics = MultiMetric(loss=Average("loss"), spread=Welford("loss"))
     metrics.update(loss=jnp.ones(3))
@@ -137,11 +160,15 @@ def test_misuse_is_named() -> None:
     ("metric", "given", "message"),
     [
         (Average("loss"), {"loss": 1.0, "weigths": 0.0}, "no weigths.*Did you mean 'weights'"),
-        (Welford(), {"values": 1.0, "loss": 1.0}, r"takes no loss=\.\.\., but values=\.\.\."),
+        (
+            Welford(),
+            {"values": 1.0, "loss": 1.0},
+            r"takes no loss=\.\.\., but mask=\.\.\., values=\.\.\.",
+        ),
         (
             Accuracy(),
-            {"logits": jnp.ones((1, 2)), "labels": jnp.zeros(1, int), "mask": 1},
-            "no mask",
+            {"logits": jnp.ones((1, 2)), "labels": jnp.zeros(1, int), "masks": 1},
+            "no masks",
         ),
         (MultiMetric(a=Average("loss"), b=Accuracy()), {"loss": 1.0, "lables": 1}, "'labels'"),
         (MultiMetric(a=MultiMetric(b=Average("loss"))), {"los": 1.0}, "'loss'"),

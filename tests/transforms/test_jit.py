@@ -286,8 +286,8 @@ def test_steady_call_names_nonarray_argument() -> None:
 
 
 def test_a_result_that_is_no_array_is_named() -> None:
-    with pytest.raises(OutputError, match=r"returned 'done' of type str at \['status'\]"):
-        sx.jit(lambda model: {"model": model, "status": "done"})(Scale())
+    with pytest.raises(OutputError, match=r"returned .* of type slice at \['part'\]"):
+        sx.jit(lambda model: {"model": model, "part": slice(3)})(Scale())
 
 
 def test_traced_condition_raises_with_its_name() -> None:

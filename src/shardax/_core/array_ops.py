@@ -24,7 +24,7 @@ from shardax._core.errors import (
     NotAddressableError,
     VariableValueError,
 )
-from shardax._core.frames import in_one_step
+from shardax._core.frames import in_one_step, is_ref
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 
@@ -37,6 +37,8 @@ def as_value(value: Any, owner: str) -> Any:
         return value
     if isinstance(value, (np.ndarray, *_NUMBERS)):
         return _canonical(value, owner)
+    if is_ref(value):
+        return value
     return jax.tree.map(
         lambda leaf: _as_leaf(leaf, owner), value, is_leaf=lambda item: isinstance(item, Object)
     )
@@ -49,6 +51,11 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
         return _canonical(leaf, owner)
     if isinstance(leaf, ArrayLike):  # a Variable stands for its value
         return leaf.value
+    if is_ref(leaf):
+        raise VariableValueError(
+            f"A {owner} holds one jax.Ref or a pytree of arrays, but was given a pytree with a "
+            f"jax.Ref in it. Make a {owner} of each: {owner}(jax.new_ref(x))."
+        )
     raise VariableValueError(
         f"A {owner} holds arrays, but was given {leaf!r} of type {type(leaf).__name__}. Assign "
         f"configuration to a plain attribute of the Module instead: self.name = {leaf!r}."
@@ -198,6 +205,8 @@ def snapshot(value: Any) -> Any:
     """Copies a value that could change in place."""
     if isinstance(value, (jax.Array, LazyValue)):
         return value
+    if is_ref(value):
+        return value[...]
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 
 

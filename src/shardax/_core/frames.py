@@ -106,6 +106,12 @@ def own(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else jax.tree.map(lambda leaf: leaf, value)
 
 
+def is_ref(value: Any) -> bool:
+    """Whether a value is a ``jax.Ref``, also one that is traced."""
+    # Arrays are the usual case, and asking JAX about them takes longer.
+    return type(value) is jax.Ref or (isinstance(value, _jax.Tracer) and isinstance(value, jax.Ref))
+
+
 class PlainTrace(Frame):
     """Owner of objects made inside a plain JAX transform."""
 

@@ -49,6 +49,7 @@ from shardax._core.errors import (
     first_of,
 )
 from shardax._core.frames import (
+    READ_ONLY,
     Frame,
     Stamp,
     a_kind_of,
@@ -57,6 +58,7 @@ from shardax._core.frames import (
     check_unwritten,
     exclusive,
     in_one_step,
+    is_ref,
     kind_of,
     local,
     note_read,
@@ -136,8 +138,9 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     """A mutable cell with identity: a value and metadata.
 
     Args:
-        value: An array, a number, a pytree of arrays, an ``Init``, a ``jax.ShapeDtypeStruct``, or
-            another Variable or a box (whose value is taken; the names of a box become the axes).
+        value: An array, a number, a pytree of arrays, an ``Init``, a ``jax.ShapeDtypeStruct``,
+            another Variable or a box (whose value is taken; the names of a box become the axes), or
+            a ``jax.Ref``, which is then read and written in place, also by plain JAX transforms.
         axes: Logical axis names, one per dimension of the array.
         **metadata: Any hashable entries. ``tag="name"`` (or ``tags=("a", "b")``) can be selected by
             the filter ``"name"``.
@@ -233,11 +236,14 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                 value = self._value
                 if isinstance(value, (np.ndarray, LazyValue)):
                     value = self._value = realise(value, self._owner)
-        return value
+        return value[...] if is_ref(value) else value
 
     def _write(self, value: Any, check: bool = False) -> None:
         frame = local.frame
         target = self if self._owner is frame else resolve(self, frame)
+        if is_ref(target._value) and not is_ref(value):
+            target._write_in_place(value)
+            return
         if target._lock is not None:
             check_unlocked(target)
         check_trace(target)
@@ -250,6 +256,23 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             with realising:
                 target._value = value
             note_write(target)
+
+    def _write_in_place(self, value: Any) -> None:
+        """Writes into the ``jax.Ref`` that the Variable holds."""
+        # JAX knows of such a write, so it is not lost inside a plain transform.
+        if self._lock is not None and self._lock is not READ_ONLY:
+            check_unlocked(self)
+        ref = self._value
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if (shape, dtype) != (ref.shape, ref.dtype):
+            raise VariableValueError(
+                f"This {kind_of(self)} holds a jax.Ref of {ref.dtype}{list(ref.shape)}, which is "
+                f"written in place and cannot take "
+                f"{f'{dtype}{list(shape)}' if shape is not None else f'a {type(value).__name__}'}. "
+                f"Give it another one: v.value = jax.new_ref(x)."
+            )
+        with in_one_step():
+            ref[...] = value.compute() if isinstance(value, LazyValue) else value
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
@@ -265,7 +288,9 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                 _with_box(type(self), self.axes or (), {}, new)
             if not isinstance(new, jax.Array):
                 new, _ = _out_of_box(type(self), self.axes or (), new)
-            self._write(assigned(self._here()._value, new, kind_of(self)), check=True)
+            old = self._here()._value
+            old = old[...] if is_ref(old) else old
+            self._write(assigned(old, new, kind_of(self)), check=True)
             return
         with in_one_step():
             value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
@@ -547,7 +572,9 @@ def copied_leaf(leaf: Any) -> Any:
     """Copies an array into memory of its own."""
     # So the copy outlives a donation of the original.
     if isinstance(leaf, _jax.Tracer):
-        return leaf
+        return leaf[...] if is_ref(leaf) else leaf
+    if is_ref(leaf):
+        return jax.new_ref(jnp.copy(leaf[...]))
     if isinstance(leaf, jax.Array):
         return jnp.copy(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

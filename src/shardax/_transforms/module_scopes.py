@@ -52,8 +52,13 @@ def set_scope(module: Module, name: str) -> None:
 @functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
 def scoped(kind: type[Module]) -> type[Module]:
     """A subclass whose methods open a scope, for instances to change to."""
+    return subclass(kind, lambda name, method: _in_scope(method))
+
+
+def subclass(kind: type[Module], around: Callable[[str, Any], Any]) -> type[Module]:
+    """A subclass of the same name with wrapped public methods."""
     methods = {
-        name: _in_scope(method)
+        name: around(name, method)
         for base in reversed(kind.__mro__)
         if issubclass(base, Module) and base is not Module
         for name, method in vars(base).items()

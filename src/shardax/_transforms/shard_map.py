@@ -111,6 +111,9 @@ def assign(
     function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> prefixes.AssignedPrefixes:
     """Finds the entry of every argument, by position or name."""
+    by_name = prefixes.assign_by_name(function, specs, args, kwargs, "in_specs")
+    if by_name is not None:
+        return by_name
     positional = inputs.positional_names(function)
     args, kwargs = inputs.by_position(function, args, kwargs)
     if not isinstance(specs, (tuple, list)):
@@ -312,9 +315,10 @@ def shard_map(
     Args:
         function: A function, method or callable Module. Left out: returns a decorator.
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope (``jax.set_mesh``).
-        in_specs: One entry for all arguments, or a tuple of one per positional parameter; an
-            argument given by name has the entry of its position. An entry is a ``PartitionSpec``
-            (None is ``P()``), for a Module also a State of specs, such as
+        in_specs: One entry for all arguments, a tuple of one per positional parameter, or a dict
+            with one for each argument by its parameter's name, also of those by name alone; in a
+            tuple, an argument given by name has the entry of its position. An entry is a
+            ``PartitionSpec`` (None is ``P()``), for a Module also a State of specs, such as
             ``sx.partition_specs(model)``, or a ``StateSharding``; for a container the same
             container with entries. Variables in the arguments move to their shards and stay there.
         out_specs: A prefix of the result, likewise.

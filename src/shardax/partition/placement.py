@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from shardax._core._jax import Tracer
-from shardax._core.frames import check_trace, check_unlocked, is_eager, is_writable
+from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
 from shardax._core.graph.paths import format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
@@ -198,6 +198,12 @@ def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
                 "into it."
             )
             yield Diagnostic("error", info.path, "abstract", text)
+        elif is_ref(array):
+            text = (
+                f"{format_path(info.path)}: holds a jax.Ref, which stays where it is. Lay the "
+                "model out first: sx.with_vars(sx.shard(model, mesh), ref=True)."
+            )
+            yield Diagnostic("error", info.path, "ref", text)
         elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
             text = (
                 f"{format_path(info.path)}: its array was deleted, usually by donation through "

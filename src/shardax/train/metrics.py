@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.checks import Options
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import MetricState
@@ -79,10 +80,10 @@ class Welford(Metric):
         self.spread = MetricState(np.zeros((), np.float32))
 
     def update(self, **kwargs: Any) -> None:
-        """Takes in values (any shape, real) and, if given, their ``weights``."""
+        """Takes in real values and, if given, their ``weights`` or ``mask``."""
         values = self._take(self.argname, kwargs).astype(jnp.float32)
-        _refuse_unknown(self, kwargs, {self.argname, "weights"})
-        weights = _weights(kwargs.get("weights"), values.shape)
+        _refuse_unknown(self, kwargs, {self.argname, *_WEIGHTS})
+        weights = _weights(_weights_and_mask(kwargs), values.shape)
         values = jnp.where(weights == 0, 0, values)
         weight = weights.sum()
         mean = (weights * values).sum() / jnp.where(weight == 0, 1, weight)
@@ -161,7 +162,14 @@ class Perplexity(Average):
 class Accuracy(Average):
     """Share of rows with the largest of ``logits`` at the ``labels``.
 
-    ``logits`` have shape (..., classes), ``labels`` are integers of shape (...).
+    ``logits`` have shape (..., classes), ``labels`` are integers of shape (...). With a threshold
+    there are two classes: both have shape (...), and ``labels`` are booleans, or integers 0 and 1.
+
+    Args:
+        threshold: Logits above it say class 1; None for the largest of several logits.
+
+    Raises:
+        TrainError: If the threshold is no number.
 
     Example:
         >>> import jax.numpy as jnp
@@ -169,12 +177,30 @@ class Accuracy(Average):
         >>> accuracy.update(logits=jnp.array([[2.0, 1.0], [0.0, 1.0]]), labels=jnp.array([0, 0]))
         >>> float(accuracy.compute())
         0.5
+        >>> binary = Accuracy(threshold=0.5)
+        >>> binary.update(
+        ...     logits=jnp.array([0.2, 0.7, 0.9]),
+        ...     labels=jnp.array([0, 1, 0]),
+        ...     mask=jnp.array([True, True, False]),
+        ... )
+        >>> float(binary.compute())
+        1.0
     """
 
+    def __init__(self, threshold: float | None = None) -> None:
+        super().__init__()
+        is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+        fits = threshold is None or (is_number and threshold == threshold)
+        Options(TrainError).check("threshold", threshold, fits, "a number or None")
+        self.threshold = threshold
+
     def update(self, **kwargs: Any) -> None:
-        """Takes in ``logits`` and ``labels`` and, if given, their ``weights``."""
+        """Takes in ``logits`` and ``labels`` and, if given, their ``weights`` or ``mask``."""
         logits, labels = self._take("logits", kwargs), self._take("labels", kwargs)
-        _refuse_unknown(self, kwargs, {"logits", "labels", "weights"})
+        _refuse_unknown(self, kwargs, {"logits", "labels", *_WEIGHTS})
+        if self.threshold is not None:
+            self._update_binary(logits, labels, kwargs)
+            return
         if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
             raise TrainError(
                 f"Accuracy of logits of shape {logits.shape} needs integer labels of shape "
@@ -182,7 +208,19 @@ class Accuracy(Average):
                 "One-hot labels: pass labels.argmax(-1)."
             )
         correct = jnp.argmax(logits, axis=-1) == labels
-        super().update(values=correct, weights=kwargs.get("weights"))
+        super().update(values=correct, weights=_weights_and_mask(kwargs))
+
+    def _update_binary(self, logits: Any, labels: Any, kwargs: Mapping[str, Any]) -> None:
+        kinds = (jnp.integer, jnp.bool_)
+        is_class = any(jnp.issubdtype(labels.dtype, kind) for kind in kinds)
+        if logits.shape != labels.shape or not is_class:
+            raise TrainError(
+                f"Accuracy(threshold={self.threshold}) of logits of shape {logits.shape} needs "
+                f"labels 0 and 1 of that shape, but was given {labels.dtype}{list(labels.shape)}. "
+                f"For logits of several classes: Accuracy()."
+            )
+        correct = (logits > self.threshold) == (labels > 0)
+        super().update(values=correct, weights=_weights_and_mask(kwargs))
 
 
 class MultiMetric(Metric):
@@ -241,15 +279,15 @@ def update_from_batch(
     metric: Metric, name: str, model: Any, batch: Any, loss: Any, count: Any
 ) -> None:
     """Updates a metric with logits and labels, or the mean loss."""
-    keywords = _known_keywords(metric) or {"logits", "labels", "weights"}
+    keywords = _known_keywords(metric) or {"logits", "labels", *_WEIGHTS}
     has_targets = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
-    if keywords == {"logits", "labels", "weights"} and has_targets:
+    if keywords == {"logits", "labels", *_WEIGHTS} and has_targets:
         # A metric of the user's gets weights where the batch has a mask.
         is_own = _known_keywords(metric) is not None
         weights = target_weights(batch) if is_own or batch.get("mask") is not None else None
         options = {} if weights is None else {"weights": weights}
         metric.update(logits=model(batch["inputs"]), labels=batch["targets"], **options)
-    elif keywords == {"loss", "weights"}:
+    elif keywords == {"loss", *_WEIGHTS}:
         metric.update(loss=loss, weights=count)
     else:
         raise TrainError(
@@ -322,9 +360,9 @@ def _known_keywords(metric: Any) -> set[str] | None:
     """Returns the keywords of a metric's ``update``; None for any."""
     owner = next(kind for kind in type(metric).__mro__ if "update" in vars(kind))
     if owner is Welford:
-        return {metric.argname, "weights"}
+        return {metric.argname, *_WEIGHTS}
     if owner is Accuracy:
-        return {"logits", "labels", "weights"}
+        return {"logits", "labels", *_WEIGHTS}
     if owner is not MultiMetric:
         return None
     sets = [_known_keywords(child) for child in metric._metrics()]
@@ -340,6 +378,30 @@ def _refuse_unknown(metric: Metric, kwargs: Mapping[str, Any], words: set[str] |
                 f"{type(metric).__name__}.update takes no {name}=..., but "
                 f"{', '.join(f'{word}=...' for word in sorted(words))}.{did_you_mean(name, words)}"
             )
+
+
+_WEIGHTS = ("weights", "mask")
+
+
+def _weights_and_mask(kwargs: Mapping[str, Any]) -> Any:
+    """Returns weights with zeros where a mask hides values."""
+    weights, mask = kwargs.get("weights"), kwargs.get("mask")
+    if mask is None:
+        return weights
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise TrainError(
+            f"mask= has dtype {mask.dtype}, but says by booleans which values count. Give numbers "
+            f"as weights=."
+        )
+    if weights is None:
+        return mask
+    weights = jnp.asarray(weights)
+    dims = max(mask.ndim, weights.ndim)  # both are broadcast from the left
+    mask, weights = (
+        array.reshape(array.shape + (1,) * (dims - array.ndim)) for array in (mask, weights)
+    )
+    return jnp.where(mask, weights, 0)
 
 
 def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:

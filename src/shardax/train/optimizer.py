@@ -34,6 +34,7 @@ from shardax._core.state.split_merge import describe_plain_arrays, iter_variable
 from shardax._core.state.state import Origin, State, by_paths_of
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.errors import ArgumentError
+from shardax._transforms.grad.grad import tangents_in
 from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
@@ -148,8 +149,8 @@ class Optimizer(Module):
 
         Args:
             grads: Gradients as ``sx.grad(..., wrt=...)`` gives them, with the shapes of the
-                parameters: a ``State``, a nested mapping by path, or containers like the model's,
-                with None where nothing is trained.
+                parameters: a ``State``, a Module (``as_module=True``), a nested mapping by path, or
+                containers like the model's, with None where nothing is trained.
             *others: Nothing; the optimizer has its model already.
             **extra: What the transformation takes besides (``value=loss`` for
                 ``optax.contrib.reduce_on_plateau``, say); as in optax, a transformation that does
@@ -161,12 +162,13 @@ class Optimizer(Module):
                 changed; if the model changed since the optimizer was made, or the transformation
                 changes the form of its state.
         """
-        if others or isinstance(grads, Module):
+        if others or grads is self.model:
             kinds = ", ".join(type(argument).__name__ for argument in (grads, *others))
             raise ArgumentError(
                 f"Optimizer.update takes the gradients alone, but was given {kinds}. The optimizer "
                 "has its model: optimizer.update(grads), after Optimizer(model, tx)."
             )
+        grads = tangents_in(grads) if isinstance(grads, Module) else grads
         chosen = self._chosen()
         params = self._state_of([variable.value for _, variable in chosen])
         layout = optimizer_state.layout_of(self._transformation, jax.tree.map(_shape_of, params))

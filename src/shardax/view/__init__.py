@@ -14,3 +14,5 @@ from shardax.view.shardings import ShardingView as ShardingView
 from shardax.view.shardings import sharding as sharding
 from shardax.view.shardings import sharding_svg as sharding_svg
 from shardax.view.shardings import show_sharding as show_sharding
+from shardax.view.tabulation import Tabulation as Tabulation
+from shardax.view.tabulation import TabulationRow as TabulationRow

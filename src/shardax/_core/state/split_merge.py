@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, StateMismatchError, TreeError
-from shardax._core.frames import check_structural_write, local, owner_here, resolve
+from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
 from shardax._core.graph.paths import Path, format_path
@@ -30,15 +30,15 @@ from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted
 T = TypeVar("T")
 
 
-def _flat(tree: Any, caller: str) -> flatten.Flat:
+def flat_tree(tree: Any, caller: str) -> flatten.Flat:
     """Flattens the argument of a public function."""
     if isinstance(tree, Object):
         return flatten.flatten(tree)
     flatten.check_tree(tree, caller)
-    return flatten.flatten_roots((_box_tree(tree),))
+    return flatten.flatten_roots((box_tree(tree),))
 
 
-def _box_tree(tree: Any) -> Any:
+def box_tree(tree: Any) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
     if isinstance(tree, State):  # its values as Variables of the types that they came from
@@ -46,7 +46,7 @@ def _box_tree(tree: Any) -> Any:
         variables = {path: _thawed(v, origins[path]) for path, v in tree.flat().items()}
         return State.from_flat(variables, origins)
     if _is_container(tree, handler):
-        pairs = [(key, _box_tree(child)) for key, child in handler.children(tree)]
+        pairs = [(key, box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
 
@@ -62,14 +62,15 @@ def _is_container(tree: Any, handler: handlers.Handler) -> bool:
     return handler in handlers.PLAIN or (handler.stores_items and handlers.has_parts(tree))
 
 
-def _unbox_tree(tree: Any) -> Any:
+def unbox_tree(tree: Any) -> Any:
+    """Returns the tree with arrays as the user sees them."""
     handler = handlers.handler_of(tree)
     if isinstance(tree, State):
         values = {path: variable._value for path, variable in tree.flat().items()}
         return State.from_flat(values, tree.origins())
     if not _is_container(tree, handler):
         return unbox_attribute(tree)
-    pairs = [(key, _unbox_tree(child)) for key, child in handler.children(tree)]
+    pairs = [(key, unbox_tree(child)) for key, child in handler.children(tree)]
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
 
 
@@ -78,6 +79,7 @@ def _read(flat: flatten.Flat, positions: Iterable[int] | None = None) -> State:
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
     values = flatten.values_of(flat.leaves[i] for i in chosen)
+    values = [value[...] if is_ref(value) else value for value in values]
     definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
     origins = [Origin(each.type, each.metadata) for each in definitions]
     return State.from_flat(
@@ -111,7 +113,7 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
         >>> sx.merge(graphdef, params, rest).kernel.shape
         (2, 3)
     """
-    flat = _flat(tree, "split")
+    flat = flat_tree(tree, "split")
     if not filters:
         return (flat.graphdef, _read(flat))
     groups = group_by_filter(filters, _named(flat), complete=True)
@@ -148,7 +150,7 @@ def merge(graphdef: flatten.GraphDef, *states: Any) -> Any:
     paths = graphdef.leaf_paths
     values = merged_values(states, paths, complete=True, fit=_text_refused)
     roots, _ = flatten.build(graphdef, [values[path] for path in paths], owner_here())
-    return _unbox_tree(roots[0])
+    return unbox_tree(roots[0])
 
 
 def _text_refused(path: Path, value: Any) -> tuple[Any, str | None]:
@@ -176,7 +178,7 @@ def state(tree: Any, *filters: Filter) -> Any:
           .bias: float32[3]
         )
     """
-    flat = _flat(tree, "state")
+    flat = flat_tree(tree, "state")
     if not filters:
         return _read(flat)
     states = tuple(_read(flat, group) for group in group_by_filter(filters, _named(flat)))
@@ -197,7 +199,7 @@ def graphdef(tree: Any) -> flatten.GraphDef:
         >>> sx.graphdef(one) == sx.graphdef(two)
         True
     """
-    return _flat(tree, "graphdef").graphdef
+    return flat_tree(tree, "graphdef").graphdef
 
 
 def update(
@@ -231,8 +233,8 @@ def update(
     if cast not in (None, "param", "keep"):
         raise StateMismatchError(f"cast={cast!r} is none of None, 'param' and 'keep'.")
     flatten.check_tree(tree, "update")
-    boxed = _box_tree(tree)
-    flat = _flat(boxed, "update")
+    boxed = box_tree(tree)
+    flat = flat_tree(boxed, "update")
     variables = dict(_named(flat))
     loose = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
 
@@ -284,7 +286,9 @@ def clone(tree: T) -> T:
         >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
         (False, True)
     """
-    return _cloned(tree, lambda value: jax.tree.map(copied_leaf, snapshot(value)))
+    return _cloned(
+        tree, lambda value: jax.tree.map(copied_leaf, value if is_ref(value) else snapshot(value))
+    )
 
 
 def clone_sharing(tree: T) -> T:
@@ -293,12 +297,12 @@ def clone_sharing(tree: T) -> T:
 
 
 def _cloned(tree: T, copied: Callable[[Any], Any]) -> T:
-    flat = _flat(tree, "clone")
+    flat = flat_tree(tree, "clone")
     values = [resolve(leaf, local.frame)._value for leaf in flat.leaves]
     refuse_deleted(flat.leaf_paths, values)
     copies = list(map(copied, values))
     roots, _ = flatten.build(flat.graphdef, copies, owner_here())
-    return _unbox_tree(roots[0])
+    return unbox_tree(roots[0])
 
 
 def pop(tree: Any, *filters: Filter) -> Any:
@@ -335,8 +339,8 @@ def pop(tree: Any, *filters: Filter) -> Any:
             "sx.Intermediate)."
         )
     flatten.check_tree(tree, "pop")
-    root = _box_tree(tree)
-    flat = _flat(root, "pop")
+    root = box_tree(tree)
+    flat = flat_tree(root, "pop")
     groups = group_by_filter(filters, _named(flat))
     chosen = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
     removals = list(_removals(root, chosen))
@@ -395,14 +399,14 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
         >>> [path for path, _ in sx.iter_variables(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))]
         [('kernel',), ('bias',)]
     """
-    flat = _flat(tree, "iter_variables")
+    flat = flat_tree(tree, "iter_variables")
     for position in matching(filters or (...,), _named(flat)):
         yield flat.leaf_paths[position], flat.leaves[position]
 
 
 def describe_plain_arrays(tree: Any, where: Path = ()) -> str:
     """Describes, for errors, the arrays of a tree that are no Variables."""
-    flat = _flat(tree, "iter_variables")
+    flat = flat_tree(tree, "iter_variables")
     paths = [
         path
         for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True)
@@ -433,7 +437,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
         ['MLP', 'Linear', 'Linear', 'Linear']
     """
     flatten.check_tree(tree, "iter_modules")
-    yield from modules_in(_box_tree(tree))
+    yield from modules_in(box_tree(tree))
 
 
 def find_duplicates(tree: Any) -> list[list[Path]]:
@@ -456,7 +460,7 @@ def find_duplicates(tree: Any) -> list[list[Path]]:
     """
     found: dict[int, list[Path]] = {}
     flatten.check_tree(tree, "find_duplicates")
-    root = _box_tree(tree)
+    root = box_tree(tree)
     for path, variable in _occurrences(root, (), ()):
         found.setdefault(id(variable), []).append(path)
     return [paths for paths in found.values() if len(paths) > 1]

@@ -23,7 +23,7 @@ from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
 from shardax._core.graph.paths import Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY
 from shardax._core.object import Object, Shown
-from shardax._core.state.filters import Filter, group_by_filter, matching
+from shardax._core.state.filters import Filter, group_by_filter
 from shardax._core.text import layout_text
 from shardax._core.variable import Origin, Variable
 
@@ -139,20 +139,29 @@ class State(Shown, Mapping[Any, Any]):
     def __hash__(self) -> int:
         return hash(frozenset(self._values))
 
-    def filter(self, *filters: Filter) -> State:
-        """Returns the entries that match any of the filters.
+    def filter(self, *filters: Filter) -> Any:
+        """Returns the entries that a filter matches.
 
         Args:
-            *filters: See ``_core.state.filters``.
+            *filters: See ``_core.state.filters``. With several, a tuple with one State each, where
+                the first matching filter takes an entry. A tuple of filters matches any of them.
+
+        Returns:
+            A State, or a tuple of States; without filters, a State without entries.
 
         Example:
             >>> import shardax as sx
             >>> state = sx.state(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
-            >>> [sx.errors and path for path in state.filter(sx.PathContains("bias")).flat()]
+            >>> list(state.filter(sx.PathContains("bias")).flat())
             [('bias',)]
+            >>> biases, others = state.filter(sx.PathContains("bias"), ...)
+            >>> list(others)
+            ['kernel']
         """
         paths = list(self._values)
-        return self._take(paths[i] for i in matching(filters, self._origins.items()))
+        groups = group_by_filter(filters, self._origins.items())
+        states = tuple(self._take(paths[i] for i in group) for group in groups)
+        return states if len(states) > 1 else states[0] if states else self._take(())
 
     def split(self, *filters: Filter) -> tuple[State, ...]:
         """Returns one State per filter; the first matching filter takes an entry.

@@ -431,7 +431,7 @@ def scan(
     check_unroll("scan", unroll)
     if not isinstance(reverse, (bool, np.bool_)):
         raise ArgumentError(f"reverse of sx.scan is {reverse!r}; give True or False.")
-    has_carry = _check_axes(in_axes, out_axes)
+    has_carry = _check_axes(prefix.entries_by_name(function, in_axes), out_axes)
     length = mapped.as_count(length, "length")
     mapped.mapped_name(metadata, "scan")
 

@@ -25,13 +25,15 @@ import numpy as np
 
 from shardax._core.array_ops import wider_dtype
 from shardax._core.errors import StateMismatchError
-from shardax._core.graph.flatten import flatten
+from shardax._core.frames import owner_here
+from shardax._core.graph.flatten import GraphDef, build, flatten
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import LazyValue
+from shardax._core.module import Module
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
-from shardax._core.state.split_merge import describe_plain_arrays
+from shardax._core.state.split_merge import describe_plain_arrays, state
 from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
@@ -178,8 +180,10 @@ class DiffObject(NamedTuple):
 class DiffArgument:
     """One differentiated argument: its Variables and its plain part."""
 
-    def __init__(self, call: LiftedCall, chosen: DiffState) -> None:
+    def __init__(self, call: LiftedCall, chosen: DiffState, as_module: bool = False) -> None:
         arguments = call.arguments
+        # The structure of each object, by its position, if gradients are arranged in one.
+        self.graphdefs: dict[int, GraphDef] | None = None
         count = len(arguments.templates)
         if not -count <= chosen.argnum < count:
             raise DifferentiationError(
@@ -205,6 +209,11 @@ class DiffArgument:
             )
             for root, where in inputs.root_places(self.label, self.template)
         ]
+        if as_module:
+            roots = arguments.roots
+            self.graphdefs = {
+                item.root: flatten(roots[item.root]).graphdef for item in self.objects
+            }
         self.holds_plain = bool(jax.tree.leaves(arguments.plain[self.position]))
         # What an error says beside: whether arrays were forgotten to be made Variables.
         self.plain_arrays = "" if self.entries else self._describe_plain_arrays(arguments.roots)
@@ -234,6 +243,10 @@ class DiffArgument:
         """Arranges gradients like the argument, taking out those of its Variables."""
         values_by_root: dict[int, Any] = {}
         for item in self.objects:
+            if self.graphdefs is not None:
+                by_path = {e.path: left.pop(e.leaf) for e in item.entries if e.leaf in left}
+                values_by_root[item.root] = _holding(self.graphdefs[item.root], by_path)
+                continue
             if item.is_variable:
                 values_by_root[item.root] = (
                     left.pop(item.entries[0].leaf, None) if item.entries else None
@@ -288,11 +301,15 @@ class DiffArgument:
             tangents.put(item.entries[0].leaf, value, item.where)
             return
         where = format_path(item.where)
+        if isinstance(tangent, Module):
+            fixed = {e.path for e in item.entries if not self._may_move(tangents.values[e.leaf])}
+            values = tangents_in(tangent).flat()
+            tangent = State.from_flat({p: v for p, v in values.items() if p not in fixed})
         if not isinstance(tangent, Mapping) or isinstance(tangent, Object):
             raise TangentError(
                 f"The {tangents.noun} for the {item.type_name} at {where} is of type "
                 f"{type(tangent).__name__}; it must be a State or a nested mapping by path, such "
-                f"as sx.grad returns, or None."
+                f"as sx.grad returns, a Module of the same structure, or None."
             )
         leaf_of = {path: leaf for path, leaf, _ in item.entries}
         for path in flatten_mapping(tangent, leaf_of):
@@ -308,6 +325,23 @@ class DiffArgument:
             raise TangentError(f"The {tangents.noun} for {where}: {error}") from error
         for path, value in values.items():
             tangents.put(leaf_of[path], value, (*item.where, *path))
+
+    @staticmethod
+    def _may_move(value: Any) -> bool:
+        return any(map(is_differentiable, jax.tree.leaves(value)))
+
+
+def _holding(graphdef: GraphDef, by_path: Mapping[Path, Any]) -> Any:
+    """Returns objects of a structure that hold values by path, else None."""
+    values = [by_path.get(path) for path in graphdef.leaf_paths]
+    return build(graphdef, values, owner_here())[0][0]
+
+
+def tangents_in(module: Any) -> State:
+    """Returns the gradients or tangents in a Module; None stands for none."""
+    present = state(module)
+    values = {path: v for path, v in present.flat().items() if jax.tree.leaves(v)}
+    return State.from_flat(values, present.origins())
 
 
 def arrange_gradients(
@@ -400,6 +434,26 @@ def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
         )
 
 
+def diff_states(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
+    """Returns what ``argnums`` chooses, and whether it is a sequence."""
+    many = isinstance(argnums, (tuple, list))
+    chosen = [_as_diff_state(item, wrt) for item in (argnums if many else [argnums])]
+    numbers = [item.argnum for item in chosen]
+    _check_distinct(numbers, numbers)
+    return chosen, many
+
+
+def diff_arguments(
+    call: LiftedCall, chosen: Sequence[DiffState], as_module: bool = False
+) -> list[DiffArgument]:
+    """Returns the differentiated arguments of a call, checked."""
+    targets = [DiffArgument(call, item, as_module) for item in chosen]
+    _check_distinct([t.position for t in targets], [item.argnum for item in chosen])
+    for target in targets:
+        target.check_chosen()
+    return targets
+
+
 def _scalar(value: Any, holomorphic: bool) -> Any:
     """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
@@ -430,6 +484,7 @@ def value_and_grad(
     wrt: Any = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
+    as_module: bool = False,
 ) -> Any:
     """Makes a function that returns value and gradient of a function.
 
@@ -444,6 +499,8 @@ def value_and_grad(
             position alone. A Variable that is itself the argument is differentiated.
         holomorphic: As in ``jax.value_and_grad``.
         allow_int: As in ``jax.value_and_grad``.
+        as_module: Whether the gradient of a Module is a Module of the same structure, whose
+            Variables hold gradients (None where there is none), and that of a Variable a Variable.
 
     Returns:
         A function of the same arguments that returns (value, gradient), or ((value, aux),
@@ -466,10 +523,7 @@ def value_and_grad(
         (3.0, [1.0, 2.0])
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
-    many = isinstance(argnums, (tuple, list))
-    chosen = [_as_diff_state(item, wrt) for item in (argnums if many else [argnums])]
-    numbers = [item.argnum for item in chosen]
-    _check_distinct(numbers, numbers)
+    chosen, many = diff_states(argnums, wrt)
 
     def split(result: Any) -> tuple[Any, Any]:
         value, aux = separate_aux(result, has_aux, "grad")
@@ -479,10 +533,8 @@ def value_and_grad(
     def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall("grad", function, args, kwargs)
-        targets = [DiffArgument(once, item) for item in chosen]
-        _check_distinct([target.position for target in targets], numbers)
+        targets = diff_arguments(once, chosen, as_module)
         for target in targets:
-            target.check_chosen()
             check_differentiable(once, target, **options)
         values, plain = once.graph.values(), list(once.arguments.plain)
         indices = sorted({entry.leaf for target in targets for entry in target.entries})
@@ -515,6 +567,7 @@ def grad(
     wrt: Any = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
+    as_module: bool = False,
 ) -> Any:
     """Makes a function that returns the gradient of a scalar function.
 
@@ -525,6 +578,7 @@ def grad(
         wrt: As for ``value_and_grad``.
         holomorphic: As in ``jax.grad``.
         allow_int: As in ``jax.grad``.
+        as_module: As for ``value_and_grad``.
 
     Returns:
         A function of the same arguments that returns the gradient, or (gradient, aux).
@@ -537,6 +591,10 @@ def grad(
         >>> w = sx.Param(jnp.float32(3))
         >>> float(sx.grad(lambda w: w**2)(w))
         6.0
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> grads = sx.grad(lambda layer: layer(jnp.ones(2)).sum(), as_module=True)(layer)
+        >>> type(grads).__name__, grads.bias.value.tolist()
+        ('Linear', [1.0, 1.0, 1.0])
     """
     run = value_and_grad(
         function,
@@ -545,6 +603,7 @@ def grad(
         wrt=wrt,
         holomorphic=holomorphic,
         allow_int=allow_int,
+        as_module=as_module,
     )
 
     @wraps(function)

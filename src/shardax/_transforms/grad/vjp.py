@@ -24,7 +24,13 @@ from shardax._transforms.lift.engine import SingleRunCall, check_operands, decor
 
 
 @decorator
-def vjp(function: Any = None, *primals: Any, has_aux: bool = False, wrt: Any = Param) -> Any:
+def vjp(
+    function: Any = None,
+    *primals: Any,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    as_module: bool = False,
+) -> Any:
     """Runs a function over Modules and returns its pullback.
 
     Values that the function writes into Variables are carried back when it runs, here and now.
@@ -37,6 +43,7 @@ def vjp(function: Any = None, *primals: Any, has_aux: bool = False, wrt: Any = P
         has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
         wrt: Filter of the Variables to differentiate in Modules; or a ``DiffState``, or a tuple of
             them, for filters of single arguments.
+        as_module: Whether gradients of Modules are Modules, as for ``value_and_grad``.
 
     Returns:
         (result, gradients), with aux as a third if ``has_aux``. ``gradients(cotangent)`` takes a
@@ -57,11 +64,11 @@ def vjp(function: Any = None, *primals: Any, has_aux: bool = False, wrt: Any = P
         ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], (2,))
     """
     if primals:
-        return _vjp(function, primals, {}, has_aux, wrt)
+        return _vjp(function, primals, {}, has_aux, wrt, as_module)
 
     @wraps(function)
     def vjp_function(*primals: Any, **kwargs: Any) -> Any:
-        return _vjp(function, primals, kwargs, has_aux, wrt)
+        return _vjp(function, primals, kwargs, has_aux, wrt, as_module)
 
     return vjp_function
 
@@ -72,10 +79,11 @@ def _vjp(
     kwargs: Mapping[str, Any],
     has_aux: bool,
     wrt: Any,
+    as_module: bool,
 ) -> Any:
     once = SingleRunCall("vjp", function, primals, kwargs)
     check_operands(once)
-    targets = _targets(once, wrt, len(primals))
+    targets = _targets(once, wrt, len(primals), as_module)
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
 
@@ -90,7 +98,7 @@ def _vjp(
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
-def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[diff.DiffArgument]:
+def _targets(once: SingleRunCall, wrt: Any, count: int, as_module: bool) -> list[diff.DiffArgument]:
     """Returns one target per argument."""
     chosen = {i: diff.DiffState(i, wrt) for i in range(count)}
     items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
@@ -104,7 +112,7 @@ def _targets(once: SingleRunCall, wrt: Any, count: int) -> list[diff.DiffArgumen
         for target in [diff.DiffArgument(once, item) for item in items]:
             target.check_chosen()
             chosen[target.position] = diff.DiffState(target.argnum, target.filter)
-    targets = [diff.DiffArgument(once, item) for item in chosen.values()]
+    targets = [diff.DiffArgument(once, item, as_module) for item in chosen.values()]
     holding = [target for target in targets if target.objects]
     if holding and not any(target.entries or target.holds_plain for target in targets):
         holding[0].check_chosen()
@@ -160,9 +168,10 @@ def jvp(
             ``has_aux``. Left out: returns a decorator.
         primals: Its arguments. Left out: returns a function that takes ``primals``, ``tangents``
             and keyword arguments, which do not move.
-        tangents: One per argument: for a Module a ``State`` or nested mapping by path, for a
-            Variable an array, for anything else the same pytree. ``None``, and a path that is left
-            out, does not move; integers and random keys never do.
+        tangents: One per argument: for a Module a ``State`` or nested mapping by path, or a
+            Module of its structure, such as a gradient; for a Variable an array, for anything else
+            the same pytree. ``None``, and a path that is left out, does not move; integers and
+            random keys never do.
         has_aux: Whether the function returns (arrays, aux); aux may hold Modules and Variables.
 
     Returns:

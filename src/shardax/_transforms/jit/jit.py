@@ -497,7 +497,7 @@ class Jit(PickledByName, Wrapper):
                 outputs = None
                 try:
                     program.place(dict(enumerate(graph.leaves)))
-                    values = graph.values()
+                    values = graph.values(refs=True, donated=program.donated_leaves)
                     if shares and program.donates and not races:  # no call may use what it donates
                         with calling:
                             program.compile(values, arguments)

@@ -322,7 +322,7 @@ class Specialization:
             )
             result = self._call_user(roots, plain, named)
             frame.take_in()
-            binding.check_result(result, "jit")
+            binding.check_result(result, "jit", binding.TEXTS)
             outputs = binding.record_effects(
                 frame, self.graphdef, copies, values, result, self._emitted(result, copies)
             )

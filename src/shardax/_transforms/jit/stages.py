@@ -273,7 +273,7 @@ class Compiled(_Stage):
         self._check(arguments, graph, names, program.positions.labels)
         try:
             program.place(dict(enumerate(graph.leaves)))
-            full = program.pack(graph.values(), arguments)
+            full = program.pack(graph.values(refs=True), arguments)
             outputs = binding.LiftedOutputs(*self._stage(*full))
         except Exception as error:
             explain_values(error, program, graph)

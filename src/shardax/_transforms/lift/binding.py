@@ -9,7 +9,8 @@ the same to the caller's objects, outside, or changes nothing where something is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import enum
+from collections.abc import Collection, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,13 @@ import numpy as np
 
 from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError, ConcurrentWriteError, TraceLeakError
-from shardax._core.frames import a_kind_of, kind_of, several
+from shardax._core.errors import (
+    AbstractValueError,
+    ConcurrentWriteError,
+    DonationError,
+    TraceLeakError,
+)
+from shardax._core.frames import a_kind_of, is_ref, kind_of, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Static
@@ -26,7 +32,7 @@ from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable, has_deleted, is_deleted, refuse_deleted
-from shardax._transforms.errors import OutputError
+from shardax._transforms.errors import InconsistentAliasingError, OutputError
 from shardax._transforms.lift import arguments as inputs
 
 
@@ -49,20 +55,42 @@ class InputGraph:
             else [frames.resolve(leaf, frame) for leaf in self.flat.leaves]
         )
 
-    def values(self) -> list[Any]:
+    def values(self, refs: bool = False, donated: Container[int] = ()) -> list[Any]:
         """Reads all values, materialising lazy ones."""
         values = read(self.leaves)
-        absent = [
-            path
-            for path, leaf, value in zip(self.flat.leaf_paths, self.leaves, values, strict=True)
-            if not isinstance(value, jax.Array) and leaf.is_abstract
-        ]
+        unusual = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
+        absent = [self.flat.leaf_paths[i] for i in unusual if self.leaves[i].is_abstract]
         if absent:
             raise absent_error(absent)
         if frames.local.frame is None and any(map(is_deleted, values)):
             refuse_deleted(self.flat.leaf_paths, values)
         self.read = values
-        return list(values)
+        places = [i for i in unusual if is_ref(values[i])]
+        if places:
+            self._check_refs(places, donated)
+        if refs:
+            return list(values)
+        return [v[...] if i in places else v for i, v in enumerate(values)] if places else [*values]
+
+    def _check_refs(self, places: Sequence[int], donated: Container[int]) -> None:
+        """Raises if a ``jax.Ref`` is donated, or held by two Variables."""
+        first: dict[int, int] = {}
+        for place in places:
+            if place in donated:
+                raise DonationError(
+                    f"The {kind_of(self.leaves[place])} at "
+                    f"{format_path(self.flat.leaf_paths[place])} holds a jax.Ref, which is written "
+                    f"in place and cannot be donated. Leave the argument out of donate_argnums; "
+                    f"or hold arrays: sx.with_vars(model, ref=False)."
+                )
+            same = first.setdefault(id(self.leaves[place]._value), place)
+            if same != place:
+                one, two = (format_path(self.flat.leaf_paths[i]) for i in (same, place))
+                raise InconsistentAliasingError(
+                    f"The Variables at {one} and {two} hold one jax.Ref, and JAX takes a Ref once. "
+                    f"Let them be one Variable (model.b = model.a), or give each its own: "
+                    f"model.b.value = jax.new_ref(model.a.value)."
+                )
 
     def objects(self) -> list[Any]:
         """Returns the objects in the order of the graph definition."""
@@ -89,7 +117,7 @@ def abstract(leaves: Sequence[Any]) -> list[Any]:
     """Returns the values of resolved Variables, lazy ones as ``jax.ShapeDtypeStruct``."""
     return [
         jax.ShapeDtypeStruct(v._value.shape, v._value.dtype)
-        if isinstance(v._value, LazyValue)
+        if isinstance(v._value, LazyValue) or is_ref(v._value)
         else v._value
         for v in leaves
     ]
@@ -175,7 +203,8 @@ def record_effects(
     places = tuple(
         (i, walk.visit(leaf, ())) for i, leaf in enumerate(leaves) if isinstance(leaf, Object)
     )
-    template = inputs.TreeTemplate(treedef, places) if places else None
+    texts = tuple((i, Static(leaf)) for i, leaf in enumerate(leaves) if isinstance(leaf, TEXTS))
+    template = inputs.TreeTemplate(treedef, places, texts) if places or texts else None
     new_objects = [*enumerate(walk.objects)][count:]
     for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
@@ -199,7 +228,9 @@ def record_effects(
     effects = Effects(
         tuple(written), updates, new, template, foreign, tuple(map(id, new_variables))
     )
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, Object)] if places else result
+    arrays = result
+    if template is not None:
+        arrays = [leaf for leaf in leaves if not isinstance(leaf, (Object, *TEXTS))]
     return LiftedOutputs(arrays, values, fresh, effects)
 
 
@@ -328,7 +359,7 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     effects = outputs.effects
     if effects.simple:
         for position, value in zip(effects.written, outputs.written, strict=True):
-            graph.leaves[position]._value = value
+            _store(graph.leaves[position], value)
         return outputs.result
     objects = graph.objects()
     for position in effects.updates:
@@ -341,7 +372,7 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
             frames.check_structural_write(item, a_kind_of(item))
     _add_fresh(objects, effects, outputs.fresh)
     for position, value in zip(effects.written, outputs.written, strict=True):
-        graph.leaves[position]._value = value
+        _store(graph.leaves[position], value)
     decode = graphs.ChildDecoder(objects)
     for position, definition in effects.updates.items():
         if type(definition) is graphs.VariableDef:
@@ -352,11 +383,17 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
         epoch.advance()
     if effects.result is None:
         return outputs.result
-    leaves = list(outputs.result)
-    for place, position in effects.result.roots:
-        item = objects[position]
-        leaves.insert(place, item.value if isinstance(item, ArrayAttribute) else item)
-    return effects.result.treedef.unflatten(leaves)
+    returned = {position: objects[position] for _, position in effects.result.roots}
+    roots = {i: v.value if isinstance(v, ArrayAttribute) else v for i, v in returned.items()}
+    return inputs.join_argument(effects.result, outputs.result, roots)
+
+
+def _store(variable: Any, value: Any) -> None:
+    """Stores a written value, in place where the Variable holds a ``jax.Ref``."""
+    if is_ref(variable._value):
+        variable._write_in_place(value)
+    else:
+        variable._value = value
 
 
 def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
@@ -395,13 +432,17 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
             )
 
 
-def check_result(result: Any, name: str) -> None:
+TEXTS = (str, bytes, enum.Enum)
+"""What a compiled function may return besides arrays and objects, as it was when traced."""
+
+
+def check_result(result: Any, name: str, others: tuple[type, ...] = ()) -> None:
     """Raises if a function returned something that is neither arrays nor objects."""
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=graphs.is_object):
         if (
             isinstance(leaf, Object)
             or hasattr(leaf, "dtype")
-            or isinstance(leaf, (bool, int, float, complex))
+            or isinstance(leaf, (bool, int, float, complex, *others))
         ):
             continue
         where = jax.tree_util.keystr(key_path) or "the result itself"

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import FilterError
-from shardax._core.frames import exclusive, is_eager
+from shardax._core.frames import exclusive, is_eager, is_ref, kind_of
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
@@ -221,6 +221,77 @@ class StateAxes(FilterMapping):
                 )
 
 
+def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -> Any:
+    """Makes a prefix of axes or shardings by path.
+
+    Args:
+        tree: A Module, Variable, or pytree of these and arrays: one argument of the function that
+            is transformed.
+        entries: A mapping from filters to entries, of which the first that matches decides; or a
+            function of path and Variable (or array), which returns the entry.
+
+    Returns:
+        What ``in_axes``, ``in_shardings`` and the like take for the argument: of a Module a
+        ``State`` of entries, which ``StateAxes`` and ``StateSharding`` take too; of a container,
+        the container with these in it.
+
+    Raises:
+        PrefixError: If no filter matches.
+        InconsistentAliasingError: If a Variable has different entries by two paths.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> layer.bias.value = jnp.zeros((4, 3))
+        >>> axes = sx.prefix(layer, lambda path, variable: 0 if "bias" in path else None)
+        >>> axes.flat()
+        {('kernel',): None, ('bias',): 0}
+        >>> sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(layer, jnp.ones((4, 2))).shape
+        (4, 3)
+    """
+    graphs.check_tree(tree, "prefix")
+    if callable(entries):
+        entry_of: Callable[[Path, Any], Any] = entries
+    elif isinstance(entries, Mapping):
+        entry_of = _ByFilter(entries).lookup
+    else:
+        raise PrefixError(
+            f"sx.prefix takes a mapping from filters to entries, sx.prefix(model, "
+            f"{{sx.Param: 0, ...: None}}), or a function of path and Variable, but was given "
+            f"{entries!r}."
+        )
+    seen: list[tuple[Path, Any, Any]] = []
+
+    def entry_at(path: Path, leaf: Any) -> Any:
+        try:
+            entry = entry_of(path, leaf)
+        except FilterError as error:
+            raise PrefixError(f"sx.prefix: {error}") from error
+        seen.append((path, leaf, entry))
+        return entry
+
+    def of_part(keys: Any, part: Any) -> Any:
+        where = plain_path(keys)
+        if not isinstance(part, Object) or isinstance(part, Variable):
+            return entry_at(where, part)
+        flat = graphs.flatten(part)
+        pairs = zip(flat.leaf_paths, flat.leaves, strict=True)
+        by_path = {path: entry_at((*where, *path), leaf) for path, leaf in pairs}
+        for position, path in alias_paths(flat.graphdef):
+            entry_at((*where, *path), flat.leaves[position])
+        return State.from_flat(by_path)
+
+    result = jax.tree_util.tree_map_with_path(
+        of_part, tree, is_leaf=lambda item: isinstance(item, Object)
+    )
+    consistent(seen, "entries of sx.prefix")
+    return result
+
+
+class _ByFilter(FilterMapping):
+    """A filter mapping of entries of any kind."""
+
+
 def is_axis(entry: Any) -> bool:
     """Whether an entry is an axis: an integer that is no bool."""
     return isinstance(entry, int) and not isinstance(entry, bool)
@@ -297,6 +368,31 @@ class AssignedPrefixes(NamedTuple):
     named: dict[str, Any]  # one per other argument, by name
 
 
+def entries_by_name(function: Any, prefix: Any) -> Any:
+    """Returns the entries in a dict by parameter; other prefixes unchanged."""
+    parameters = {p.name for p in inputs.parameters_of(function) or ()}
+    is_by_name = type(prefix) is dict and prefix and parameters.issuperset(prefix)
+    return list(prefix.values()) if is_by_name else prefix
+
+
+def assign_by_name(
+    function: Any, prefix: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> AssignedPrefixes | None:
+    """Finds the prefix of every argument in a dict by parameter."""
+    if entries_by_name(function, prefix) is prefix:
+        return None
+    args, kwargs = inputs.by_position(function, args, kwargs)
+    labels = [inputs.parameter_name(function, position) for position in range(len(args))]
+    missing = [label for label in (*labels, *kwargs) if label not in prefix]
+    if missing:
+        raise PrefixError(
+            f"{name} has entries by name of argument, {', '.join(prefix)}, and none for "
+            f"{', '.join(missing)}. Give one for each argument of the call."
+        )
+    prefixes = [prefix[label] for label in labels]
+    return AssignedPrefixes(args, kwargs, prefixes, {key: prefix[key] for key in kwargs})
+
+
 def assign(
     function: Any,
     prefix: Any,
@@ -307,6 +403,9 @@ def assign(
 ) -> AssignedPrefixes:
     """Finds the prefix of every argument, by position or name."""
     # ``other`` is that of a keyword argument without an entry.
+    by_name = assign_by_name(function, prefix, args, kwargs, name)
+    if by_name is not None:
+        return by_name
     is_shared_prefix = is_one_entry(prefix)
     args, kwargs = inputs.by_position(
         function, args, kwargs, None if is_shared_prefix else len(prefix)
@@ -505,6 +604,12 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
         pairs = [(leaf, to) for leaf, to in pairs if to is not None and not _is_at(leaf, to)]
         for leaf, to in pairs:  # raises before anything is moved
             getattr(to, "sharding", to).shard_shape(tuple(leaf.shape))
+        if pairs and is_ref(variable._value):
+            raise PrefixError(
+                f"A {kind_of(variable)} of {variable.dtype}{list(variable.shape)} holds a jax.Ref, "
+                f"which stays where it is, and its entry is {entry!r}. Make the Ref there: "
+                f"jax.new_ref(jax.device_put(x, sharding))."
+            )
         if pairs:
             moved.append((variable, variable._value, sharding))
     lazy = [row for row in moved if isinstance(row[1], LazyValue)]
@@ -532,7 +637,7 @@ def _in_scope(entry: Any) -> Any:
 
 
 def _is_at(leaf: Any, sharding: Any) -> bool:
-    if not isinstance(leaf, jax.Array):
+    if not (isinstance(leaf, jax.Array) or is_ref(leaf)):
         return False
     if not isinstance(sharding, jax.sharding.Sharding):
         return getattr(leaf, "format", None) == sharding

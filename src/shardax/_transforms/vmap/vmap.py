@@ -52,12 +52,13 @@ def vmap(
 
     Args:
         function: A function, method or callable Module. Left out: returns a decorator.
-        in_axes: One entry for all positional arguments, or a tuple of one each. An entry is an axis
-            (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a ``State``
-            of axes, for a container the same container with entries. An argument given by name has
-            the entry of its position, or axis 0. Or ``"auto"``: an array is mapped if its leading
-            axis has the size of the batch; another match is an error unless declared, as for
-            ``batch_axes``.
+        in_axes: One entry for all positional arguments, a tuple of one each, or a dict with one for
+            each argument by its parameter's name, such as ``{"layer": None, "x": 0}``. An entry is
+            an axis (negative counts from the end), ``None``, for a Module also ``StateAxes`` or a
+            ``State`` of axes, for a container the same container with entries. An argument given by
+            name has the entry of its position, or axis 0. Or ``"auto"``: an array is mapped if its
+            leading axis has the size of the batch; another match is an error unless declared, as
+            for ``batch_axes``.
         out_axes: A prefix of the result, likewise.
         axis_name: A name for collectives inside, such as ``jax.lax.pmean(x, "batch")``.
         axis_size: The size of the batch, if no argument has an axis.

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture: what a model sows and perturbs during one call, as States.
+
+Variables of the captured types that a call attaches to Modules are taken off again, and those that
+were there before get their old values back. So the model is the same after the call as before,
+except for its other effects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from shardax._core.errors import StateMismatchError
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.init.rng import Rngs, RngStream
+from shardax._core.module import Module
+from shardax._core.object import Object, epoch
+from shardax._core.state.split_merge import iter_modules, iter_variables
+from shardax._core.state.state import State
+from shardax._core.variable import Origin, Perturbation, Variable
+from shardax._transforms.errors import ArgumentError
+from shardax._transforms.lift.engine import wraps
+from shardax._transforms.module_scopes import subclass
+
+VariableType = type[Variable[Any]]
+
+
+def capture(
+    function: Any,
+    *variable_types: VariableType,
+    init: State | Mapping[Any, Any] | None = None,
+    method_outputs: VariableType | None = None,
+) -> Any:
+    """Makes a function that also returns what Modules sow during the call.
+
+    Args:
+        function: A Module, a method of one, or a function with the model as its first argument. If
+            it is a Variable type: returns a decorator for these types.
+        *variable_types: Types of the Variables to return, such as ``sx.Intermediate``.
+        init: Values by path of Variables during the call, such as a State of perturbations that an
+            earlier call returned. Those that do not exist are made, by the types in the State, or
+            as ``sx.Perturbation``.
+        method_outputs: A Variable type: what public methods of Modules return is sown too, as
+            ``output`` of a call and as ``name_output`` of another method; results other than arrays
+            are left out.
+
+    Returns:
+        A function of the same arguments that returns (result, State, ...) with one State for each
+        type. Without types it returns the result alone.
+
+    Raises:
+        ArgumentError: If there is no Module to look into.
+        StateMismatchError: When called, if a path of ``init`` leads to no Module.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> class Square(sx.Module):
+        ...     def __call__(self, x):
+        ...         self.sow("seen", x)
+        ...         return x**2
+        >>> square = Square()
+        >>> y, seen = sx.capture(square, sx.Intermediate)(jnp.float32(3))
+        >>> float(seen["seen"][0]), hasattr(square, "seen")
+        (3.0, False)
+        >>> mlp = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
+        >>> y, outputs = sx.capture(mlp, method_outputs=sx.Intermediate)(jnp.ones((1, 2)))
+        >>> list(outputs), outputs["up"]["output"][0].shape
+        (['gate', 'up', 'down', 'output'], (1, 4))
+    """
+    captured = variable_types
+    if isinstance(function, type) and issubclass(function, Variable):
+        return functools.partial(
+            _capture_decorated, (function, *captured), init=init, method_outputs=method_outputs
+        )
+    if method_outputs is not None and method_outputs not in captured:
+        captured = (*captured, method_outputs)
+    for kind in captured:
+        if not (isinstance(kind, type) and issubclass(kind, Variable)):
+            raise ArgumentError(
+                f"sx.capture takes types of Variables after the function, such as "
+                f"sx.Intermediate, not {kind!r}."
+            )
+    bound = function.__self__ if isinstance(function, types.MethodType) else function
+    owner = bound if isinstance(bound, Module) else None
+    if not callable(function):
+        raise ArgumentError(
+            f"sx.capture takes a function, a method or a callable Module, not a "
+            f"{type(function).__name__}."
+        )
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        model = owner if owner is not None else args[0] if args else None
+        if not isinstance(model, Object):
+            raise ArgumentError(
+                f"The function given to sx.capture has a model as its first argument, but was "
+                f"called with a {type(model).__name__} there. Give sx.capture the Module or a "
+                f"method of it, or pass the model first."
+            )
+        with _only_during(model, captured, init or {}) as take:
+            with _methods_sow(model, method_outputs):
+                result = function(*args, **kwargs)
+            states = take()
+        return (result, *states) if captured else result
+
+    return run
+
+
+def _capture_decorated(kinds: Any, function: Any, **options: Any) -> Any:
+    return capture(function, *kinds, **options)
+
+
+@contextlib.contextmanager
+def _only_during(
+    model: Any, captured: tuple[VariableType, ...], init: Mapping[Any, Any]
+) -> Iterator[Callable[[], list[State]]]:
+    """Sets initial values, and afterwards takes off what is new."""
+    before = {id(v): (v, v.value) for _, v in iter_variables(model) if isinstance(v, captured)}
+    created = _set_initial(model, State(init), before)
+
+    def take() -> list[State]:
+        values: list[dict[Path, Any]] = [{} for _ in captured]
+        origins: list[dict[Path, Origin]] = [{} for _ in captured]
+        new = attached()
+        for path, variable in iter_variables(model, *captured) if captured else ():
+            known = before.get(id(variable))
+            value = variable.value
+            if known is not None:
+                if value is known[1]:
+                    continue
+                value = _new_part(known[1], value)
+            elif id(variable) not in new:
+                continue
+            place = next(i for i, kind in enumerate(captured) if isinstance(variable, kind))
+            values[place][path] = value
+            origins[place][path] = Origin(type(variable), variable._metadata)
+        return [State.from_flat(*pair) for pair in zip(values, origins, strict=True)]
+
+    def attached() -> dict[int, tuple[Module, str]]:
+        return {
+            id(item): (module, name)
+            for _, module in iter_modules(model)
+            for name, item in vars(module).items()
+            if id(item) not in before and (isinstance(item, captured) or id(item) in created)
+        }
+
+    try:
+        yield take
+    finally:
+        for module, name in attached().values():
+            delattr(module, name)
+        for variable, value in before.values():
+            if variable.value is not value:
+                variable.value = value
+
+
+def _new_part(old: Any, new: Any) -> Any:
+    """Returns what was appended to a tuple, or the new value."""
+    is_longer = isinstance(old, tuple) and isinstance(new, tuple) and len(new) > len(old)
+    if is_longer and all(a is b for a, b in zip(old, new, strict=False)):
+        return new[len(old) :]
+    return new
+
+
+def _set_initial(model: Any, init: State, before: dict[int, Any]) -> set[int]:
+    """Sets values by path; returns the ``id`` of new Variables."""
+    modules, created = dict(iter_modules(model)), set[int]()
+    for path, value in init.flat().items():
+        holder = modules.get(path[:-1])
+        if holder is None or not path:
+            raise StateMismatchError(
+                f"init of sx.capture has a value for {format_path(path)}, but there is no Module "
+                f"at {format_path(path[:-1])}. Take it from an earlier call: y, init = "
+                f"sx.capture(model, sx.Perturbation)(x)."
+            )
+        name = str(path[-1])
+        present = vars(holder).get(name)
+        if isinstance(present, Variable):
+            before.setdefault(id(present), (present, present.value))
+            present.value = value
+            continue
+        kind = init.origins()[path].variable_type
+        variable = (Perturbation if kind is Variable else kind)(value)
+        setattr(holder, name, variable)
+        created.add(id(variable))
+    return created
+
+
+# --- outputs of methods -----------------------------------------------------------------------
+
+_sowing: contextvars.ContextVar[bool] = contextvars.ContextVar("shardax_sowing", default=False)
+
+
+@contextlib.contextmanager
+def _methods_sow(model: Any, kind: VariableType | None) -> Iterator[None]:
+    """Makes the methods of Modules sow their results."""
+    if kind is None:
+        yield
+        return
+    modules = [module for _, module in iter_modules(model)]
+    changed = [(m, type(m)) for m in modules if not isinstance(m, (Rngs, RngStream))]
+    for module, plain in changed:
+        object.__setattr__(module, "__class__", _sowing_class(plain, kind))
+    epoch.advance()  # structures that are remembered have the plain classes
+    token = _sowing.set(True)
+    try:
+        yield
+    finally:
+        _sowing.reset(token)
+        for module, plain in changed:
+            object.__setattr__(module, "__class__", plain)
+        epoch.advance()
+
+
+@functools.cache  # one for each class and type, since compiled programs depend on both
+def _sowing_class(plain: type[Module], kind: VariableType) -> type[Module]:
+    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        attribute = "output" if name == "__call__" else f"{name}_output"
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(self, *args, **kwargs)
+            leaves = jax.tree.leaves(result, is_leaf=lambda item: isinstance(item, Object))
+            if _sowing.get() and leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):
+                self.sow(attribute, result, kind)
+            return result
+
+        return call
+
+    return subclass(plain, around)

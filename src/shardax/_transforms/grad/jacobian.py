@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jacobians and Hessians of functions over Modules.
+
+What a function writes into Variables is carried back once, and is not differentiated. A Jacobian is
+arranged like the result, with a gradient for each of its arrays; a Hessian has a gradient for each
+number of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from shardax._core.variable import Param
+from shardax._transforms.grad import grad as diff
+from shardax._transforms.grad.vjp import refuse_objects
+from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift.binding import check_result
+from shardax._transforms.lift.engine import SingleRunCall, decorator, wraps
+
+
+def _jacobian(
+    name: str,
+    transform: Callable[..., Any],
+    function: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    wrt: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Lifts one of JAX's transforms from a function to its derivatives."""
+    chosen, many = diff.diff_states(argnums, wrt)
+
+    @wraps(function)
+    def derivative(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
+        once = SingleRunCall(name, function, args, kwargs)
+        targets = diff.diff_arguments(once, chosen)
+        for target in targets:
+            diff.check_differentiable(once, target, **options)
+        values, plain = once.graph.values(), list(once.arguments.plain)
+        indices = sorted({entry.leaf for target in targets for entry in target.entries})
+        positions = [target.position for target in targets if target.has_plain]
+        points = ([values[i] for i in indices], [plain[p] for p in positions])
+        of_result: list[Any] = []  # the structure of what is differentiated
+
+        def split(result: Any) -> tuple[Any, Any]:
+            result, aux = diff.separate_aux(result, has_aux, name)
+            refuse_objects(result, name)
+            check_result(aux, name)
+            of_result[:] = [jax.tree.structure(result)]
+            return result, aux
+
+        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+            all_values = diff.replaced(values, indices, some_values)
+            all_plain = diff.replaced(plain, positions, some_plain)
+            return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
+
+        with diff.explained_reverse_mode():
+            derivatives, leaving = transform(pure, argnums=(0, 1), has_aux=True, **options)(*points)
+        aux = once.finish(leaving)
+
+        def arranged(part: Any) -> Any:
+            of_values, of_plain = part
+            by_position = dict(zip(positions, of_plain, strict=True))
+            gradients = diff.arrange_gradients(targets, indices, of_values, by_position)
+            return gradients if many else gradients[0]
+
+        (treedef,) = of_result
+        parts = treedef.flatten_up_to(derivatives)
+        if transform is _hessian:  # each array of the gradient is differentiated again
+            structure = jax.tree.structure(points)
+            parts = [
+                structure.unflatten(map(arranged, structure.flatten_up_to(part))) for part in parts
+            ]
+        arrays = treedef.unflatten(map(arranged, parts))
+        return (arrays, aux) if has_aux else arrays
+
+    return derivative
+
+
+@decorator
+def jacrev(
+    function: Any = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Any:
+    """Makes a function that returns the Jacobian, in reverse mode.
+
+    Values that the function writes into Variables are carried back, and are not differentiated.
+
+    Args:
+        function: Returns arrays, or (arrays, aux) with ``has_aux``. Left out: returns a decorator.
+        argnums: As for ``value_and_grad``.
+        has_aux: As for ``value_and_grad``; the result is then (Jacobian, aux).
+        wrt: As for ``value_and_grad``.
+        holomorphic: As in ``jax.jacrev``.
+        allow_int: As in ``jax.jacrev``.
+
+    Returns:
+        A function of the same arguments that returns a pytree like the result, with a gradient,
+        arranged as by ``grad``, for each array; its arrays have the dimensions of the result first.
+
+    Raises:
+        DifferentiationError: As for ``value_and_grad``, or if the result holds objects.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> jacobian = sx.jacrev(lambda layer, x: layer(x))(layer, jnp.ones(2))
+        >>> jacobian["bias"].tolist()
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    return _jacobian("jacrev", jax.jacrev, function, argnums, has_aux, wrt, options)
+
+
+@decorator
+def jacfwd(
+    function: Any = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    holomorphic: bool = False,
+) -> Any:
+    """Makes a function that returns the Jacobian, in forward mode.
+
+    Args:
+        function: As for ``jacrev``.
+        argnums: As for ``jacrev``.
+        has_aux: As for ``jacrev``.
+        wrt: As for ``jacrev``.
+        holomorphic: As in ``jax.jacfwd``.
+
+    Returns:
+        As for ``jacrev``.
+
+    Raises:
+        DifferentiationError: As for ``jacrev``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+        >>> sx.jacfwd(lambda layer, x: layer(x), argnums=1)(layer, jnp.ones(2)).shape
+        (3, 2)
+    """
+    check = {"holomorphic": holomorphic, "allow_int": False}
+    return _jacobian("jacfwd", _jacfwd, function, argnums, has_aux, wrt, check)
+
+
+def _jacfwd(function: Any, *, allow_int: bool, **options: Any) -> Any:
+    return jax.jacfwd(function, **options)
+
+
+@decorator
+def hessian(
+    function: Any = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    holomorphic: bool = False,
+) -> Any:
+    """Makes a function that returns the matrix of second derivatives.
+
+    Args:
+        function: As for ``jacrev``, usually with one number as its result.
+        argnums: As for ``jacrev``.
+        has_aux: As for ``jacrev``.
+        wrt: As for ``jacrev``.
+        holomorphic: As in ``jax.hessian``.
+
+    Returns:
+        A function of the same arguments. For each array of the result it returns a gradient, in
+        which each array is replaced by the gradient of itself: for a Module ``hessian["kernel"]``
+        is a ``State``, and ``hessian["kernel"]["bias"]`` the array of derivatives by both.
+
+    Raises:
+        DifferentiationError: As for ``jacrev``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(2, 1, rngs=sx.Rngs(0))
+        >>> square = lambda layer, x: (layer(x) ** 2).sum()
+        >>> second = sx.hessian(square)(layer, jnp.array([1.0, 3.0]))
+        >>> second["kernel"]["bias"].ravel().tolist(), float(second["bias"]["bias"][0, 0])
+        ([2.0, 6.0], 2.0)
+    """
+    check = {"holomorphic": holomorphic, "allow_int": False}
+    return _jacobian("hessian", _hessian, function, argnums, has_aux, wrt, check)
+
+
+def _hessian(function: Any, *, allow_int: bool, **options: Any) -> Any:
+    return jax.hessian(function, **options)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a model's Modules in one call.
+
+The call is traced on an abstract copy, so that nothing is allocated and the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+
+from shardax._core.checks import Options
+from shardax._core.graph.flatten import is_object
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.init.rng import Rngs, RngStream
+from shardax._core.module import Module
+from shardax._core.object import Object
+from shardax._core.state.filters import Filter
+from shardax._core.state.split_merge import iter_modules, iter_variables
+from shardax._core.text import columns
+from shardax._files import write_whole
+from shardax._transforms.jit.abstract_eval import eval_shape
+from shardax._transforms.lift.engine import wraps
+from shardax._transforms.module_scopes import subclass
+from shardax.partition.specs import abstract
+from shardax.view.page import html_page
+from shardax.view.parameter_table import ViewError, format_bytes, format_count, html_table
+
+
+@dataclass(frozen=True)
+class TabulationRow:
+    """One Module.
+
+    Attributes:
+        path: Where it stands, as text.
+        type: Its class's name.
+        inputs: Shapes of the arguments of its first call; empty if it is not called.
+        outputs: Shapes of the result of that call.
+        sizes: (type of Variable, elements, bytes) for each type in it; a shared Variable counts
+            where it is met first.
+        flops: Operations of the call in it and in what it calls; None if they were not counted.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> row = sx.tabulate(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), jnp.ones((1, 2))).rows[0]
+        >>> row.type, row.inputs, row.outputs
+        ('Linear', 'float32[1,2]', 'float32[1,3]')
+    """
+
+    path: str
+    type: str
+    inputs: str
+    outputs: str
+    sizes: tuple[tuple[str, int, int], ...]
+    flops: int | None
+
+
+@dataclass(frozen=True)
+class Tabulation:
+    """A model's Modules, one row each; ``str()`` is the table as text.
+
+    Attributes:
+        rows: The rows, in the model's order.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> table = sx.tabulate(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), jnp.ones((1, 2)))
+        >>> table.rows[0].sizes, table.rows[0].flops
+        ((('Param', 9, 36),), 15)
+    """
+
+    rows: tuple[TabulationRow, ...]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Returns the header and one tuple of texts per row."""
+        kinds = list(dict.fromkeys(kind for row in self.rows for kind, *_ in row.sizes))
+        counted = any(row.flops is not None for row in self.rows)
+        lines = [("module", "type", "inputs", "outputs", *kinds, *["FLOPs"] * counted)]
+        for row in self.rows:
+            by_kind = {kind: f"{size:,} ({format_bytes(n)})" for kind, size, n in row.sizes}
+            flops = [format_count(row.flops or 0)] * counted
+            sizes = [by_kind.get(kind, "") for kind in kinds]
+            lines.append((row.path, row.type, row.inputs, row.outputs, *sizes, *flops))
+        return lines
+
+    def html(self) -> str:
+        """Returns the table as HTML."""
+        header, *lines = self.cells()
+        return html_table(header, [list(map(escape, line)) for line in lines], "modules")
+
+    def write_page(self, path: str | FilePath) -> None:
+        """Writes the table as an HTML page.
+
+        Args:
+            path: The file.
+        """
+        write_whole(FilePath(path), html_page(self.rows[0].type, self.html()))
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def __str__(self) -> str:
+        cells = self.cells()
+        return "\n".join(columns(cells, right=range(4, len(cells[0]))))
+
+
+def tabulate(
+    model: Module,
+    *args: Any,
+    method: str = "__call__",
+    depth: int | None = None,
+    filter: Filter = ...,
+    flops: bool = True,
+    **kwargs: Any,
+) -> Tabulation:
+    """Makes the table of a model's Modules in one call.
+
+    Args:
+        model: The Module.
+        *args: Arguments of the call: arrays, ``jax.ShapeDtypeStruct`` or pytrees of these.
+        method: Which method is called.
+        depth: Most steps of the paths that are shown; None for all.
+        filter: Which Variables count.
+        flops: Whether to count operations, for which the call is compiled.
+        **kwargs: Arguments of the call by name; numbers and texts are configuration.
+
+    Returns:
+        The table, with inputs and outputs of the first call of each Module. Random streams have no
+        rows.
+
+    Raises:
+        ViewError: If an option does not fit, or operations cannot be counted.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> print(sx.tabulate(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), jnp.ones((8, 2))))
+        module  type    inputs        outputs               Param  FLOPs
+        (root)  MLP     float32[8,2]  float32[8,2]  24 (96 B)    576
+        .gate   Linear  float32[8,2]  float32[8,4]   8 (32 B)    128
+        .up     Linear  float32[8,2]  float32[8,4]   8 (32 B)    128
+        .down   Linear  float32[8,4]  float32[8,2]   8 (32 B)    128
+    """
+    options = Options(ViewError)
+    options.instance("model", model, Module, "a Module")
+    options.check("method", method, callable(getattr(model, method, None)), "a method's name")
+    fits = depth is None or (isinstance(depth, int) and depth >= 0)
+    options.check("depth", depth, fits, "None or an integer of at least 0")
+    calls = _observed_calls(model, method, args, kwargs)
+    counts: Mapping[Path, int] = {}
+    if flops:
+        from shardax.view.operations import module_operations
+
+        run = _MethodCall(method, kwargs)
+        counts = module_operations(model, args, run)
+    sizes: dict[Path, dict[str, list[int]]] = {}
+    for path, variable in iter_variables(abstract(model), filter):
+        leaves = jax.tree.leaves(variable.value)
+        size = sum(math.prod(leaf.shape) for leaf in leaves)
+        nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        for length in range(len(path) + 1):
+            total = sizes.setdefault(path[:length], {}).setdefault(type(variable).__name__, [0, 0])
+            total[0] += size
+            total[1] += nbytes
+    rows = []
+    for path, module in iter_modules(model):
+        if isinstance(module, (Rngs, RngStream)) or (depth is not None and len(path) > depth):
+            continue
+        totals = sizes.get(path, {}).items()
+        by_kind = [(kind, elements, nbytes) for kind, (elements, nbytes) in totals]
+        shapes = calls.get(path, ("", ""))
+        count = counts.get(path, 0) if flops else None
+        rows.append(
+            TabulationRow(format_path(path), type(module).__name__, *shapes, tuple(by_kind), count)
+        )
+    return Tabulation(tuple(rows))
+
+
+class _MethodCall:
+    """A call of a method with arguments by name."""
+
+    def __init__(self, method: str, kwargs: Mapping[str, Any]) -> None:
+        self.method = method
+        self.kwargs = kwargs
+
+    def __call__(self, model: Module, *args: Any) -> Any:
+        return getattr(model, self.method)(*args, **self.kwargs)
+
+
+# --- shapes of calls ------------------------------------------------------------------------------
+
+_Calls = dict[Path, tuple[str, str]]
+_calls: contextvars.ContextVar[_Calls | None] = contextvars.ContextVar("calls", default=None)
+_PLACE = "shardax_tabulated"
+
+
+def _observed_calls(model: Module, method: str, args: Any, kwargs: Any) -> _Calls:
+    """Returns shapes of inputs and outputs of first calls, by path."""
+    planned = abstract(model)
+    for path, module in iter_modules(planned):
+        if not isinstance(module, (Rngs, RngStream)):
+            # An attribute, so that inner transforms, which build Modules anew, keep it.
+            setattr(module, _PLACE, path)
+            object.__setattr__(module, "__class__", _observed(type(module)))
+    calls: _Calls = {}
+    token = _calls.set(calls)
+    try:
+        eval_shape(_MethodCall(method, kwargs), planned, *args)
+    finally:
+        _calls.reset(token)
+    return calls
+
+
+@functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
+def _observed(kind: type[Module]) -> type[Module]:
+    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(self, *args, **kwargs)
+            calls, path = _calls.get(), vars(self).get(_PLACE)
+            if calls is not None and path is not None:
+                texts = {key: _shapes(value) for key, value in kwargs.items()}
+                named = [f"{key}={text}" for key, text in texts.items() if text]
+                inputs = ", ".join(filter(None, [*map(_shapes, args), *named]))
+                calls.setdefault(path, (inputs, _shapes(result)))
+            return result
+
+        return call
+
+    return subclass(kind, around)
+
+
+def _shapes(tree: Any) -> str:
+    """Formats the arrays of an argument or result."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    texts = [
+        type(leaf).__name__
+        if isinstance(leaf, Object)
+        else f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        if hasattr(leaf, "dtype")
+        else repr(leaf)
+        for leaf in leaves
+    ]
+    return ", ".join(texts) if len(texts) < 5 else f"{', '.join(texts[:3])}, ... ({len(texts)})"

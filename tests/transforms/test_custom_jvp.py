@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``custom_jvp``: tangents of the author's for functions over Modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.strategies import Node
+
+import shardax as sx
+from shardax.errors import ClosureError, DifferentiationError, OutputError
+
+
+def _model() -> Node:
+    model = Node()
+    model.w = sx.Param(jnp.array([1.0, 2.0]))
+    model.tied, model.count = model.w, sx.Variable(jnp.float32(0))
+    return model
+
+
+def _function(model: Any, x: Any) -> Any:
+    model.count.value = model.count + 1
+    return model.w * x
+
+
+def _made(function: Any = _function, **options: Any) -> Any:
+    """Returns the function with 10 times the tangent of w."""
+    made = sx.custom_jvp(function, **options)
+
+    @made.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        (model, x), (of_model, of_x) = primals, tangents
+        return _function(model, x), 10 * of_model["w"] * x + of_x * model.w.value
+
+    return made
+
+
+X = jnp.array([3.0, 5.0])
+AROUND = pytest.mark.parametrize("around", [lambda f: f, sx.jit], ids=["eager", "jit"])
+
+
+@AROUND
+def test_rule_gives_tangents_gradients_and_effects(around: Any) -> None:
+    model, made = _model(), _made()
+    assert around(made)(model, X).tolist() == [3.0, 10.0]
+    assert float(model.count) == 1.0
+    grads, of_x = around(sx.grad(lambda m, x: made(m, x).sum(), argnums=(0, 1)))(model, X)
+    assert {path: v.tolist() for path, v in grads.flat().items()} == {("w",): [30.0, 50.0]}
+    assert (of_x.tolist(), float(model.count)) == ([1.0, 2.0], 2.0)
+    moves = {"w": jnp.ones(2)}
+    _, moved = around(lambda model, x: sx.jvp(made, (model, x), (moves, None)))(model, X)
+    assert (moved.tolist(), float(model.count)) == ([30.0, 50.0], 3.0)
+
+
+def test_rule_holds_inside_other_transforms() -> None:
+    model, made = _model(), _made()
+
+    def total(model: Any, xs: Any) -> Any:
+        rows = sx.vmap(lambda w, x: made(_with(model, w), x), in_axes=(None, 0))(model.w, xs)
+        carried = sx.scan(lambda c, x: (c + sx.jit(made)(model, x), x))(jnp.zeros(2), xs)[0]
+        return rows.sum() + carried.sum()
+
+    grads = sx.grad(total)(model, jnp.stack([X, X]))
+    assert grads["w"].tolist() == [120.0, 200.0]
+    assert float(model.count) == 2.0
+
+
+def _with(model: Any, w: Any) -> Any:
+    fresh = _model()
+    fresh.w = w
+    return fresh
+
+
+def test_nondifferentiable_arguments_come_first() -> None:
+    power = sx.custom_jvp(lambda n, w: w.value**n, nondiff_argnums=0)
+
+    @power.defjvp
+    def rule(n: int, primals: Any, tangents: Any) -> Any:
+        return primals[0].value ** n, n * tangents[0]
+
+    assert float(sx.grad(lambda w: power(3, w))(sx.Param(jnp.float32(2)))) == 3.0
+
+
+@settings(max_examples=8)
+@given(st.sampled_from(["jvp", "grad", "jacfwd", "jit"]), st.booleans())
+def test_pure_functions_have_the_tangents_of_jax(name: str, zero: bool) -> None:
+    def f(x: Any, y: Any) -> Any:
+        return {"a": jnp.sin(x) * y, "n": jnp.int32(2)}
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        result = f(*primals)
+        tangent = jnp.zeros(()) if zero else 2 * tangents[0] + tangents[1]
+        return result, {"a": tangent, "n": np.zeros((), jax.dtypes.float0)}
+
+    results = []
+    for library in (sx, jax):
+        made = library.custom_jvp(f)
+        made.defjvp(rule)
+        first = lambda x, y, made=made: made(x, y)["a"]  # noqa: E731
+        transform = getattr(library, name)
+        if name == "jvp":
+            results.append(transform(first, (0.5, 2.0), (1.0, 3.0)))
+        else:
+            results.append(transform(first)(0.5, 2.0))
+    assert jax.tree.map(float, results[0]) == jax.tree.map(float, results[1])
+
+
+def test_what_a_rule_loses_is_refused_by_path() -> None:
+    model, made = _model(), _made(wrt=sx.Cache)
+    with pytest.raises(
+        DifferentiationError, match=r"arrives at the Param at \.model\.w, for which"
+    ):
+        sx.grad(lambda m: made(m, X).sum())(model)
+    with pytest.raises(DifferentiationError, match="has no tangent yet"):
+        sx.custom_jvp(_function)(model, X)
+    with pytest.raises(DifferentiationError, match=r"nondiff_argnums names the argument 5"):
+        _made(nondiff_argnums=5)(model, X)
+
+
+def test_rule_with_other_effects_is_refused() -> None:
+    model = _model()
+    other = sx.custom_jvp(lambda model, x: model.w * x)
+    other.defjvp(lambda primals, tangents: (_function(*primals), tangents[1]))
+    with pytest.raises(DifferentiationError, match=r"writes \.model\.count, which the function"):
+        sx.grad(lambda m: sx.jit(other)(m, X).sum())(model)
+    wrong = sx.custom_jvp(lambda x: x)
+    wrong.defjvp(lambda primals, tangents: primals[0])
+    with pytest.raises(OutputError, match="must return \\(result, tangent\\), but it returned a"):
+        sx.grad(wrong)(1.0)
+
+
+def test_captured_variables_are_inputs_of_the_function() -> None:
+    count, scale = sx.Variable(jnp.float32(0)), sx.Variable(jnp.float32(4))
+
+    @sx.custom_jvp
+    def f(x: Any) -> Any:
+        count.value = count + 1
+        return scale * x
+
+    @f.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        count.value = count + 1
+        return scale * primals[0], 2 * scale * tangents[0]
+
+    assert float(sx.jit(sx.grad(f))(1.0)) == float(sx.grad(sx.jit(f))(1.0)) == 8.0
+    assert float(count) == 2.0
+    late = sx.custom_jvp(lambda x: x)
+    late.defjvp(lambda primals, tangents: (primals[0], scale * tangents[0]))
+    assert float(sx.grad(late)(1.0)) == 4.0
+    with pytest.raises(ClosureError, match="when differentiated, a Variable"):
+        sx.grad(sx.jit(late))(1.0)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes and specs by name of argument, and texts in results of compiled functions."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from tests.strategies import Node
+
+import shardax as sx
+from shardax.errors import OutputError, PrefixError
+
+
+def _model() -> Node:
+    model = Node()
+    model.w, model.count = sx.Param(jnp.arange(4.0)), sx.Variable(jnp.zeros(4))
+    return model
+
+
+def _scaled(model: Any, x: Any, *, scale: Any = 1.0) -> Any:
+    model.count.value = model.count + 1
+    return (model.w * x * scale).sum()
+
+
+XS = jnp.arange(4.0)
+
+
+def test_vmap_takes_axes_by_name() -> None:
+    by_name, by_position = _model(), _model()
+    axes: dict[str, Any] = {"scale": None, "x": 0, "model": 0}
+    result = sx.vmap(_scaled, in_axes=axes)(by_name, x=XS, scale=jnp.float32(2))
+    expected = sx.vmap(lambda m, x: _scaled(m, x, scale=2.0))(by_position, XS)
+    assert result.tolist() == expected.tolist() == [0.0, 2.0, 8.0, 18.0]
+    assert by_name.count.tolist() == [1.0] * 4
+    of_states = {"model": sx.StateAxes({sx.Param: None, ...: 0}), "x": 0}
+    assert sx.vmap(_scaled, in_axes=of_states)(by_name, XS).shape == (4,)
+
+
+def test_scan_takes_axes_by_name() -> None:
+    model = _model()
+
+    def body(total: Any, model: Any, x: Any, *, shift: Any) -> Any:
+        return total + _scaled(model, x) + shift, x
+
+    axes = {"total": sx.Carry, "model": None, "x": 0, "shift": None}
+    total, rows = sx.scan(body, in_axes=axes)(0.0, model, XS, shift=1.0)
+    assert (float(total), rows.tolist(), model.count.tolist()) == (40.0, XS.tolist(), [4.0] * 4)
+
+
+def test_shard_map_takes_specs_by_name(auto_mesh: Mesh) -> None:
+    split, whole = PartitionSpec("model"), PartitionSpec()
+    run = sx.shard_map(
+        lambda x, *, scale: x * scale,
+        mesh=auto_mesh,
+        in_specs={"x": split, "scale": whole},
+        out_specs=split,
+    )
+    assert run(XS, scale=jnp.float32(2)).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_argument_without_an_entry_is_refused() -> None:
+    with pytest.raises(PrefixError, match="by name of argument, model, and none for x, scale"):
+        sx.vmap(_scaled, in_axes={"model": 0})(_model(), XS, scale=XS)
+
+
+def test_other_dicts_are_entries_of_containers() -> None:
+    add = sx.vmap(lambda pair: pair["a"] + pair["b"], in_axes={"a": 0, "b": None})
+    assert add({"a": XS, "b": 1.0}).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+# --- texts in results ---
+
+
+class Mode(enum.Enum):
+    """A mode."""
+
+    TRAIN = 1
+
+
+def test_compiled_functions_return_texts_of_their_trace() -> None:
+    traces: list[int] = []
+
+    @sx.jit
+    def step(model: Any, x: Any) -> Any:
+        traces.append(1)
+        model.count.value = model.count + x
+        return {"name": f"{x.dtype}", "y": [x, Mode.TRAIN, model], "raw": b"a", "new": sx.Param(x)}
+
+    model = _model()
+    for count in (1, 2):
+        result = step(model, jnp.float32(1))
+        assert (result["name"], result["y"][1], result["raw"]) == ("float32", Mode.TRAIN, b"a")
+        assert result["y"][2] is model and float(result["y"][0]) == float(result["new"]) == 1.0
+        assert model.count.tolist() == [float(count)] * 4
+    assert step(model, jnp.int32(1))["name"] == "int32" and len(traces) == 2
+    outer = sx.jit(lambda model, x: (step(model, x)["name"], x))
+    assert outer(model, jnp.float32(1))[0] == "float32"
+    assert step.lower(model, jnp.float32(1)).compile()(model, jnp.float32(1))["name"] == "float32"
+    with pytest.raises(OutputError, match=r"returned .* of type .* at the result itself"):
+        sx.jit(lambda: jax.nn.relu)()
+    with pytest.raises(OutputError, match="returned 'text' of type str"):
+        sx.vmap(lambda x: "text")(XS)
