@@ -107,6 +107,7 @@ _OBJECTS = {
     "iter_modules": Name("sx.iter_modules", dropped=_GRAPH),
     "find_duplicates": Name("sx.find_duplicates"),
     "display": Name("sx.view.show"),
+    **dict.fromkeys(("A", "M"), Name("typing.Any")),  # type variables, in annotations
     "with_partitioning": Name(
         "sx.partition.with_partitioning",
         _words("initializer sharding mesh"),
@@ -461,7 +462,7 @@ LEFT: dict[str, Left] = {
     ),
     **dict.fromkeys(
         ("set_graph_mode", "set_graph_updates", "use_eager_sharding", "using_eager_sharding")
-        + ("var_defaults",),
+        + ("var_defaults", "with_vars", "vars_as"),
         Left(_NOT_NEEDED, "nothing: remove it"),
     ),
     "jit_partial": Left(_NOT_NEEDED, "sx.jit(functools.partial(f, model))"),

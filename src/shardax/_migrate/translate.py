@@ -28,7 +28,9 @@ from shardax._migrate.references import (
 )
 from shardax._migrate.table import LEFT, VARIABLES, Left, Name
 
-_ISINSTANCE = "leaves of a State are arrays here, so this is False for them"
+_ISINSTANCE = (
+    "filters see Variables, but leaves of a State are arrays here, so this is False for them"
+)
 _METHODS = {
     "get_metadata": "v.metadata, a mapping",
     "has_metadata": "name in v.metadata",
