@@ -61,7 +61,9 @@ def _with_argument(args: list[cst.Arg], keyword: str, code: str) -> list[cst.Arg
         return [new]
     *front, last = args
     if isinstance(last.comma, cst.Comma):  # a trailing comma, before a line's end
-        between = front[-1].comma if front else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        between = (
+            front[-1].comma if front else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        )
         new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
         return [*front, last.with_changes(comma=between), new]
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
@@ -70,7 +72,11 @@ def _with_argument(args: list[cst.Arg], keyword: str, code: str) -> list[cst.Arg
     bare = last.with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace(""))
     # A keyword cannot follow **options in all places, so it goes before them.
     if last.star == "**":
-        return [*front, new.with_changes(comma=comma, whitespace_after_arg=bare.whitespace_after_arg), last]
+        return [
+            *front,
+            new.with_changes(comma=comma, whitespace_after_arg=bare.whitespace_after_arg),
+            last,
+        ]
     return [*front, bare, new]
 
 
@@ -149,7 +155,9 @@ def _bind(
     return bound, positions
 
 
-def _plan_variable(plan: Plan, bound: dict[str, cst.BaseExpression], args: Sequence[cst.Arg]) -> None:
+def _plan_variable(
+    plan: Plan, bound: dict[str, cst.BaseExpression], args: Sequence[cst.Arg]
+) -> None:
     hooks = [argument for argument in bound if argument.startswith("on_")]
     if hooks:
         raise UntranslatableError(f"{hooks[0]}= has no counterpart: a Variable has no hooks")
@@ -194,7 +202,9 @@ def _check_last_axes(bound: dict[str, cst.BaseExpression]) -> None:
         raise UntranslatableError(f"axis={code_of(axis)} is not known to be the last dimensions")
 
 
-def _plan_attention(plan: Plan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]) -> None:
+def _plan_attention(
+    plan: Plan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
+) -> None:
     features = code_of(bound["in_features"]) if "in_features" in bound else ""
     for argument in ("qkv_features", "out_features", "in_kv_features"):
         if argument not in bound or code_of(bound[argument]) == "None":

@@ -76,9 +76,7 @@ _VARIABLE = Name(
     renamed={"sharding": "axes", "sharding_names": "axes", "out_sharding": "axes"},
     dropped={"eager_sharding": (ANY,), "hijax": ("False", "None"), "ref": ("False", "None")},
 )
-VARIABLES = _words(
-    "Variable Param BatchStat Cache Intermediate Perturbation RngState OptState MetricState"
-)
+VARIABLES = _words("Variable Param BatchStat Cache Intermediate Perturbation RngState OptState")
 AXES_NOTE = f"axes= names every dimension (None for one without a name); {_EAGER}"
 
 _OBJECTS = {
@@ -147,10 +145,7 @@ _TRANSFORMS = {
         dropped={**_GRAPH, "_split_transpose": ("False",)},
     ),
     "remat": Name(
-        "sx.remat",
-        _words("f prevent_cse static_argnums policy"),
-        renamed=_FUNCTION,
-        dropped=_GRAPH,
+        "sx.remat", _words("f prevent_cse static_argnums policy"), renamed=_FUNCTION, dropped=_GRAPH
     ),
     "shard_map": Name(
         "sx.shard_map",
@@ -175,14 +170,10 @@ _LINEAR = f"use_bias {_DTYPES} precision kernel_init bias_init preferred_element
 _NORM = f"epsilon {_DTYPES} use_bias use_scale bias_init scale_init rngs"
 _FEATURES = {"num_features": "features"}
 _LAST_AXIS = ("-1",)
-_NORM_DROPPED = {
-    # Of centred values here, which is at least as accurate.
-    "use_fast_variance": (ANY,),
-    "reduction_axes": _LAST_AXIS,
-    "feature_axes": _LAST_AXIS,
-    "axis_name": _NONE,
-    "axis_index_groups": _NONE,
-}
+# Variances are of centred values here, which is at least as accurate.
+_BATCH_DROPPED = {"use_fast_variance": (ANY,), "axis_index_groups": _NONE}
+_GROUP_DROPPED = {**_BATCH_DROPPED, "axis_name": _NONE}
+_NORM_DROPPED = {**_GROUP_DROPPED, "reduction_axes": _LAST_AXIS, "feature_axes": _LAST_AXIS}
 _CONV = {"feature_group_count": "groups", "kernel_dilation": "dilation"}
 _POOL = {"inputs": "x", "window_shape": "window"}
 _CELL = {"hidden_features": "features", "recurrent_kernel_init": "recurrent_init"}
@@ -225,13 +216,10 @@ _LAYERS = {
         "sx.nn.BatchNorm",
         _words(f"num_features use_running_average axis momentum axis_name {_NORM}"),
         renamed=_FEATURES,
-        dropped={"use_fast_variance": (ANY,), "axis_index_groups": _NONE},
+        dropped=_BATCH_DROPPED,
     ),
     "LayerNorm": Name(
-        "sx.nn.LayerNorm",
-        _words(f"num_features {_NORM}"),
-        renamed=_FEATURES,
-        dropped=_NORM_DROPPED,
+        "sx.nn.LayerNorm", _words(f"num_features {_NORM}"), renamed=_FEATURES, dropped=_NORM_DROPPED
     ),
     "RMSNorm": Name(
         "sx.nn.RMSNorm",
@@ -243,13 +231,13 @@ _LAYERS = {
         "sx.nn.GroupNorm",
         _words(f"num_features num_groups group_size {_NORM}"),
         renamed=_FEATURES,
-        dropped={**_NORM_DROPPED, "reduction_axes": _NONE, "group_size": _NONE},
+        dropped={**_GROUP_DROPPED, "reduction_axes": _NONE, "group_size": _NONE},
     ),
     "InstanceNorm": Name(
         "sx.nn.InstanceNorm",
         _words(f"num_features {_NORM}"),
         renamed=_FEATURES,
-        dropped=_NORM_DROPPED,
+        dropped={**_GROUP_DROPPED, "feature_axes": _LAST_AXIS},
     ),
     "Conv": Name(
         "sx.nn.Conv",
@@ -263,9 +251,7 @@ _LAYERS = {
     ),
     "ConvTranspose": Name(
         "sx.nn.ConvTranspose",
-        _words(
-            f"in_features out_features kernel_size strides padding kernel_dilation {_LINEAR}"
-        ),
+        _words(f"in_features out_features kernel_size strides padding kernel_dilation {_LINEAR}"),
         positional=3,
         renamed=_CONV,
         dropped={"mask": _NONE, "transpose_kernel": ("False",)},
@@ -363,7 +349,9 @@ INIT_NOTE = {"LinearGeneral": _LAYOUT_INIT, "MultiHeadAttention": _LAYOUT_INIT}
 
 # Layers whose metadata may name axes, which an argument here does.
 AXES_OF = {
-    **dict.fromkeys(("Linear", "Einsum", "Conv", "ConvTranspose"), ("kernel_metadata", "kernel_axes")),
+    **dict.fromkeys(
+        ("Linear", "Einsum", "Conv", "ConvTranspose"), ("kernel_metadata", "kernel_axes")
+    ),
     "Embed": ("embedding_metadata", "axes"),
 }
 
@@ -458,7 +446,8 @@ LEFT: dict[str, Left] = {
         ),
     ),
     **dict.fromkeys(
-        ("min_pool", "pool"), Left("no such pooling here", "jax.lax.reduce_window, or -max_pool(-x)")
+        ("min_pool", "pool"),
+        Left("no such pooling here", "jax.lax.reduce_window, or -max_pool(-x)"),
     ),
     **dict.fromkeys(
         ("set_graph_mode", "set_graph_updates", "use_eager_sharding", "using_eager_sharding")
@@ -509,7 +498,9 @@ LEFT: dict[str, Left] = {
     "replace_by_pure_dict": Left("a State is immutable", "sx.update(model, values)"),
     **dict.fromkeys(("split_state", "map_state"), Left("methods here", "state.split(...)")),
     "view": Left("Modules are shared", "sx.bind(*sx.unbind(model)), then set_attributes"),
-    "capture": Left("what is sown stays in the model", "y, seen = f(x), sx.pop(f, sx.Intermediate)"),
+    "capture": Left(
+        "what is sown stays in the model", "y, seen = f(x), sx.pop(f, sx.Intermediate)"
+    ),
     "tabulate": Left("another table", "sx.view.table(model, inputs=[x])"),
     "TrainState": Left("an Optimizer holds its model", "sx.train.Optimizer(model, tx)"),
     "EMA": Left("it takes the model", "sx.train.EMA(model, decay)"),
@@ -535,5 +526,7 @@ LINEN: dict[str, Name] = _same(
 
 # Likewise: with nothing else of Equinox, arguments are plain trees, or Modules of shardax.
 EQUINOX: dict[str, Name] = {
-    "filter_jit": Name("sx.jit", ("fun",), renamed={"fun": "function"}, written={"static": '"auto"'})
+    "filter_jit": Name(
+        "sx.jit", ("fun",), renamed={"fun": "function"}, written={"static": '"auto"'}
+    )
 }

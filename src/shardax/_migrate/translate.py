@@ -241,7 +241,9 @@ class _Planner:
             state = node.args[0].value
             if not isinstance(state, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
                 state = state.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-            return node.with_changes(func=cst.Attribute(state, cst.Name(method)), args=node.args[1:])
+            return node.with_changes(
+                func=cst.Attribute(state, cst.Name(method)), args=node.args[1:]
+            )
 
         self.changes[call] = change
         return ""
@@ -302,7 +304,9 @@ class _Planner:
             first, *others = node.args
             comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
             equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-            typed = cst.Arg(first.value, keyword=cst.Name("type"), equal=equal, comma=others[1].comma)
+            typed = cst.Arg(
+                first.value, keyword=cst.Name("type"), equal=equal, comma=others[1].comma
+            )
             middle = others[1].with_changes(comma=comma)
             return node.with_changes(args=[others[0], middle, typed, *others[2:]])
 
@@ -496,8 +500,6 @@ def _named(code: str, node: cst.CSTNode) -> cst.BaseExpression:
     return new.with_changes(lpar=node.lpar, rpar=node.rpar)  # pyright: ignore
 
 
-def _behind_imports(
-    body: Sequence[cst.CSTNode], has_import: Callable[[cst.CSTNode], bool]
-) -> int:
+def _behind_imports(body: Sequence[cst.CSTNode], has_import: Callable[[cst.CSTNode], bool]) -> int:
     """Returns the position behind the last statement with a translated import."""
     return max((i + 1 for i, statement in enumerate(body) if has_import(statement)), default=0)
