@@ -185,7 +185,7 @@ def _axis_names(
         return None
     if code_of(element.key).replace("'", '"') not in _SHARDING:
         return None
-    return lambda changed: changed.elements[0].value  # pyright: ignore
+    return lambda changed: cst.ensure_type(changed, cst.Dict).elements[0].value
 
 
 def _check_last_axes(bound: dict[str, cst.BaseExpression]) -> None:

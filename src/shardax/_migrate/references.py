@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import libcst as cst
 from libcst import metadata
@@ -18,10 +19,11 @@ LIBRARIES: dict[str, Mapping[str, Name]] = {
     "equinox": EQUINOX,
 }
 _NNX = "flax.nnx"
+_Parents = Mapping[cst.CSTNode, cst.CSTNode]
 _DEEP = re.compile(
     r"(?:nn\.\w+|training\.optimizer|transforms\.\w+|\w+lib|graph|module|object|helpers)\.(\w+)"
 )
-_LAYER_VARIABLES = frozenset("kernel bias embedding scale mean var".split())
+_LAYER_VARIABLES = frozenset({"kernel", "bias", "embedding", "scale", "mean", "var"})
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Program:
     references: list[Reference] = field(default_factory=list)
     by_node: dict[cst.CSTNode, Reference] = field(default_factory=dict)
     lines: dict[cst.CSTNode, int] = field(default_factory=dict)
-    parents: Mapping[cst.CSTNode, cst.CSTNode] = field(default_factory=dict)
+    parents: _Parents = field(default_factory=dict)
     calls: list[cst.Call] = field(default_factory=list)
     attributes: list[cst.Attribute] = field(default_factory=list)
     functions: list[cst.FunctionDef] = field(default_factory=list)
@@ -133,10 +135,10 @@ class _Reader(cst.CSTVisitor):
         super().__init__()
         self.program = Program()
 
-    def visit_Module(self, node: cst.Module) -> None:
-        self.program.parents = self.metadata[metadata.ParentNodeProvider]  # pyright: ignore
+    def visit_Module(self, node: cst.Module) -> None:  # noqa: N802 (LibCST names it)
+        self.program.parents = cast(_Parents, self.metadata[metadata.ParentNodeProvider])
 
-    def visit_Import(self, node: cst.Import) -> bool:
+    def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802 (LibCST names it)
         for alias, name in imported_names(node):
             if alias.asname is None:
                 self.program.imported.add(name.partition(".")[0])
@@ -144,22 +146,22 @@ class _Reader(cst.CSTVisitor):
                 self.program.imported.add(f"{name} as {dotted(alias.asname.name)}")
         return False
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: N802 (LibCST names it)
         is_star = isinstance(node.names, cst.ImportStar)
         if is_star and node.module is not None and library_of(dotted(node.module)) == _NNX:
             self.program.stars.append(self._line(node))
         return False
 
-    def visit_Call(self, node: cst.Call) -> None:
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 (LibCST names it)
         self.program.calls.append(node)
         self.program.lines[node] = self._line(node)
         if "functools.partial" in self._names(node.func):
             self.program.partials.add(node)
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 (LibCST names it)
         self.program.functions.append(node)
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
+    def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802 (LibCST names it)
         self.program.lines[node] = self._line(node)
         for name in self._names(node):
             library = library_of(name)
@@ -178,15 +180,15 @@ class _Reader(cst.CSTVisitor):
         self.program.attributes.append(node)
         return True
 
-    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
+    def visit_Attribute_attr(self, node: cst.Attribute) -> None:  # noqa: N802 (LibCST names it)
         self._in_attr = True
 
-    def leave_Attribute_attr(self, node: cst.Attribute) -> None:
+    def leave_Attribute_attr(self, node: cst.Attribute) -> None:  # noqa: N802 (LibCST names it)
         self._in_attr = False
 
     _in_attr = False
 
-    def visit_Name(self, node: cst.Name) -> None:
+    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 (LibCST names it)
         if self._in_attr:
             return
         self.program.names.add(node.value)
@@ -207,10 +209,12 @@ class _Reader(cst.CSTVisitor):
     def _names(self, node: cst.CSTNode) -> list[str]:
         found = self.get_metadata(metadata.QualifiedNameProvider, node, set())
         source = metadata.QualifiedNameSource.IMPORT
-        return sorted(item.name for item in found or () if item.source is source)  # pyright: ignore
+        return sorted(item.name for item in found or () if item.source is source)
 
     def _line(self, node: cst.CSTNode) -> int:
-        return self.get_metadata(metadata.PositionProvider, node).start.line  # pyright: ignore
+        position = self.get_metadata(metadata.PositionProvider, node)
+        assert isinstance(position, metadata.CodeRange)
+        return position.start.line
 
 
 def _note_holders(program: Program, reference: Reference) -> None:
@@ -228,7 +232,8 @@ def _note_holders(program: Program, reference: Reference) -> None:
     elif isinstance(parent, cst.Arg) and isinstance(program.parents[parent], cst.ClassDef):
         targets = []
         if reference.name in VARIABLES:  # a class of Variables
-            _note_instances(program, program.parents[parent].name.value)  # pyright: ignore
+            owner = cst.ensure_type(program.parents[parent], cst.ClassDef)
+            _note_instances(program, owner.name.value)
     else:
         targets = []
     names = {last_name(target) for target in targets} - {""}

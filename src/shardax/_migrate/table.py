@@ -56,8 +56,8 @@ _MERGED = (
     "made of; take sx.state(model) afterwards"
 )
 _LAYOUT_INIT = (
-    "a kernel_init of one's own sees the whole shape here, but a matrix in Flax, so that its fan-in "
-    "and fan-out may differ"
+    "a kernel_init of one's own sees the whole shape here, but a matrix in Flax, so that its "
+    "fan-in and fan-out may differ"
 )
 
 
@@ -65,8 +65,10 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _same(names: str, prefix: str = "sx", **options: object) -> dict[str, Name]:
-    return {name: Name(f"{prefix}.{name}", **options) for name in _words(names)}  # pyright: ignore
+def _same(
+    names: str, prefix: str = "sx", dropped: Mapping[str, tuple[str, ...]] | None = None
+) -> dict[str, Name]:
+    return {name: Name(f"{prefix}.{name}", dropped=dropped or {}) for name in _words(names)}
 
 
 # --- modules, variables, states -------------------------------------------------------------------
@@ -276,8 +278,8 @@ _LAYERS = {
         },
         written={"use_bias": "True"},
         bare=False,
-        check="parameters are named q, k, v and out; calls take (x, context, mask=booleans), without "
-        "decode=, deterministic= and rngs=; dropout masks are drawn for each head and row",
+        check="parameters are named q, k, v and out; calls take (x, context, mask=booleans), "
+        "without decode=, deterministic= and rngs=; dropout masks are drawn for each head and row",
     ),
     "Sequential": Name(
         "sx.nn.Sequential", check="a tuple that a layer returns is given on as it is"
@@ -409,8 +411,10 @@ NAMES: dict[str, Name] = {
 
 # Names whose translation has another form than a call: see translate.py.
 FORMS = frozenset(
-    "data static to_pure_dict filter_state merge_state initializers.zeros_init "
-    "initializers.ones_init".split()
+    _words(
+        "data static to_pure_dict filter_state merge_state initializers.zeros_init "
+        "initializers.ones_init"
+    )
 )
 
 # --- names that are left --------------------------------------------------------------------------
@@ -450,8 +454,10 @@ LEFT: dict[str, Left] = {
         Left("no such pooling here", "jax.lax.reduce_window, or -max_pool(-x)"),
     ),
     **dict.fromkeys(
-        ("set_graph_mode", "set_graph_updates", "use_eager_sharding", "using_eager_sharding")
-        + ("var_defaults", "with_vars", "vars_as"),
+        _words(
+            "set_graph_mode set_graph_updates use_eager_sharding using_eager_sharding var_defaults "
+            "with_vars vars_as"
+        ),
         Left(_NOT_NEEDED, "nothing: remove it"),
     ),
     "jit_partial": Left(_NOT_NEEDED, "sx.jit(functools.partial(f, model))"),

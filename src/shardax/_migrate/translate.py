@@ -203,7 +203,7 @@ class _Planner:
     def _plan_data(self, reference: Reference, call: cst.Call | None) -> str:
         if call is None or len(call.args) != 1 or call.args[0].keyword or call.args[0].star:
             return "only of one value: what holds arrays is data here"
-        self.changes[call] = lambda node: node.args[0].value  # pyright: ignore
+        self.changes[call] = lambda node: cst.ensure_type(node, cst.Call).args[0].value
         return ""
 
     def _plan_static(self, reference: Reference, call: cst.Call | None) -> str:
@@ -274,7 +274,7 @@ class _Planner:
                 self._left(line, "optimizer.update", unused)
         elif method == "get_value" and not call.args:
             if is_variable(self.program, receiver):
-                self.changes[call] = lambda node: node.func.with_changes(attr=_VALUE)  # pyright: ignore
+                self.changes[call] = _value
             else:
                 self._check(line, method, "if this is a Variable: it has no such method", "v.value")
         elif method == "set_value" and len(plain) == len(call.args) == 1:
@@ -354,6 +354,10 @@ class _Planner:
 _VALUE = cst.Name("value")
 
 
+def _value(node: cst.BaseExpression) -> cst.BaseExpression:
+    return cst.ensure_type(node, cst.Call).func.with_changes(attr=_VALUE)
+
+
 def _assignment(call: cst.Call) -> cst.BaseSmallStatement:
     assert isinstance(call.func, cst.Attribute)
     target = cst.AssignTarget(call.func.with_changes(attr=_VALUE))
@@ -395,28 +399,33 @@ class _Rewriter(cst.CSTTransformer):
         self.left = left
         self.is_guarded = False
 
-    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # pyright: ignore
+    def on_leave(
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.CSTNode]:
         planner = self.planner
-        new: cst.CSTNode = super().on_leave(original_node, updated_node)  # pyright: ignore
+        new = super().on_leave(original_node, updated_node)
+        if not isinstance(new, cst.CSTNode):
+            return new
         if original_node in planner.targets:
             new = _named(planner.targets[original_node], new)
         if original_node in planner.calls:
             assert isinstance(new, cst.Call)
             new = new.with_changes(args=planner.calls[original_node].apply(new.args))
         if original_node in planner.changes:
-            new = planner.changes[original_node](new)  # pyright: ignore
+            assert isinstance(new, cst.BaseExpression)
+            new = planner.changes[original_node](new)
         if original_node in planner.statements:
             assert isinstance(new, cst.Expr) and isinstance(new.value, cst.Call)
             new = planner.statements[original_node](new.value)
         if original_node in planner.removed:
-            return cst.RemoveFromParent()  # pyright: ignore
+            return cst.RemoveFromParent()
         return new
 
     # --- imports ----------------------------------------------------------------------------------
 
-    def leave_SimpleStatementLine(
+    def leave_SimpleStatementLine(  # noqa: N802 (LibCST names it)
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+    ) -> cst.BaseStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]:
         del original_node
         body: list[cst.BaseSmallStatement] = []
         is_changed = False
@@ -441,11 +450,11 @@ class _Rewriter(cst.CSTTransformer):
         if body:
             new.append(updated_node.with_changes(body=body, leading_lines=[]))
         if not new:
-            return cst.RemoveFromParent()  # pyright: ignore
-        new[0] = new[0].with_changes(leading_lines=updated_node.leading_lines)  # pyright: ignore
+            return cst.RemoveFromParent()
+        new[0] = new[0].with_changes(leading_lines=updated_node.leading_lines)
         if not body:
             trailing = updated_node.trailing_whitespace
-            new[-1] = new[-1].with_changes(trailing_whitespace=trailing)  # pyright: ignore
+            new[-1] = new[-1].with_changes(trailing_whitespace=trailing)
         return cst.FlattenSentinel(new)
 
     def _goes(self, name: str) -> bool:
@@ -472,7 +481,7 @@ class _Rewriter(cst.CSTTransformer):
 
     # --- the line that is left --------------------------------------------------------------------
 
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802 (LibCST names it)
         if not self.left:
             return updated_node
         lines = ", ".join(map(str, self.left[:8])) + (", ..." if len(self.left) > 8 else "")
@@ -496,8 +505,8 @@ class _Rewriter(cst.CSTTransformer):
 
 def _named(code: str, node: cst.CSTNode) -> cst.BaseExpression:
     """Returns an expression for code, in the parentheses of another."""
-    new = cst.parse_expression(code)
-    return new.with_changes(lpar=node.lpar, rpar=node.rpar)  # pyright: ignore
+    assert isinstance(node, cst.BaseExpression)
+    return cst.parse_expression(code).with_changes(lpar=node.lpar, rpar=node.rpar)
 
 
 def _behind_imports(body: Sequence[cst.CSTNode], has_import: Callable[[cst.CSTNode], bool]) -> int:
