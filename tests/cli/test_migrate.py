@@ -77,7 +77,7 @@ def test_line_ends_of_windows_are_kept(capsys: Any, program: Path) -> None:
     assert program.read_bytes() == AFTER.replace("\n", "\r\n").encode()
 
 
-def test_check_says_by_its_status_what_is_to_do(capsys: Any, program: Path) -> None:
+def test_check_tells_by_its_status(capsys: Any, program: Path) -> None:
     assert run(capsys, program, "--check") == (1, "", [TODO])
     program.write_text(AFTER)
     assert run(capsys, program, "--check") == (0, "", [NOTHING])

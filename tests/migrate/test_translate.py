@@ -9,9 +9,7 @@ import libcst
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from shardax._migrate.table import NAMES
-from shardax._migrate.translate import Translation, translate
+from tests.migrate.translation import NAMES, Translation, translate
 
 # What is before and after an expression of the cases below.
 BEFORE = "import functools\nimport jax\nfrom flax import nnx\n\n"

@@ -14,13 +14,9 @@ _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _SHARDING = ('"sharding"', '"sharding_names"', '"out_sharding"')
 
 
-class UntranslatableError(ValueError):
-    """A call has no translation of the same meaning; the text says why."""
-
-
 @dataclass
-class Plan:
-    """What becomes of the arguments of a call, by position in the call."""
+class CallPlan:
+    """What becomes of the arguments of a call, by position."""
 
     keywords: dict[int, str] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
@@ -85,10 +81,10 @@ def code_of(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node).strip()
 
 
-def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = False) -> Plan:
-    """Plans the arguments of a call, or raises ``UntranslatableError``."""
+def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = False) -> CallPlan:
+    """Plans the arguments of a call, or raises ``NotImplementedError``."""
     bound, positions = _bind(key, name, args)
-    plan = Plan()
+    plan = CallPlan()
     if key in VARIABLES:
         _plan_variable(plan, bound, args)
     if key == "LinearGeneral":
@@ -110,11 +106,11 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
         if argument in name.dropped:
             allowed = name.dropped[argument]
             if ANY not in allowed and code_of(value) not in allowed:
-                raise UntranslatableError(f"{argument}={code_of(value)} has no counterpart")
+                raise NotImplementedError(f"{argument}={code_of(value)} has no counterpart")
             plan.dropped.add(position)
             continue
         if name.arguments is not None and argument not in name.arguments:
-            raise UntranslatableError(f"{argument}= has no counterpart")
+            raise NotImplementedError(f"{argument}= has no counterpart")
         target = name.renamed.get(argument, argument)
         if args[position].keyword is not None or position >= name.positional:
             plan.keywords[position] = target
@@ -126,7 +122,7 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
         if keyword not in bound
     }
     if partial and name.positional == 0 and any(arg.keyword is None for arg in args):
-        raise UntranslatableError("its arguments are in another order")
+        raise NotImplementedError("its arguments are in another order")
     return plan
 
 
@@ -141,7 +137,7 @@ def _bind(
             continue
         if arg.star == "*":
             if name.arguments is not None and (name.positional < 99 or name.written):
-                raise UntranslatableError("it is called with *arguments")
+                raise NotImplementedError("it is called with *arguments")
             continue
         if arg.keyword is not None:
             argument = arg.keyword.value
@@ -150,17 +146,17 @@ def _bind(
         elif position < len(name.arguments):
             argument = name.arguments[position]
         else:
-            raise UntranslatableError(f"{key} takes fewer arguments here")
+            raise NotImplementedError(f"{key} takes fewer arguments here")
         bound[argument], positions[argument] = arg.value, position
     return bound, positions
 
 
 def _plan_variable(
-    plan: Plan, bound: dict[str, cst.BaseExpression], args: Sequence[cst.Arg]
+    plan: CallPlan, bound: dict[str, cst.BaseExpression], args: Sequence[cst.Arg]
 ) -> None:
     hooks = [argument for argument in bound if argument.startswith("on_")]
     if hooks:
-        raise UntranslatableError(f"{hooks[0]}= has no counterpart: a Variable has no hooks")
+        raise NotImplementedError(f"{hooks[0]}= has no counterpart: a Variable has no hooks")
     for position, arg in enumerate(args):
         keyword = "" if arg.keyword is None else arg.keyword.value
         if keyword in ("sharding", "sharding_names", "out_sharding"):
@@ -189,7 +185,7 @@ def _axis_names(
 
 
 def _check_last_axes(bound: dict[str, cst.BaseExpression]) -> None:
-    """Raises UntranslatableError unless a LinearGeneral is over the last dimensions."""
+    """Raises NotImplementedError unless a LinearGeneral is over the last dimensions."""
     axis = bound.get("axis")
     if axis is None or code_of(axis) == "-1":
         return
@@ -199,11 +195,11 @@ def _check_last_axes(bound: dict[str, cst.BaseExpression]) -> None:
     expected = [str(position) for position in range(-count, 0)]
     numbers = [code_of(e.value) for e in axis.elements] if isinstance(axis, cst.Tuple) else None
     if not count or numbers != expected:
-        raise UntranslatableError(f"axis={code_of(axis)} is not known to be the last dimensions")
+        raise NotImplementedError(f"axis={code_of(axis)} is not known to be the last dimensions")
 
 
 def _plan_attention(
-    plan: Plan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
+    plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
 ) -> None:
     features = code_of(bound["in_features"]) if "in_features" in bound else ""
     for argument in ("qkv_features", "out_features", "in_kv_features"):
@@ -215,8 +211,8 @@ def _plan_attention(
             heads = bound["num_heads"]
             simple = (cst.Name, cst.Attribute, cst.Integer)
             if not isinstance(heads, simple) or not isinstance(bound[argument], simple):
-                raise UntranslatableError("qkv_features= is an expression; write head_dim=")
+                raise NotImplementedError("qkv_features= is an expression; write head_dim=")
             plan.dropped.add(positions[argument])
             plan.added["head_dim"] = f"{code_of(bound[argument])} // {code_of(heads)}"
         else:
-            raise UntranslatableError(f"{argument}= differs from in_features=")
+            raise NotImplementedError(f"{argument}= differs from in_features=")

@@ -38,7 +38,7 @@ class Reference:
 
 
 @dataclass
-class Program:
+class ParsedProgram:
     """What a file says about other libraries."""
 
     references: list[Reference] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Program:
         return any(reference.library == library for reference in self.references)
 
     def translated(self) -> set[str]:
-        """Libraries to translate: of Linen and Equinox all names must be in the tables."""
+        """Libraries to translate; of some, all names must be known."""
         chosen = {_NNX} if self.uses(_NNX) else set[str]()
         for library in LIBRARIES.keys() - {_NNX}:
             names = {r.name for r in self.references if r.library == library}
@@ -70,7 +70,7 @@ class Program:
         return chosen
 
 
-def read(module: cst.MetadataWrapper) -> Program:
+def read(module: cst.MetadataWrapper) -> ParsedProgram:
     """Returns the references of a program."""
     visitor = _Reader()
     module.visit(visitor)
@@ -133,7 +133,7 @@ class _Reader(cst.CSTVisitor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.program = Program()
+        self.program = ParsedProgram()
 
     def visit_Module(self, node: cst.Module) -> None:  # noqa: N802 (LibCST names it)
         self.program.parents = cast(_Parents, self.metadata[metadata.ParentNodeProvider])
@@ -217,7 +217,7 @@ class _Reader(cst.CSTVisitor):
         return position.start.line
 
 
-def _note_holders(program: Program, reference: Reference) -> None:
+def _note_holders(program: ParsedProgram, reference: Reference) -> None:
     """Notes which names hold what a reference makes or annotates."""
     parent = reference.parent
     if isinstance(parent, cst.Annotation):
@@ -243,14 +243,14 @@ def _note_holders(program: Program, reference: Reference) -> None:
         program.optimizers |= names
 
 
-def _note_instances(program: Program, class_name: str) -> None:
+def _note_instances(program: ParsedProgram, class_name: str) -> None:
     for call in program.calls:
         owner = program.parents[call]
         if dotted(call.func) == class_name and isinstance(owner, cst.Assign):
             program.variables |= {last_name(target.target) for target in owner.targets} - {""}
 
 
-def is_variable(program: Program, node: cst.BaseExpression) -> bool:
+def is_variable(program: ParsedProgram, node: cst.BaseExpression) -> bool:
     """Whether an expression is known to be a Variable."""
     name = last_name(node)
     known = program.variables | (_LAYER_VARIABLES if isinstance(node, cst.Attribute) else set())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of a program, with notes of what a person must look at.
+"""Translation of a program, with a report.
 
 What has no counterpart of the same meaning is left as it is, and the program then fails when it is
 imported: the import of the other library is gone, and a line says what is left to write. So no
@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import libcst as cst
 from libcst import metadata
 
-from shardax._migrate.arguments import Plan, UntranslatableError, code_of, plan_call
+from shardax._migrate.arguments import CallPlan, code_of, plan_call
 from shardax._migrate.references import (
     LIBRARIES,
-    Program,
+    ParsedProgram,
     Reference,
     dotted,
     imported_names,
@@ -44,7 +44,7 @@ _METHODS = {
 _ATTRIBUTES = {"raw_value": "v.value", "sharding_names": "v.axes", "out_sharding": "v.axes"}
 
 
-class Note(NamedTuple):
+class Notice(NamedTuple):
     """A place that a person must look at."""
 
     line: int
@@ -60,7 +60,7 @@ class Translation:
     """A translated program."""
 
     text: str
-    notes: tuple[Note, ...]
+    notes: tuple[Notice, ...]
 
     @property
     def left(self) -> int:
@@ -73,7 +73,7 @@ def translate(text: str) -> Translation:
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
     program = read(wrapper)
     if program.stars:
-        note = Note(program.stars[0], "left", "import *", "names cannot be told", "import nnx")
+        note = Notice(program.stars[0], "left", "import *", "names cannot be told", "import nnx")
         return Translation(text, (note,))
     libraries = program.translated()
     planner = _Planner(program, libraries)
@@ -92,12 +92,12 @@ Change = Callable[[cst.BaseExpression], cst.BaseExpression]
 class _Planner:
     """Decides what becomes of every place, before anything is changed."""
 
-    def __init__(self, program: Program, libraries: set[str]) -> None:
+    def __init__(self, program: ParsedProgram, libraries: set[str]) -> None:
         self.program = program
         self.libraries = libraries
-        self.notes: list[Note] = []
+        self.notes: list[Notice] = []
         self.targets: dict[cst.CSTNode, str] = {}  # references by what they become
-        self.calls: dict[cst.CSTNode, Plan] = {}
+        self.calls: dict[cst.CSTNode, CallPlan] = {}
         self.changes: dict[cst.CSTNode, Change] = {}  # of other expressions
         self.statements: dict[cst.CSTNode, Callable[[cst.Call], cst.BaseSmallStatement]] = {}
         self.removed: set[cst.CSTNode] = set()  # decorators
@@ -109,7 +109,7 @@ class _Planner:
             if program.uses(library) and library not in libraries:
                 line = min(r.line for r in program.references if r.library == library)
                 reason = "its Modules are not translated, so all of it stays as it is"
-                self.notes.append(Note(line, "kept", library, reason))
+                self.notes.append(Notice(line, "kept", library, reason))
 
     def run(self) -> None:
         """Plans all places."""
@@ -158,13 +158,13 @@ class _Planner:
                 for check in plan.checks:
                     self._check(reference.line, label, check)
             elif isinstance(reference.parent, cst.Decorator) and name.written:
-                plan = Plan(added=dict(name.written))
+                plan = CallPlan(added=dict(name.written))
                 self.changes[reference.node] = lambda node: cst.Call(node, plan.apply([]))
             elif not name.bare:
-                raise UntranslatableError(
+                raise NotImplementedError(
                     "arguments or defaults differ, so calls through another name are not translated"
                 )
-        except UntranslatableError as error:
+        except NotImplementedError as error:
             self._left(reference.line, label, Left(str(error), _usage(name)))
             return
         self.targets[reference.node] = self.target(name.target)
@@ -177,7 +177,7 @@ class _Planner:
                 self._check(reference.line, f"class {owner.name.value}({label})", reason)
 
     def _call_of(self, reference: Reference) -> tuple[cst.Call | None, Sequence[cst.Arg], bool]:
-        """Returns the call of a reference and its arguments; of a partial, those behind it."""
+        """Returns the call of a reference and its arguments, or a partial's."""
         parent = reference.parent
         if isinstance(parent, cst.Call) and parent.func is reference.node:
             return parent, parent.args, False
@@ -189,10 +189,10 @@ class _Planner:
         return None, (), False
 
     def _left(self, line: int, what: str, left: Left) -> None:
-        self.notes.append(Note(line, "left", what, left.reason, left.write))
+        self.notes.append(Notice(line, "left", what, left.reason, left.write))
 
     def _check(self, line: int, what: str, reason: str, write: str = "") -> None:
-        self.notes.append(Note(line, "check", what, reason, write))
+        self.notes.append(Notice(line, "check", what, reason, write))
 
     # --- names with a form of their own -----------------------------------------------------------
 
@@ -268,7 +268,7 @@ class _Planner:
             self._plan_sow(call, kind)
         elif method == "update" and len(plain) == 2 and self._is_optimizer(receiver, plain):
             if isinstance(self.program.parents[call], cst.Expr):
-                self.calls[call] = Plan(dropped={0})
+                self.calls[call] = CallPlan(dropped={0})
             else:
                 unused = Left("it returns nothing here", "optimizer.update(grads)")
                 self._left(line, "optimizer.update", unused)
@@ -296,7 +296,7 @@ class _Planner:
     def _plan_sow(self, call: cst.Call, kind: str) -> None:
         if kind == "Intermediate":
             self.settled.add(call.args[0].value)
-            self.calls[call] = Plan(dropped={0})
+            self.calls[call] = CallPlan(dropped={0})
             return
 
         def change(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -338,7 +338,7 @@ class _Planner:
             if "axis_size" in words:
                 continue
             size = code_of(keywords["splits"])
-            added = Plan(added={"axis_size": size})
+            added = CallPlan(added={"axis_size": size})
             if isinstance(vmap, cst.Call):
                 plan = plan_call("vmap", LIBRARIES["flax.nnx"]["vmap"], vmap.args)
                 plan.added |= added.added
@@ -364,9 +364,9 @@ def _assignment(call: cst.Call) -> cst.BaseSmallStatement:
     return cst.Assign([target], call.args[0].value)
 
 
-def _behind_first(plan: Plan) -> Plan:
+def _behind_first(plan: CallPlan) -> CallPlan:
     """Returns a plan for the arguments of a partial, behind the function."""
-    return Plan(
+    return CallPlan(
         {position + 1: keyword for position, keyword in plan.keywords.items()},
         {position + 1 for position in plan.dropped},
         {position + 1: change for position, change in plan.values.items()},
@@ -375,7 +375,7 @@ def _behind_first(plan: Plan) -> Plan:
     )
 
 
-def _is_within(program: Program, node: cst.CSTNode, owner: cst.CSTNode) -> bool:
+def _is_within(program: ParsedProgram, node: cst.CSTNode, owner: cst.CSTNode) -> bool:
     while node in program.parents:
         node = program.parents[node]
         if node is owner:

@@ -14,7 +14,7 @@ import libcst as cst
 import tyro
 
 from shardax._files import write_whole
-from shardax._migrate.translate import Note, Translation, translate
+from shardax._migrate.translate import Notice, Translation, translate
 from shardax.cli.inputs import CommandError
 
 _STDIN = "-"
@@ -103,7 +103,7 @@ def _shown(label: str) -> str:
     return "<stdin>" if label == _STDIN else label
 
 
-def _line(label: str, note: Note) -> str:
+def _line(label: str, note: Notice) -> str:
     write = f" Write {note.write}." if note.write else ""
     return f"{_shown(label)}:{note.line}: {note.kind}: {note.what}: {note.reason}.{write}"
 
