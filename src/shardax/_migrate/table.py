@@ -476,7 +476,7 @@ LEFT: dict[str, Left] = {
         ("vjp", "jvp"),
         Left("tangents and cotangents of Modules are States here", "sx.vjp(f, *primals), sx.jvp"),
     ),
-    "pmap": Left("JAX replaces it", "sx.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)"),
+    "pmap": Left("JAX replaces it", "sx.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs)"),
     "checkify": Left("of frozen values here", "checkify.checkify with sx.stateless_call"),
     **dict.fromkeys(
         ("get_partition_spec", "get_named_sharding"),

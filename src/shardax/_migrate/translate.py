@@ -39,7 +39,7 @@ _METHODS = {
     "set_raw_value": "v.value = x",
     "flat_state": "state.flat()",
     "initialize_carry": "cell.initial_carry(x)",
-    "init_cache": "sx.nn.AttentionCache(...), an argument of the call",
+    "init_cache": "sx.nn.AttentionCache(batch, length, heads, size), an argument of the call",
 }
 _ATTRIBUTES = {"raw_value": "v.value", "sharding_names": "v.axes", "out_sharding": "v.axes"}
 
