@@ -151,6 +151,11 @@ def _run(words: list[str]) -> int:
             "check": Check,
             "plan": PlanCommand,
         }
+        if words[:1] not in [[name] for name in commands]:  # help, or a mistake
+            with contextlib.suppress(ModuleNotFoundError):
+                from shardax.cli.migrate import Migrate
+
+                commands["migrate"] = Migrate
         choices: Any = tuple(
             Annotated[Any, tyro.conf.subcommand(name, constructor=kind, description=_help(kind))]
             for name, kind in commands.items()
