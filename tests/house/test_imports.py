@@ -37,6 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("errors",),
     ("face",),
+    ("_migrate",),
     ("cli",),
     ("__main__",),
 )

@@ -5,7 +5,7 @@
 run, ``shardax sample`` continues prompts with a trained one, ``shardax verify`` checks the files
 of a run, ``shardax launch`` trains in several processes on one machine, ``shardax check`` reports
 what is wrong with a layout, ``shardax plan`` finds the layouts that fit on hardware and what each
-costs.
+costs, ``shardax migrate`` translates programs that use Flax NNX.
 
 A command is a dataclass: its fields are the options, the comments above them the help of these. The
 exit status is 2 for a command line that cannot be run, and 1 for what fails on the way.
@@ -37,11 +37,16 @@ _COMMANDS = {
     "launch": "Run a command in several processes on this machine.",
     "check": "Report what is wrong with a model's layout over a mesh.",
     "plan": "Find the layouts that fit on hardware, with their costs.",
+    "migrate": "Translate programs that use Flax NNX.",
 }
 """First lines of the commands' own docstrings, for where these cannot be imported."""
 
 # Packages, and the extra that brings them.
-_EXTRAS = {**dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"), "cloudpickle": "plan"}
+_EXTRAS = {
+    **dict.fromkeys(("optax", "orbax", "rich", "tyro"), "train"),
+    "cloudpickle": "plan",
+    "libcst": "migrate",
+}
 _MISSING = "{} is missing. The command line needs extra packages: pip install 'shardax[{}]'"
 
 
@@ -112,9 +117,14 @@ def _run(words: list[str]) -> int:
         return 0
 
     from shardax.cli.inputs import check_words
-    from shardax.cli.train import Train
 
     check_words(words)
+    if words[:1] == ["migrate"]:  # it needs none of the extras of the others
+        from shardax.cli.migrate import Migrate
+
+        return _finished(_parsed(Migrate, words[1:], "shardax migrate"))
+    from shardax.cli.train import Train
+
     if words[:1] == ["train"]:  # without importing what the other commands need
         return _finished(_parsed(Train, words[1:], "shardax train"))
     from shardax.cli.check import Check
@@ -141,6 +151,11 @@ def _run(words: list[str]) -> int:
             "check": Check,
             "plan": PlanCommand,
         }
+        if words[:1] not in [[name] for name in commands]:  # help, or a mistake
+            with contextlib.suppress(ModuleNotFoundError):
+                from shardax.cli.migrate import Migrate
+
+                commands["migrate"] = Migrate
         choices: Any = tuple(
             Annotated[Any, tyro.conf.subcommand(name, constructor=kind, description=_help(kind))]
             for name, kind in commands.items()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of names: what they name is there, in Flax and here."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+from typing import Any
+
+import jax
+import pytest
+from flax import linen, nnx
+from flax.core import meta
+
+import shardax as sx
+from shardax._migrate.table import ANY, LEFT, LINEN, NAMES, Name
+
+CALLS = sorted(name for name, entry in NAMES.items() if entry.arguments is not None)
+
+
+def named(path: str, root: Any) -> Any:
+    return functools.reduce(getattr, path.split("."), root)
+
+
+def target_of(entry: Name) -> Any:
+    module, _, path = entry.target.partition(".")
+    roots = {"sx": sx, "jax": jax}
+    return named(path, roots.get(module) or importlib.import_module(module))
+
+
+def parameters(of: Any) -> set[str]:
+    """Names of parameters; of a class, those of its constructor and of what that passes on."""
+    owners = of.__mro__ if isinstance(of, type) else (of,)
+    found = [vars(owner).get("__init__") for owner in owners] if isinstance(of, type) else [of]
+    return {name for call in found if call for name in inspect.signature(call).parameters}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_translated_name_is_in_both_libraries(name: str) -> None:
+    assert named(name, nnx) is not None
+    assert target_of(NAMES[name]) is not None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_are_those_of_both_libraries(name: str) -> None:
+    entry = NAMES[name]
+    theirs, ours = parameters(named(name, nnx)), parameters(target_of(entry))
+    written = {entry.renamed.get(word, word) for word in entry.written}
+    carried = {entry.renamed.get(word, word) for word in entry.arguments or ()}
+    assert set(entry.arguments or ()) - {"head_dim"} <= theirs
+    dropped = set(entry.dropped) - {"promote_dtype", "kernel_metadata", "bias_metadata", "graph"}
+    assert dropped - {"graph_updates", "rng_collection"} <= theirs | {
+        "axis_name",
+        "embedding_metadata",
+    }
+    # A cell's options are passed on by **options.
+    assert carried - ours - {entry.renamed.get(word, word) for word in entry.dropped} == set()
+    assert written <= ours
+
+
+def _is_open(default: Any) -> bool:
+    """Whether a default is none: a missing argument, or a function."""
+    return default is inspect.Parameter.empty or callable(default) or "Missing" in repr(default)
+
+
+def test_defaults_that_differ_are_written_out() -> None:
+    differing: dict[str, tuple[str, str]] = {}
+    for name in CALLS:
+        entry = NAMES[name]
+        theirs = inspect.signature(named(name, nnx)).parameters
+        if isinstance(named(name, nnx), type):
+            theirs = inspect.signature(named(name, nnx).__init__).parameters
+        ours = inspect.signature(target_of(entry)).parameters
+        for word in set(entry.arguments or ()) - set(entry.written):
+            here = ours.get(entry.renamed.get(word, word))
+            there = theirs.get(word)
+            if here is None or there is None or word in entry.dropped:
+                continue
+            pair = there.default, here.default
+            if any(_is_open(default) for default in pair):
+                continue
+            if pair[0] != pair[1]:
+                differing[f"{name}({word}=)"] = (_text(there.default), _text(here.default))
+    assert differing == EQUIVALENT
+
+
+EQUIVALENT = {
+    "ConvTranspose(strides=)": ("None", "1"),
+    "ConvTranspose(kernel_dilation=)": ("None", "1"),
+    "scan(in_axes=)": ("(Carry, 0)", "(Carry, 0)"),
+    "scan(out_axes=)": ("(Carry, 0)", "(Carry, 0)"),
+    "scan(transform_metadata=)": ("FrozenDict({})", "None"),
+    "vmap(transform_metadata=)": ("FrozenDict({})", "None"),
+}
+"""Defaults that are written otherwise in both libraries and mean the same."""
+
+
+def _text(default: Any) -> str:
+    return re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", repr(default))
+
+
+def test_names_of_linen_are_in_both_libraries() -> None:
+    for name, entry in LINEN.items():
+        assert hasattr(linen, name) or hasattr(meta, name), name
+        assert target_of(entry) is not None
+
+
+def test_a_name_is_translated_or_left() -> None:
+    assert NAMES.keys() & LEFT.keys() == set()
+    assert [name for name in LEFT if not hasattr(nnx, name)] == []
+    assert ANY not in {value for entry in NAMES.values() for value in entry.written.values()}
