@@ -2,6 +2,7 @@
 """Models built of ``shardax.nn``, their losses, and generation."""
 
 from shardax.models import tensors as tensors
+from shardax.models.config import TransformerConfig as TransformerConfig
 from shardax.models.decoder import DECODER_RULES as DECODER_RULES
 from shardax.models.decoder import Decoder as Decoder
 from shardax.models.decoder import DecoderConfig as DecoderConfig
@@ -12,7 +13,6 @@ from shardax.models.losses import blockwise_cross_entropy as blockwise_cross_ent
 from shardax.models.losses import cross_entropy as cross_entropy
 from shardax.models.losses import next_token_loss as next_token_loss
 from shardax.models.transformer import Transformer as Transformer
-from shardax.models.transformer import TransformerConfig as TransformerConfig
 from shardax.models.transformer import TransformerLayer as TransformerLayer
 from shardax.models.transformer import pool_tokens as pool_tokens
 from shardax.models.weights import from_pretrained as from_pretrained

@@ -30,6 +30,7 @@ from shardax._core.variable import (
     Variable,
 )
 from shardax.models.activations import find_activation
+from shardax.models.config import TransformerConfig
 from shardax.models.experts import GroupedMoE
 from shardax.models.families import registry
 from shardax.models.family import (
@@ -41,7 +42,7 @@ from shardax.models.family import (
     published_activation,
 )
 from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
-from shardax.models.transformer import Transformer, TransformerBlock, TransformerConfig
+from shardax.models.transformer import Transformer, TransformerBlock
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.stack import Stack

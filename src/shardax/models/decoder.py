@@ -21,12 +21,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardax._core.init.rng import Rngs
-from shardax.models.transformer import (
-    Transformer,
-    TransformerConfig,
-    TransformerLayer,
-    check_config,
-)
+from shardax.models.config import TransformerConfig, check_config
+from shardax.models.transformer import Transformer, TransformerLayer
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy
 from shardax.partition.rules import Rules

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from shardax._core.errors import ShardaxError
 from shardax.models.activations import find_activation
+from shardax.models.config import TransformerConfig
 from shardax.models.tensors import Tensors
-from shardax.models.transformer import TransformerConfig
 from shardax.nn.errors import LayerConfigError
 
 

@@ -33,11 +33,12 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
+from shardax.models.config import TransformerConfig
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
 from shardax.models.tensors import Tensor
-from shardax.models.transformer import Transformer, TransformerConfig
+from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
 from shardax.partition.context import current_rules
 from shardax.partition.errors import raise_on_errors

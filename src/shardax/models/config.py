@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of a transformer: its sizes, parts and dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from shardax.models.norms import NORMS
+from shardax.nn.attention import attention_sizes
+from shardax.nn.errors import LayerConfigError
+from shardax.nn.moe import Dispatch
+from shardax.nn.parameters import as_size
+from shardax.nn.rope import Rope
+from shardax.nn.stack import Policy, check_policy
+
+PLAIN_ROPE = Rope()
+PLACEMENTS = ("pre", "post", "sandwich", "after")
+HEADS = (None, "tokens", "first", "each", "span", "binary")
+POOLINGS = ("first", "mean", "first_and_mean")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes, parts and dtypes of a transformer.
+
+    Attributes:
+        vocab_size: Number of tokens; 0 for a model of images.
+        num_layers: Number of layers.
+        embed_dim: Size of a token's vector.
+        num_heads: Heads of queries.
+        num_kv_heads: Heads of keys and values, a divisor of ``num_heads``.
+        head_dim: Size of a head.
+        mlp_dim: Size of the MLP's hidden layer.
+        causal: Whether a position reads only from itself and earlier ones.
+        norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
+            ``"layer_offset"`` or ``"layer_unbiased"`` (without a bias).
+        norm_placement: ``"pre"``, ``"post"``, ``"sandwich"`` or ``"after"``.
+        first_norm: Whether the first layer has a norm before attention.
+        layer_scale: Whether what attention and MLP add is multiplied by a learned vector.
+        norm_epsilon: Added to mean squares before dividing by their root.
+        parallel: Whether attention and MLP read the same input.
+        shared_norm: Whether a parallel layer has one norm for both.
+        qk_norm: Norm of queries and keys: None, ``"head"`` (of each head) or ``"all"`` (of all
+            heads together).
+        activation: Function of ``jax.nn`` by name, or ``"exact_gelu"``, ``"quick_gelu"`` or
+            ``"squared_relu"``.
+        gated: Whether the MLP is gated.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        out_bias: Whether attention's output projection has one.
+        mlp_bias: Whether the MLP has biases.
+        head_bias: Whether the head has one.
+        rope: The rotary embedding; None for none.
+        local_rope: That of layers with a window; None for the same.
+        rope_layers: Which layers have a rotary embedding; None for all.
+        max_positions: Number of learned positions; 0 for none.
+        pad_token: A token of padding: it has the learned position of its number, and the others
+            are counted behind it, without padding. -1 for positions that count from row 0.
+        relative_buckets: Number of learned distances, whose biases are added to the scores of all
+            layers; 0 for none.
+        window: How many positions a position of a local layer reads, on each side if not causal;
+            None for all.
+        local_layers: Which layers are local; None for all.
+        attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
+        attention_softcap: Bound of the scores, by tanh.
+        final_softcap: Bound of the logits, by tanh.
+        token_dim: Size of embeddings that a linear layer makes ``embed_dim`` of; 0 for that size.
+        embed_scale: Multiplies the embedding.
+        residual_scale: Multiplies what attention and MLP add.
+        logit_scale: Multiplies the logits, before a bound.
+        embed_norm: Whether the embedding is normalised.
+        token_types: Number of kinds of tokens that have an embedding.
+        num_experts: Number of experts of a layer; 0 for none.
+        experts_per_token: How many of them a token goes to.
+        expert_dim: Size of an expert's hidden layer.
+        normalise_experts: Whether the weights of a token's experts add up to 1.
+        expert_scores: ``"softmax"``, or ``"sigmoid"`` with a bias of the choice.
+        expert_groups: Of sigmoids: number of groups of experts.
+        groups_per_token: Of sigmoids: how many of them a token's experts are of.
+        expert_scale: Of sigmoids: multiplies the weights.
+        shared_expert_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
+        shared_expert_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
+        expert_dispatch: How tokens get to them, as for ``MoE``.
+        load_balance_weight: What a training loss multiplies ``sx.nn.load_balance_loss`` by.
+        dense_layers: The layers that have an MLP nevertheless.
+        image_size: Height and width of images; 0 for a model of tokens.
+        patch_size: Height and width of the patches of an image.
+        channels: Channels of images.
+        mask_patch: Whether there is a learned vector that hides a patch, in pretraining only.
+        head: ``"tokens"`` (logits of tokens at each position), ``"first"`` (of classes, of the
+            sequence), ``"each"`` (of classes at each position), ``"span"`` (two at each position,
+            for first and last of an answer), ``"binary"`` (one at each position), or None (the
+            last layer's result).
+        num_classes: Number of classes of the heads ``"first"`` and ``"each"``.
+        head_transform: Whether a dense layer, an activation and a norm stand before the head.
+        head_transform_norm: Whether the norm is there.
+        head_transform_bias: Whether the dense layer has a bias.
+        head_activation: The activation there; None for that of the MLP.
+        pooling: What the head ``"first"`` reads: the ``"first"`` position, the ``"mean"``, or
+            ``"first_and_mean"``, one behind the other, the mean of the others then.
+        pooler: Whether there is a dense layer on the first position.
+        pooler_activation: Its activation, by name.
+        tied_head: Whether the head is the transposed embedding.
+        dropout: Rate of dropout on what each part adds, while training.
+        embed_dropout: Rate of dropout on the embedding.
+        attention_dropout: Rate of dropout on the weights of attention.
+        scan_layers: Whether layers are stored stacked and run by a loop.
+        remat: As for ``DecoderConfig``.
+        dtype: Compute dtype, by name; that of the logits.
+        param_dtype: Parameter dtype, by name.
+        source: The ``config.json`` that it was read from, as text.
+
+    Raises:
+        LayerConfigError: If sizes are not positive or do not fit together.
+
+    Example:
+        >>> import shardax as sx
+        >>> config = sx.models.TransformerConfig(num_layers=1, window=8, norm_placement="post")
+        >>> model = sx.models.Transformer(config, rngs=sx.Rngs(0))
+        >>> model.layers[0].attn_norm is None, model.layers[0].attn_post_norm.features
+        (True, 64)
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 2
+    embed_dim: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    mlp_dim: int = 192
+    causal: bool = True
+    norm: str = "rms"
+    norm_placement: str = "pre"
+    layer_scale: bool = False
+    first_norm: bool = True
+    norm_epsilon: float = 1e-6
+    parallel: bool = False
+    shared_norm: bool = False
+    qk_norm: str | None = None
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    rope: Rope | None = PLAIN_ROPE
+    local_rope: Rope | None = None
+    rope_layers: tuple[bool, ...] | None = None
+    max_positions: int = 0
+    pad_token: int = -1
+    relative_buckets: int = 0
+    window: int | None = None
+    local_layers: tuple[bool, ...] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    token_dim: int = 0
+    embed_scale: float | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
+    embed_norm: bool = False
+    token_types: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_dim: int = 0
+    normalise_experts: bool = True
+    expert_scores: str = "softmax"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    expert_scale: float = 1.0
+    shared_expert_dim: int = 0
+    shared_expert_gate: bool = False
+    expert_dispatch: Dispatch = "dense"
+    load_balance_weight: float = 0.0
+    dense_layers: tuple[int, ...] = ()
+    image_size: int = 0
+    patch_size: int = 0
+    channels: int = 3
+    mask_patch: bool = False
+    head: str | None = "tokens"
+    num_classes: int = 0
+    head_transform: bool = False
+    head_transform_norm: bool = True
+    head_transform_bias: bool = True
+    head_activation: str | None = None
+    pooling: str = "first"
+    pooler: bool = False
+    pooler_activation: str = "tanh"
+    tied_head: bool = False
+    dropout: float = 0.0
+    embed_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    scan_layers: bool = False
+    remat: Policy = None
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        where = type(self).__name__
+        for name, choices in (
+            ("norm", NORMS),
+            ("norm_placement", PLACEMENTS),
+            ("head", HEADS),
+            ("pooling", POOLINGS),
+        ):
+            _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
+        scores = ("softmax", "sigmoid")
+        fits = self.expert_scores in scores
+        _check(where, "expert_scores", self.expert_scores, fits, str(scores))
+        if self.num_experts and self.expert_scores == "sigmoid":
+            groups, count = self.expert_groups, self.num_experts
+            fits = groups == 1 or (groups > 0 and count % groups == 0 and count >= 2 * groups)
+            need = f"a divisor of {count} with two experts a group"
+            _check(where, "expert_groups", groups, fits, need)
+            least = math.ceil(self.experts_per_token * groups / count)
+            fits = least <= self.groups_per_token <= groups
+            need = f"from {least} up to {groups}, for {self.experts_per_token} experts"
+            _check(where, "groups_per_token", self.groups_per_token, fits, need)
+        _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
+        if self.image_size:
+            whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
+            _check(where, "patch_size", self.patch_size, whole, f"a divisor of {self.image_size}")
+        for name in ("local_layers", "rope_layers"):
+            chosen = getattr(self, name)
+            if chosen is not None:
+                fits = len(chosen) == self.num_layers
+                _check(where, name, chosen, fits, f"{self.num_layers} booleans")
+        _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
+        if self.relative_buckets:
+            _check(where, "relative_buckets", self.relative_buckets, not self.causal, "0 if causal")
+            even = self.relative_buckets >= 4 and self.relative_buckets % 2 == 0
+            _check(where, "relative_buckets", self.relative_buckets, even, "even and at least 4")
+
+    @property
+    def head_size(self) -> int:
+        """Number of logits of a head of classes."""
+        return {"span": 2, "binary": 1}.get(str(self.head), self.num_classes)
+
+    def kind_of(self, index: int) -> tuple[bool, bool]:
+        """Whether a layer is local, and whether it has experts."""
+        local = self.window is not None and (self.local_layers is None or self.local_layers[index])
+        return local, self.num_experts > 0 and index not in self.dense_layers
+
+    def has_rope(self, index: int) -> bool:
+        """Whether a layer has a rotary embedding."""
+        return self.rope is not None and (self.rope_layers is None or self.rope_layers[index])
+
+    @property
+    def period(self) -> int:
+        """Number of layers before their kinds repeat."""
+        kinds = [
+            (self.kind_of(index), self.has_rope(index), index == 0 and not self.first_norm)
+            for index in range(self.num_layers)
+        ]
+        return next(
+            period
+            for period in range(1, self.num_layers + 1)
+            if all(kinds[i] == kinds[i % period] for i in range(self.num_layers))
+        )
+
+
+def check_config(config: Any) -> None:
+    """Raises if sizes of a model's config do not fit."""
+    where = type(config).__name__
+    images = getattr(config, "image_size", 0)
+    for name in ("num_layers", "mlp_dim") if images else ("vocab_size", "num_layers", "mlp_dim"):
+        as_size(where, name, getattr(config, name))
+    rope = getattr(config, "rope", None)
+    base = getattr(config, "rope_base", None if rope is None else rope.base)
+    whole = rope is None or rope.fraction == 1
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    attention_sizes(config.embed_dim, *heads, base if whole else None)
+    for name in ("dropout", "embed_dropout", "attention_dropout"):
+        rate = getattr(config, name, 0.0)
+        _check(where, name, rate, 0 <= rate < 1, "from 0 up to, but not, 1")
+    if base is not None:
+        _check(where, "rope_base", base, base > 0, "positive")
+    _check(where, "norm_epsilon", config.norm_epsilon, config.norm_epsilon >= 0, "at least 0")
+    _check(where, "remat", config.remat, not callable(config.remat), "no function but its name")
+    names = ("layer_input", "attention", "mlp")
+    object.__setattr__(config, "remat", check_policy(where, config.remat, names))
+    for name in ("dtype", "param_dtype"):
+        object.__setattr__(config, name, _dtype_name(where, name, getattr(config, name)))
+
+
+def _check(where: str, name: str, value: Any, fits: bool, requirement: str) -> None:
+    if not fits:
+        raise LayerConfigError(f"{where} needs {name} to be {requirement}, but {name}={value!r}.")
+
+
+def _dtype_name(where: str, name: str, dtype: Any) -> str:
+    try:
+        normal_dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise LayerConfigError(f"{where} has {name}={dtype!r}, not a dtype.") from error
+    if not jnp.issubdtype(normal_dtype, jnp.floating):
+        raise LayerConfigError(
+            f"{where} has {name}={dtype!r}, but a model computes with floating dtypes, such as "
+            f"'float32' or 'bfloat16'."
+        )
+    return normal_dtype.name
