@@ -15,6 +15,7 @@ import importlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -28,18 +29,28 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # newer emitters of fused loops, would take three quarters of the time to compile; cutting a program
 # into parts for several threads, a tenth of the rest. None of this changes the text of the
 # programs. A flag that a version does not know ends the process, so those that are of these times
-# are given only where they are known.
+# are given only where they are known. The last lets virtual devices wait for each other on a busy
+# machine, where XLA would end the process after a minute.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",
         *(
-            ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+            [
+                "--xla_cpu_use_fusion_emitters=false",
+                "--xla_cpu_parallel_codegen_split_count=1",
+                "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
+            ]
             if metadata.version("jaxlib").startswith("0.10.")
             else []
         ),
         os.environ.get("XLA_FLAGS", ""),
     ]
 )
+
+# Processes that tests start would else compile the package's sources to bytecode each time, a fifth
+# of a second, and pytest those of the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What the planner compiled is kept for one run of the tests and not in the user's own cache.
 if "SHARDAX_CACHE_DIR" not in os.environ:

@@ -99,7 +99,7 @@ def work(given: dict[str, Any]) -> None:
         model,
         sx.train.Optimizer(model, optax.adamw(1e-3)),
         sx.models.next_token_loss,
-        sx.train.TrainBatches(text.whole, batch_size=BATCH, seq_len=SEQ),
+        sx.train.TrainBatches(text.whole, batch_size=BATCH, seq_len=given["length"]),
         directory=folder / "run",
         settings=sx.train.TrainerSettings(steps=1),
         mesh=mesh,
@@ -114,7 +114,7 @@ def work(given: dict[str, Any]) -> None:
     with jax.set_mesh(mesh), sx.axis_rules(trainer.rules):
         # A program of its own, as that of the run is compiled already.
         lowered = trainer.train_step.lower(*state, batch)
-        lowered.compile({"xla_backend_optimization_level": 3})
+        lowered.compile({"xla_backend_optimization_level": given["optimization"]})
         seconds["compile"] = time.perf_counter() - begin
         with sx.train.Checkpoints(folder / "own") as checkpoints:
             begin = time.perf_counter()
@@ -137,7 +137,7 @@ def work(given: dict[str, Any]) -> None:
 class Job:
     """The processes of one training."""
 
-    def __init__(self, processes: int, layers: int, embed: int, folder: Path) -> None:
+    def __init__(self, processes: int, layers: int, folder: Path, settings: dict[str, int]) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -147,7 +147,7 @@ class Job:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": count}
         self.running = []
         for process in range(processes):
-            given = {"processes": processes, "process": process, "layers": layers, "embed": embed}
+            given = settings | {"processes": processes, "process": process, "layers": layers}
             given |= {"coordinator": f"localhost:{port}", "folder": str(folder)}
             self.running.append(
                 subprocess.Popen(
@@ -210,6 +210,8 @@ def main() -> int:
     counts = [1, 2] if options.quick else options.processes
     layers = [1] if options.quick else options.layers
     embed = 16 if options.quick else options.embed
+    settings = {"embed": embed, "length": 16 if options.quick else SEQ}
+    settings["optimization"] = 0 if options.quick else 3  # three quarters of a quick run otherwise
     repeats = 2 if options.quick else options.repeats
     report = Report("processes", {"counts": counts, "layers": layers, "embed": embed})
     jobs: list[Job] = []
@@ -219,7 +221,7 @@ def main() -> int:
         def started(processes: int, depth: int) -> Job:
             folder = Path(name) / f"{processes} of {depth}"
             folder.mkdir()
-            jobs.append(Job(processes, depth, embed, folder))
+            jobs.append(Job(processes, depth, folder, settings))
             rows.append(record_of(jobs[-1], processes, depth))
             return jobs[-1]
 

@@ -11,7 +11,6 @@ whoever imports them twice.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,8 +67,7 @@ print(json.dumps(len(jax.devices())))
 def printed_by(program: str, *arguments: str) -> Any:
     """What a program printed as JSON in a fresh process."""
     command = [sys.executable, "-c", program, *arguments]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
