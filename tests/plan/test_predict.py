@@ -306,7 +306,7 @@ def test_run_has_the_degrees_of_its_rules(
     assert (step.data, step.tensor, step.zero, step.shard_count) == degrees
 
 
-def test_calibration_by_a_run_moves_the_prediction_to_it(tmp_path: Path) -> None:
+def test_calibration_by_a_run_moves_its_prediction(tmp_path: Path) -> None:
     model = {"vocab_size": 32000, "num_layers": 8, "embed_dim": 2048, "num_heads": 16}
     sizes = {"model": {**model, "mlp_dim": 8192, "dtype": "bfloat16"}, "seq_len": 2048}
     folder = write_run(tmp_path, LOG, **sizes, batch_size=64, mesh="data=8")

@@ -109,7 +109,7 @@ def test_traced_and_compiled_times_agree(rules: list[Any], mesh: dict[str, int])
     assert not searched.compiled and report.compiled
 
 
-def test_trace_of_a_published_model_ranks_its_layout_first() -> None:
+def test_traced_layouts_are_ranked_by_expected_time() -> None:
     model = decoder(512, remat="full")
     found = plan.search(
         step, model, "tpu:v5e:8x8", mesh_axes=("data", "model"), effort="trace", top=3
@@ -127,7 +127,7 @@ def test_expected_time_survives_json(tmp_path: Any) -> None:
     assert plan.Plan.from_json(tmp_path / "plan.json") == found
 
 
-def test_report_says_mfu_and_tokens_of_the_expected_time() -> None:
+def test_report_says_mfu_and_tokens() -> None:
     [report] = plan.compare(
         step, decoder(), {"fsdp": FSDP}, {"data": 8}, "gpu:h100:1x8", compiler="estimate",
         cache=None,
@@ -176,7 +176,7 @@ def test_kernels_and_precisions_are_compared_together() -> None:
     assert found.best().layout.name.endswith("bfloat16")
 
 
-def test_choices_of_a_step_need_a_function_that_makes_it() -> None:
+def test_choices_need_a_function_of_them() -> None:
     with pytest.raises(sx.errors.PlanInputError, match="With precision, step is a function"):
         plan.search(step, decoder(), "gpu:h100:1x8", precision=["bfloat16"])
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of programs that use Flax NNX, for ``shardax migrate``."""
+"""Translation of Flax NNX programs, for ``shardax migrate``."""

@@ -16,7 +16,7 @@ _SHARDING = ('"sharding"', '"sharding_names"', '"out_sharding"')
 
 @dataclass
 class CallPlan:
-    """What becomes of the arguments of a call, by position."""
+    """Translation of a call's arguments, by position."""
 
     keywords: dict[int, str] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a program refers to another library, found by LibCST's scopes."""
+"""References of a program to other libraries, by LibCST's scopes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAYER_VARIABLES = frozenset({"kernel", "bias", "embedding", "scale", "mean", "v
 
 @dataclass(frozen=True)
 class Reference:
-    """A place that names something of another library."""
+    """A reference to a name of another library."""
 
     node: cst.BaseExpression
     library: str
@@ -39,7 +39,7 @@ class Reference:
 
 @dataclass
 class ParsedProgram:
-    """What a file says about other libraries."""
+    """References of a file to other libraries."""
 
     references: list[Reference] = field(default_factory=list)
     by_node: dict[cst.CSTNode, Reference] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def imported_names(node: cst.Import | cst.ImportFrom) -> list[tuple[cst.ImportAl
 
 
 def library_of(name: str) -> str | None:
-    """Returns the library that a full name belongs to."""
+    """Returns the library of a full name."""
     for library in LIBRARIES:
         if name == library or name.startswith(f"{library}."):
             return library

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of other libraries, with the names here that mean the same.
+"""Names of other libraries, with names here of the same meaning.
 
 A name is in one of two tables. ``NAMES`` has those that are translated, each with its arguments:
 those that carry over, under which name, and those written out because the default differs here.
@@ -19,7 +19,7 @@ ANY = "any value"
 
 @dataclass(frozen=True)
 class Name:
-    """A name that is translated."""
+    """A translated name."""
 
     target: str
     # Arguments that carry over, in their order there; None for all, as they are.
@@ -39,7 +39,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Left:
-    """A name that is not translated."""
+    """An untranslated name."""
 
     reason: str
     write: str

@@ -45,7 +45,7 @@ _ATTRIBUTES = {"raw_value": "v.value", "sharding_names": "v.axes", "out_sharding
 
 
 class Notice(NamedTuple):
-    """A place that a person must look at."""
+    """A place for a person to look at."""
 
     line: int
     # "left": not translated; "check": translated, but look; "kept": of a library that stays.
@@ -64,7 +64,7 @@ class Translation:
 
     @property
     def left(self) -> int:
-        """How many places are not translated."""
+        """Number of untranslated places."""
         return sum(note.kind == "left" for note in self.notes)
 
 
@@ -90,7 +90,7 @@ Change = Callable[[cst.BaseExpression], cst.BaseExpression]
 
 
 class _Planner:
-    """Decides what becomes of every place, before anything is changed."""
+    """Plans the translation of every place, before any change."""
 
     def __init__(self, program: ParsedProgram, libraries: set[str]) -> None:
         self.program = program
@@ -390,7 +390,7 @@ def _usage(name: Name) -> str:
 
 
 class _Rewriter(cst.CSTTransformer):
-    """Changes what was planned."""
+    """Applies the planned changes."""
 
     def __init__(self, planner: _Planner, libraries: set[str], left: list[int]) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardax migrate``: programs that use Flax NNX, translated."""
+"""``shardax migrate``: translation of Flax NNX programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STDIN = "-"
 
 @dataclass(frozen=True)
 class Migrate:
-    """Translate programs that use Flax NNX."""
+    """Translate Flax NNX programs."""
 
     details: ClassVar[str] = (
         "Prints what would change, and changes nothing unless --write is given. What a person must "

@@ -206,7 +206,7 @@ _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """A matrix product or convolution of one device, as a product of matrices.
+    """A matrix product or convolution of one device.
 
     Attributes:
         operations: Of one run, two for a product and a sum.
@@ -215,7 +215,7 @@ class MatrixProduct:
         depth: What is summed over; of convolutions that meet padding the mean.
         batch: Products of this shape at a time.
         dtype: Of the left operand, as HLO names it.
-        runs: How often it runs.
+        runs: How often it runs; of an estimate the mean over devices.
         fused: Whether it is all products of a fused kernel, such as attention's: then rows are
             queries, columns keys, and operations those that a mask leaves. A kernel that says its
             operations alone has no shape: ones.
@@ -231,7 +231,7 @@ class MatrixProduct:
     depth: float
     batch: float = 1.0
     dtype: str = "bf16"
-    runs: int = 1
+    runs: float = 1
     fused: bool = False
 
     @property
@@ -241,7 +241,7 @@ class MatrixProduct:
 
 
 def own_product(inside: Computation, op: Instruction) -> MatrixProduct | None:
-    """Returns the matrix product or convolution that an instruction is."""
+    """Returns an instruction as a matrix product, or None."""
     if op.opcode in _DOTS:
         contracted = op.attribute("lhs_contracting_dims")
         batch = op.attribute("lhs_batch_dims") or op.attribute("lhs_batch_dimensions")
@@ -264,7 +264,7 @@ def own_flops(inside: Computation, op: Instruction) -> float:
 
 
 def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
-    """Returns the products of a fused kernel: cuDNN's attention, or one that says its cost."""
+    """Returns the products of a fused kernel of known cost."""
     if said := _COST.search(op.attributes):
         return MatrixProduct(float(said[1]), 1, 1, 1, fused=True)
     scores = _SCORES.search(op.attributes)

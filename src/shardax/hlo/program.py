@@ -463,7 +463,7 @@ _CONFIG = "backend_config={"
 
 
 def _instruction_lines(lines: Sequence[str], first: int) -> Iterator[tuple[int, str]]:
-    """Yields numbered lines, the settings of a custom kernel joined to its first."""
+    """Yields numbered lines, a kernel's settings joined to its first."""
     number = first
     while number < len(lines):
         start, line = number + 1, lines[number]

@@ -434,7 +434,7 @@ class Transformer(Module):
         return self._run(x, options, cache)
 
     def pool(self, hidden: jax.Array) -> jax.Array:
-        """Returns what the pooler makes of the first position."""
+        """Pools the first position."""
         activation = find_activation(self._parts.pooler_activation)
         return activation(self.pooler(hidden[..., 0, :]))
 

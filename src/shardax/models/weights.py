@@ -294,7 +294,7 @@ def _has_pooler(family: Family, names: Iterable[str]) -> bool:
 
 
 def _dividing_rules(model: Any, mesh: AnyMesh) -> Rules:
-    """Returns ``DECODER_RULES`` without those that do not divide a size, and warns."""
+    """Returns ``DECODER_RULES`` for indivisible sizes, with a warning."""
     whole: dict[str, tuple[int, int, str]] = {}
     for _, variable in iter_variables(model, Param):
         for name, size in zip(variable.axes or (), variable.shape, strict=False):
@@ -429,7 +429,7 @@ class _Table:
                 self.by_name.setdefault(entry.name(layer, expert), []).append(place)
 
     def pass_over_heads(self, family: Family) -> None:
-        """Notes the tensors of heads, which are not read."""
+        """Notes the unread tensors of heads."""
         tensors = [*itertools.chain(*family.head_tensors.values())]
         tensors += [tensor for tensor in family.tensors if tensor.to.startswith("head")]
         self.passed_over = {
@@ -522,7 +522,7 @@ class _Table:
             yield from entry.names()
 
     def _duplicates(self, files: _Files) -> Iterator[str]:
-        """Yields tensors of a tied head that equal others."""
+        """Yields redundant tensors of a tied head."""
         for places in (("head.kernel", "embed.embedding"), ("head.bias", "head_bias")):
             tensors = [self.tensors[place] for place in places if place in self.tensors]
             names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]

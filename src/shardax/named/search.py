@@ -25,7 +25,7 @@ from shardax.partition.explicit import explicit_sharding, joined_sharding, with_
 
 
 def one_hot(x: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
-    """Returns vectors that are one at a position and zero elsewhere.
+    """Returns vectors of one at a position and zero elsewhere.
 
     Args:
         x: A named array of integers. One out of range gives zeros.

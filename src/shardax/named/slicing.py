@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices that begin anywhere, padding and repetition, by names."""
+"""Dynamic slices, padding and repetition, by names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> NamedArray:
-    """Returns a part of fixed size that begins anywhere.
+    """Returns a part of fixed size from any start.
 
     Args:
         array: A named array.
@@ -69,7 +69,7 @@ def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> Na
 
 
 def dynamic_update_slice(array: Any, update: Any, starts: Mapping[Any, Any]) -> NamedArray:
-    """Returns an array with a part that begins anywhere replaced.
+    """Returns an array with a part from any start replaced.
 
     Args:
         array: A named array.

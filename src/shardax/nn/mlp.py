@@ -168,7 +168,7 @@ class PReLU(Module):
         self.dtype = canonical_dtype(dtype)
 
     def __call__(self, x: Any) -> jax.Array:
-        """Scales what is negative.
+        """Scales negative values.
 
         Args:
             x: Any shape; with ``features`` (..., features).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose kernels are normalized in each call: weight and spectral normalization.
+"""Weight and spectral normalization of a layer's kernels.
 
 The layer is called with normalized copies of its kernels. Its own are left as they are, and
 gradients go to them, through the normalization.
@@ -50,7 +50,7 @@ class _NormalizedWeights(ModuleWrapper):
         self.epsilon = parameters.check_epsilon(name, epsilon)
 
     def _kernels(self, least_ndim: int) -> dict[Path, Variable[Any]]:
-        """Returns the kernels that are normalized, by path."""
+        """Returns the normalized kernels, by path."""
         pairs = iter_variables(self.body, self.wrt)
         kernels = {path: v for path, v in pairs if v.ndim >= least_ndim}
         if not kernels:
@@ -64,7 +64,7 @@ class _NormalizedWeights(ModuleWrapper):
     def _call_with(
         self, values: Mapping[Path, jax.Array], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a layer that shares all but some values."""
+        """Calls a layer with some values replaced."""
         own = dict(iter_variables(self.body))
         new = {id(own[path]): own[path].replace(value) for path, value in values.items()}
         chosen = select(self.body).at_instances_of(Variable).where(lambda _, v: id(v) in new)
@@ -146,7 +146,7 @@ class WeightNorm(_NormalizedWeights):
         self.scale = Dict(scales)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer with normalized kernels, and returns what it returns."""
+        """Calls the layer with normalized kernels."""
         values = {
             path: self._normalized(kernel, self.scale.get(_key(path)))
             for path, kernel in self._kernels(least_ndim=1).items()

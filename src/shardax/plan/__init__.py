@@ -41,3 +41,4 @@ from shardax.plan.timing.rows import read_run as read_run
 from shardax.plan.timing.step import StepParts as StepParts
 from shardax.plan.timing.transformer import TrainingStep as TrainingStep
 from shardax.plan.timing.transformer import TransformerShape as TransformerShape
+from shardax.plan.timing.workload import ExpectedTime as ExpectedTime

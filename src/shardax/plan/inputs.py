@@ -186,7 +186,7 @@ class Inputs:
 
     @property
     def tokens(self) -> int:
-        """Elements of the batch's first array of integers; 0 if there is none."""
+        """Elements of the batch's first integer array, or 0."""
         for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
             for info in leaf.arrays if kind == "batch" else ():
                 if jax.numpy.issubdtype(info.dtype, jax.numpy.integer):

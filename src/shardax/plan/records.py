@@ -268,7 +268,7 @@ class LayoutReport:
 
     @property
     def seconds_per_example(self) -> float | None:
-        """The expected time, or else the middle of the time band, per example."""
+        """Expected time, or middle of the time band, per example."""
         if self.expected is not None:
             return self.expected.seconds / self.examples
         return None if self.time is None else self.time.middle / self.examples

@@ -263,7 +263,7 @@ class LoRA(LayerWrapper):
         return y + align(term.astype(y.dtype), y)
 
     def _adapted(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> Any:
-        """Adds the term of a kernel that is known."""
+        """Adds the term of a known kernel."""
         if isinstance(self.body, NamedLinear):
             y = self.body(x)
             return y + (self.scale * self._named_term(x)).astype(y.dtype)

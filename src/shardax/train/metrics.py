@@ -384,7 +384,7 @@ _WEIGHTS = ("weights", "mask")
 
 
 def _weights_and_mask(kwargs: Mapping[str, Any]) -> Any:
-    """Returns weights with zeros where a mask hides values."""
+    """Returns weights with zeros for masked values."""
     weights, mask = kwargs.get("weights"), kwargs.get("mask")
     if mask is None:
         return weights

@@ -21,7 +21,7 @@ _COLORS = ("#8d949e", "#f28e2b", "#59a14f", "#b07aa1")  # of reference lines, in
 
 
 class LossCurve(NamedTuple):
-    """A curve of the chart, and where its losses are found."""
+    """A curve of the chart, with the source of its losses."""
 
     name: str
     key: str  # in the records
@@ -44,7 +44,7 @@ class ChartAxis(NamedTuple):
     labels: list[str]
 
     def percent(self, value: float) -> float:
-        """Returns how far along the axis a value is."""
+        """Returns a value's position along the axis."""
         # Divided first: a difference of two large floats may not be one.
         span = self.high / 2 - self.low / 2
         return min(max(50 * ((value - self.low) / span), 0.0), 100.0) if span else 50.0
@@ -135,7 +135,7 @@ def _format_ticks(ticks: Sequence[float], size: float) -> list[str]:
 
 
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Returns steps and finite losses of the records that have them."""
+    """Returns steps and finite losses of records."""
     points = [
         (int(record["step"]), float(record[key]))
         for record in records

@@ -101,7 +101,7 @@ def _classifier(name: str) -> Tensors:
 
 
 def _transform(dense: str, layer_norm: str) -> Tensors:
-    """Describes what stands before a head."""
+    """Describes the layers before a head."""
     return (
         *linear(dense, to="head_dense", inputs="embed", outputs="output"),
         *norm(layer_norm, to="head_norm"),
@@ -338,7 +338,7 @@ class LocalAttention(FieldGroup):
 
 
 class Pooling(FieldGroup):
-    """What the head of classes reads."""
+    """Input of the head of classes."""
 
     names: ClassVar = {"cls": "first", "mean": "mean"}
 

@@ -77,7 +77,7 @@ GRANITE = Family(
 
 
 class LayersWithoutRope(FieldGroup):
-    """The layers without a rotary embedding, which alone may have a window."""
+    """Layers without a rotary embedding, the only ones with windows."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         count = take("num_hidden_layers", kind=SIZE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of a ``config.json`` that say the rotary embedding."""
+"""Fields of a ``config.json`` for the rotary embedding."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import re
 import types
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs, Placed, label, unbound
 from shardax.plan.records import Layout, LayoutReport, Provenance
 from shardax.plan.searching.dimensions import DimensionModel, needs_no_values, trace_dimensions
-from shardax.plan.timing.workload import ExpectedTime, expected_time, workload_of_program
+from shardax.plan.timing.workload import expected_time, workload_of_program
 
 # What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types.
 _CONSTRAINT_ERRORS = (ShardaxError, ValueError, TypeError, NotImplementedError)
@@ -122,11 +121,6 @@ def evaluate(
     fits = least <= limit
     reason = f"needs {least:,} bytes of a device's memory, which has {limit:,}"
     whole, lost = _whole_program(inputs, layout, facts.matmul_flops)
-    expected = _expected_time(inputs, layout, target, facts)
-    seconds = math.inf if expected is None else expected.seconds
-    chip = target.hardware
-    peak = chip.peak("bf16") * layout.devices
-    chips = layout.devices / chip.devices_per_chip
     copies = rematerialization_warnings(compiled.full_rematerializations, paths, program.sources)
     return report(
         "fits" if fits else "does not fit",
@@ -140,25 +134,29 @@ def evaluate(
         compile_seconds=compiled.seconds,
         warnings=(*placed.warnings, *lost, *copies, *_assumptions(layout), *facts.warnings),
         bubble_share=_bubble_share(compiled.text),
-        expected=expected,
-        mfu=_model_flops(inputs, mesh_axes) / (seconds * peak) if whole else 0.0,
-        tokens_per_second_per_chip=inputs.tokens / (seconds * chips),
+        **_expected(inputs, layout, target, facts, is_traced=bool(whole)),
     )
 
 
-def _expected_time(
-    inputs: Inputs, layout: Layout, target: Target, facts: ProgramFacts
-) -> ExpectedTime | None:
-    """Returns the expected time of a compiled program; None on CPU."""
-    if target.hardware.kind == "cpu":
-        return None
+def _expected(
+    inputs: Inputs, layout: Layout, target: Target, facts: ProgramFacts, *, is_traced: bool
+) -> dict[str, Any]:
+    """Returns a report's expected time and rates; nothing on CPU."""
+    chip = target.hardware
+    if chip.kind == "cpu":
+        return {}
     axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
     batch_axes = frozenset(axis for name in inputs.batch_names for axis in axes_of.get(name, ()))
     work = workload_of_program(facts, layout.sizes, batch_axes)
     is_sparse = bool(axes_of.get("expert"))
-    return expected_time(
-        work, target.hardware, layout.sizes, slices=target.slices, sparse=is_sparse
-    )
+    time = expected_time(work, chip, layout.sizes, slices=target.slices, sparse=is_sparse)
+    operations = _model_flops(inputs, tuple(layout.sizes)) if is_traced else 0.0
+    chips = layout.devices / chip.devices_per_chip
+    return {
+        "expected": time,
+        "mfu": operations / (time.seconds * chip.peak("bf16") * layout.devices),
+        "tokens_per_second_per_chip": inputs.tokens / (time.seconds * chips),
+    }
 
 
 def _bubble_share(text: str) -> float:

@@ -143,26 +143,6 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         lambda report: band_text(report.time, seconds[1]) if report.time else "-",
         lambda report: report.time.middle if report.time else None,
     )
-    expected = [
-        number("expected", "estimate", lambda r: r.expected and r.expected.seconds, [seconds]),
-        Column(
-            "range",
-            "range",
-            seconds[0],
-            "estimate",
-            _MEANINGS["range"],
-            lambda report: _range_text(report, seconds[1]),
-            lambda report: report.expected and report.expected.high,
-        ),
-        number("mfu", "estimate", lambda r: 100 * r.mfu or None, [("%", 1.0)], "MFU"),
-        number(
-            "tokens", "estimate", lambda r: r.tokens_per_second_per_chip or None, [("/s/chip", 1)]
-        ),
-        _words(
-            "waits", lambda r: r.expected.waits_for if r.expected else "-", "estimate", "waits for"
-        ),
-    ]
-    is_expected = any(report.expected for report in reports)
     # What steps of several batch sizes are compared by.
     example = number("example", "estimate", lambda r: r.seconds_per_example, TIMES, "per example")
     axes = wire_axes(reports)
@@ -185,7 +165,7 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         number("peak", measured, lambda r: r.peak_bytes, BINARY),
         number("free", measured, lambda r: r.headroom_bytes, BINARY),
         number("args", "exact", _argument_bytes, BINARY),
-        *(expected if is_expected else []),
+        *_expected_columns(reports, seconds),
         band,
         *([example] if any(report.examples != 1 for report in reports) else []),
         _words("bound", lambda r: r.time.binding if r.time else "-", "estimate", "bound by"),
@@ -211,6 +191,34 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         part("communication", "comm."),
         number("compile", "", lambda r: r.compile_seconds or None, [("s", 1.0)], "compiling"),
     )
+
+
+def _expected_columns(
+    reports: Sequence[LayoutReport], seconds: tuple[str, float]
+) -> Sequence[Column]:
+    """Returns the columns of expected times, if there are any."""
+    if not any(report.expected for report in reports):
+        return []
+    number = functools.partial(_number, reports)
+    return [
+        number("expected", "estimate", lambda r: r.expected and r.expected.seconds, [seconds]),
+        Column(
+            "range",
+            "range",
+            seconds[0],
+            "estimate",
+            _MEANINGS["range"],
+            lambda report: _range_text(report, seconds[1]),
+            lambda report: report.expected and report.expected.high,
+        ),
+        number("mfu", "estimate", lambda r: 100 * r.mfu or None, [("%", 1.0)], "MFU"),
+        number(
+            "tokens", "estimate", lambda r: r.tokens_per_second_per_chip or None, [("/s/chip", 1)]
+        ),
+        _words(
+            "waits", lambda r: r.expected.waits_for if r.expected else "-", "estimate", "waits for"
+        ),
+    ]
 
 
 def _words(
@@ -486,7 +494,7 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
 
 
 def has_figures(report: LayoutReport) -> bool:
-    """Whether a layout was compiled, or is one of a plan that compiles nothing."""
+    """Whether a layout was compiled or traced."""
     return report.compiled or bool(report.expected and report.outcome != "rejected")
 
 
@@ -528,7 +536,7 @@ def _sections(plan: Plan, top: int) -> list[tuple[str, list[str]]]:
 
 
 def published_lines(plan: Plan) -> list[str]:
-    """Returns published steps near the best layout with an expected time, a line each."""
+    """Returns published steps near the best layout, a line each."""
     report = next((report for report in plan.reports if report.expected), None)
     if report is None:
         return []
@@ -541,7 +549,7 @@ def published_lines(plan: Plan) -> list[str]:
         if chip.kind == "cpu":
             return []
         chips = max(1, report.layout.devices // chip.devices_per_chip)
-        return [step.text for step in published_steps(chip.name, max(parameters, 1), chips)]
+        return [step.summary for step in published_steps(chip.name, max(parameters, 1), chips)]
     except (HardwareError, PlanFileError, TargetError):  # hardware that only its maker knows
         return []
 

@@ -356,10 +356,8 @@ def find_candidates(
     limit_bytes: int | None,
     settings: Mapping[str, Sequence[Any]] | None = None,
 ) -> Candidates:
-    """Enumerates a search space, without candidates not worth compiling.
-
-    With ``settings``, candidates are layouts under each of them.
-    """
+    """Enumerates a search space, without candidates not worth compiling."""
+    # With ``settings``, candidates are layouts under each of them.
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
     elements = [math.prod(shape) for shape, _ in dimensions.arguments]
     large = [count > _SMALL_SHARE * sum(elements) for count in elements]
@@ -503,7 +501,7 @@ def _without_repeated_work(
 def _within_memory(
     variants: Mapping[Layout, Sequence[Layout]], inputs: Inputs, limit_bytes: int | None
 ) -> tuple[dict[Layout, Mapping[str, int]], list[LayoutReport]]:
-    """Returns bytes of arguments of variants that fit, and layouts of which none does."""
+    """Returns argument bytes of fitting variants, and layouts without any."""
     fitting: dict[Layout, Mapping[str, int]] = {}
     rejected: list[LayoutReport] = []
     for layout, with_layout in variants.items():
@@ -534,7 +532,7 @@ def _within_memory(
 
 
 def _of_optimizer_rules(layout: Layout, argument_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the bytes of arguments on a device, by the optimizer's own rules."""
+    """Returns argument bytes of a device, by the optimizer's rules."""
     axes = {axis for _, target in layout.optimizer_rules for axis in mesh_axes_of(target)}
     shards = math.prod(layout.sizes[axis] for axis in axes)
     optimizer = argument_bytes.get("optimizer", 0)

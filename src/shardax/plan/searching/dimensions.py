@@ -402,12 +402,13 @@ class JaxprWalk:
     ) -> None:
         computed = not (operands[0].given or operands[1].given)
         dtype = str(eqn.invars[0].aval.dtype)
-        changes = (*map(self._first_changes, operands[:2]), runs)
+        left, right = (self._first_changes(operand) for operand in operands[:2])
+        changes = left, right, runs
         product = RawProduct(flops, runs, tuple(dims), computed, dtype, self.loops, changes)
         self.products.append(product)
 
     def _first_changes(self, operand: TracedArray) -> int:
-        """Returns the changes of an operand; 0 of an argument met before in a loop's body."""
+        """Returns the changes of an operand, at its first use."""
         use = self.loop_number, frozenset(operand.dims)
         if not operand.given or use not in self.argument_uses:
             self.argument_uses.add(use)

@@ -165,7 +165,7 @@ def search(
 
 
 def _traced_plan(target: Target, variants: Sequence[_Variant], top: int | None) -> Plan:
-    """Returns the plan of candidates that are not compiled."""
+    """Returns the plan of uncompiled candidates."""
     reports = [
         LayoutReport(
             candidate.layout,
@@ -331,7 +331,7 @@ def _variant(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layout of a variant that is not compiled yet."""
+    """An uncompiled layout of a variant."""
 
     variant: int
     layout: Layout
@@ -364,7 +364,7 @@ def _ordered(variants: Sequence[_Variant]) -> list[_Candidate]:
 
 
 def _notes(variants: Sequence[_Variant]) -> list[str]:
-    """Says how many candidates of each variant there were."""
+    """Counts the candidates of each variant."""
     notes: list[str] = []
     for variant in variants:
         candidates = variant.candidates
@@ -421,7 +421,7 @@ def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequenc
 
 
 def _not_compiled(candidate: _Candidate) -> LayoutReport:
-    """Returns the report of a candidate that was left out."""
+    """Returns the report of an omitted candidate."""
     reason = (
         f"not compiled: as traced it takes {candidate.share:.2f} times as long as the most "
         "promising candidate; within=None compiles all"
@@ -454,7 +454,7 @@ class _Search:
         self._confirmed: set[str] = set()  # names of layouts compiled with full effort
 
     def screen(self, within: float | None, enough: int, finalists: int) -> None:
-        """Compiles in the order of expected times until enough fit, the first with full effort."""
+        """Compiles in the order of expected times until enough fit."""
         waiting = _ordered(self._variants)
         first_stage = waiting
         if within is not None and len(waiting) > FEW:
@@ -532,7 +532,7 @@ class _Search:
         return Plan(self._target.text, tuple(reports), tuple(notes))
 
     def _distance(self) -> list[str]:
-        """Says how far times of the traced step are from those of compiled programs."""
+        """Compares times of traced and compiled steps."""
         traced = {
             layout.name: time.seconds
             for variant in self._variants

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of one device in a layout, from a traced step alone.
+"""Work of one device in a layout, from a traced step.
 
 A product is split along the mesh axes of its dimensions, each axis once, in the order of the rules.
 An operand that an axis splits which another dimension of the product has is gathered. What is
@@ -53,7 +53,7 @@ def traced_workload(
     batch_names: frozenset[str],
     argument_bytes: Mapping[str, int],
 ) -> Workload:
-    """Returns the work of one device in a layout, whose arguments have these bytes by kind."""
+    """Returns the work of one device in a layout."""
     width = 4.0 if dimensions.dtype == "float32" else 2.0
     axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
     batch_axes = frozenset(axis for name in batch_names for axis in axes_of.get(name, ()))
@@ -68,7 +68,7 @@ def traced_workload(
         payload = argument_bytes.get("parameters", 0)
         transfers.append(Transfer("all-gather", "parameters", payload, size, stride))
     for product in dimensions.products:
-        split = _Split(product, layout, axes_of, batch_names)
+        split = _ProductShards(product, layout, axes_of, batch_names)
         is_staged = bool(product.loops & pipeline.names)
         busy = pipeline.stages * (1 - pipeline.bubble) if is_staged else 1.0
         parts = pipeline.microbatches if is_staged else 1
@@ -82,7 +82,7 @@ def traced_workload(
     return Workload(products, traffic, transfers)
 
 
-class _Split:
+class _ProductShards:
     """A product split over a mesh."""
 
     def __init__(
@@ -124,7 +124,7 @@ class _Split:
                 ]
             if dim.role == "sum":
                 self.summed += taken
-            arrays_of |= dict.fromkeys(taken, _OPERANDS[dim.role])
+            arrays_of.update(dict.fromkeys(taken, _OPERANDS[dim.role]))
 
     def matrices(self, dtype: str, parts: int, runs: float) -> MatrixProduct:
         """Returns the product of one device, its rows cut into parts."""
@@ -170,7 +170,7 @@ class _Split:
 
 
 @dataclass(frozen=True)
-class _Pipeline:
+class _StagesOfLayout:
     """Stages of a layout."""
 
     names: frozenset[str] = frozenset()  # of the dimensions that its stages split
@@ -181,34 +181,36 @@ class _Pipeline:
     bubble: float = 0.0
 
 
-def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _Pipeline:
+def _pipeline_of(layout: Layout, dimensions: DimensionModel) -> _StagesOfLayout:
     sizes, chosen = layout.sizes, dict(layout.parallel)
     stages = sizes.get("stage", 1)
     names = {name for name, axes in layout.rules if "stage" in mesh_axes_of(axes)}
     names &= dimensions.looped
     if stages == 1 or not names or "microbatches" not in chosen:
-        return _Pipeline()
+        return _StagesOfLayout()
     count, schedule = chosen["microbatches"], chosen.get("schedule", "gpipe")
     rounds = 1
     if schedule == "circular":
         rounds = min(size for name in names for size in dimensions.sizes_of(name)) // stages
     weights = {name for _, dim_names in _of_layers(dimensions, names) for name in dim_names}
     bubble = bubble_share(schedule, stages, count, rounds)
-    return _Pipeline(frozenset(names), frozenset(weights - names), stages, count, rounds, bubble)
+    return _StagesOfLayout(
+        frozenset(names), frozenset(weights - names), stages, count, rounds, bubble
+    )
 
 
 def _of_layers(
     dimensions: DimensionModel, names: frozenset[str] | set[str]
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Returns shapes and names of the arguments that stages split."""
+    """Returns shapes and names of staged arguments."""
     pairs = [(shape, list(strings(entries))) for shape, entries in dimensions.arguments]
     return [(shape, dim_names) for shape, dim_names in pairs if names & set(dim_names)]
 
 
 def _stage_transfers(
-    pipeline: _Pipeline, layout: Layout, dimensions: DimensionModel, width: float
+    pipeline: _StagesOfLayout, layout: Layout, dimensions: DimensionModel, width: float
 ) -> Iterator[Transfer]:
-    """Yields what stages send: weights into rounds, and activations."""
+    """Yields transfers between stages: weights into rounds, and activations."""
     if pipeline.stages == 1:
         return
     sizes = layout.sizes

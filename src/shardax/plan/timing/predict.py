@@ -57,7 +57,7 @@ class StepEstimate:
 
     @property
     def waits_for(self) -> str:
-        """Name of the largest part that is no arithmetic."""
+        """Name of the longest wait."""
         return self.parts.longest_wait
 
 

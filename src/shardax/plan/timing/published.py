@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published training steps near a planned one, for readers to judge an expected time by.
+"""Published training steps near a planned one.
 
 The table ``published.json`` holds measured steps of public tables, each with its source; it is
 written by ``benchmarks/published.py --table``.
@@ -12,6 +12,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardax._core.checks import Options
 from shardax.plan.errors import PlanInputError
@@ -41,7 +42,7 @@ class PublishedStep:
     Example:
         >>> from shardax import plan
         >>> step = plan.published_steps("v5e", parameters=8e9, chips=256)[0]
-        >>> step.hardware, 0.2 < step.mfu < 0.8, step.text.startswith(step.model)
+        >>> step.hardware, 0.2 < step.mfu < 0.8, step.summary.startswith(step.model)
         ('v5e', True, True)
     """
 
@@ -57,7 +58,7 @@ class PublishedStep:
     source: str
 
     @property
-    def text(self) -> str:
+    def summary(self) -> str:
         """The measurement in one line."""
         return (
             f"{self.model} ({_short(self.parameters)}) on {self.chips} x {self.hardware}, "
@@ -111,9 +112,12 @@ def published_steps(
 @functools.cache
 def _table() -> tuple[PublishedStep, ...]:
     text = Path(__file__).with_name("published.json").read_text(encoding="utf-8")
+    rows: list[list[Any]] = json.loads(text)["rows"]
     return tuple(
-        PublishedStep(model, 1e9 * billions, chip, chips, *layout, rate, percent / 100, source)
-        for model, billions, chip, chips, *layout, rate, percent, source in json.loads(text)["rows"]
+        PublishedStep(
+            model, 1e9 * billions, chip, chips, layout, length, precision, rate, mfu / 100, source
+        )
+        for model, billions, chip, chips, layout, length, precision, rate, mfu, source in rows
     )
 
 

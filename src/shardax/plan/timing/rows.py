@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured training steps as inputs of the time model: published rows, and runs of one's own.
+"""Measured training steps as inputs of the time model.
 
 A row says model, layout and hardware in the words of its source; where it does not say something,
 the common default of its software stands in. Results in a row are not read for a prediction. A run
@@ -202,7 +202,7 @@ _SIZES = {
 
 
 def _run_layout(run: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, int]:
-    """Returns the degrees of parallelism of a run, by its rules and its mesh."""
+    """Returns a run's degrees of parallelism."""
     entry = run.get("rules")
     pairs = dict(Rules(entry["rules"] if entry else _DECODER_RULES))
     axes_of = {name: set(mesh_axes_of(axes)) & set(mesh) for name, axes in pairs.items()}

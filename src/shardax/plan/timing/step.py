@@ -247,7 +247,7 @@ class StepParts:
 
     @property
     def longest_wait(self) -> str:
-        """Name of the largest part that is no arithmetic, or "nothing"."""
+        """Name of the longest wait, or "nothing"."""
         seconds = {**vars(self)}
         for name in ("products", "attention", "memory"):
             del seconds[name]

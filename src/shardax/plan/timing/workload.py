@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step from its work on one device: products, traffic and transfers.
+"""Seconds of a step, from its work on one device.
 
 The work is counted in a traced step for a layout (``searching.traced``) or in a compiled program
 (``workload_of_program``); the seconds are those of the same kernels and links either way, and of
@@ -45,7 +45,7 @@ class ExpectedTime:
     Example:
         >>> from shardax import plan
         >>> parts = plan.StepParts(*[0.0] * 11)
-        >>> ExpectedTime(1.0, 0.9, 1.1, parts).waits_for
+        >>> plan.ExpectedTime(1.0, 0.9, 1.1, parts).waits_for
         'nothing'
     """
 
@@ -56,7 +56,7 @@ class ExpectedTime:
 
     @property
     def waits_for(self) -> str:
-        """Name of the largest part that is no arithmetic, or "nothing"."""
+        """Name of the longest wait, or "nothing"."""
         return self.parts.longest_wait
 
 
@@ -150,7 +150,7 @@ def expected_time(
 
 
 def _cpu_parts(work: Workload, chip: Hardware) -> StepParts:
-    """Returns the seconds on virtual devices of a CPU, where nothing overlaps."""
+    """Returns seconds on virtual CPU devices, without overlap."""
     rates = chip.copy_bandwidth or {"": chip.link_bandwidth}
     slowest = min(rates.values())
     seconds_by_role: dict[str, float] = {}
@@ -172,7 +172,7 @@ def _cpu_parts(work: Workload, chip: Hardware) -> StepParts:
 def _transfer_seconds(transfers: Sequence[Transfer], links: Links) -> dict[str, float]:
     """Returns the seconds of transfers by role, one after another."""
     roles = ("parameters", "gradients", "tensor", "context", "experts", "stages")
-    seconds_by_role = dict.fromkeys(roles, 0.0)
+    seconds_by_role: dict[str, float] = dict.fromkeys(roles, 0.0)
     for transfer in transfers:
         if transfer.size < 2:
             continue
@@ -210,7 +210,7 @@ def workload_of_program(
 
 
 def operand_bytes(product: MatrixProduct) -> float:
-    """Returns the bytes of operands and result of one run of a product."""
+    """Returns bytes of a product's operands and result."""
     if product.fused:
         return 0.0
     width = 4.0 if product.dtype in ("f32", "float32") else 2.0
