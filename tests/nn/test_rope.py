@@ -44,6 +44,15 @@ def test_pairs_turn_like_complex_numbers():
     np.testing.assert_allclose(turned, [*expected.real, *expected.imag], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("turned", [4, 8])
+def test_interleaved_pairs_turn_as_those_of_halves(turned: int):
+    x = np.random.default_rng(3).normal(size=(2, 3, 4, 8)).astype(np.float32)
+    by = rotation(np.arange(3), 8, frequencies=np.array([1.0, 0.5, 0.2, 0.1])[: turned // 2])
+    halves = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, 8)]
+    expected = rotate(x[..., halves], by)
+    np.testing.assert_array_equal(rotate(x, by, interleaved=True)[..., halves], expected)
+
+
 def test_positions_may_differ_within_a_batch():
     x = np.random.default_rng(2).normal(size=(2, 3, 4, 8)).astype(np.float32)
     positions = np.array([[0, 1, 2], [5, 6, 7]], np.int32)
