@@ -50,7 +50,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 # Processes that tests start would else compile the package's sources to bytecode each time, a fifth
 # of a second, and pytest those of the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 # What the planner compiled is kept for one run of the tests and not in the user's own cache.
 if "SHARDAX_CACHE_DIR" not in os.environ:
@@ -67,6 +66,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 from tests.suite import compat
 
 DEVICES = 8
+sys.dont_write_bytecode = False
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 # Compiled programs, for the next run and for other workers. The folder may be lost at any time.

@@ -210,12 +210,11 @@ def main() -> int:
     counts = [1, 2] if options.quick else options.processes
     layers = [1] if options.quick else options.layers
     embed = 16 if options.quick else options.embed
-    settings = {"embed": embed, "length": 16 if options.quick else SEQ}
-    settings["optimization"] = 0 if options.quick else 3  # three quarters of a quick run otherwise
+    length, optimization = (16, 0) if options.quick else (SEQ, 3)
+    settings = {"embed": embed, "length": length, "optimization": optimization}
     repeats = 2 if options.quick else options.repeats
     report = Report("processes", {"counts": counts, "layers": layers, "embed": embed})
-    jobs: list[Job] = []
-    rows: list[dict[str, Any]] = []
+    jobs, rows = list[Job](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
 
         def started(processes: int, depth: int) -> Job:

@@ -30,7 +30,12 @@ from shardax.plan.timing.workload import group_stride as stride_of
 _PASSES = 3.0  # of the memory over a product's result, until the next product reads it
 _STATE_PASSES = 2.0  # over an argument: read and written
 # Which of left operand, right operand and result have a dimension, by its role.
-_OPERANDS: dict[str, tuple[int, ...]] = {"batch": (0, 1, 2), "left": (0, 2), "right": (1, 2), "sum": (0, 1)}
+_OPERANDS: dict[str, tuple[int, ...]] = {
+    "batch": (0, 1, 2),
+    "left": (0, 2),
+    "right": (1, 2),
+    "sum": (0, 1),
+}
 
 
 def traced_time(
