@@ -15,7 +15,6 @@ import importlib
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -48,7 +47,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 # Processes that tests start would else compile the package's sources to bytecode each time, a fifth
-# of a second, and pytest those of the tests.
+# of a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # What the planner compiled is kept for one run of the tests and not in the user's own cache.
