@@ -65,7 +65,6 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 from tests.suite import compat
 
 DEVICES = 8
-sys.dont_write_bytecode = False
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 # Compiled programs, for the next run and for other workers. The folder may be lost at any time.
