@@ -48,7 +48,8 @@ def by_numpy(query: Any, key: Any, value: Any, bias: Any = 0.0, mask: Any = True
     scores = scores + bias
     offset = np.arange(scores.shape[-2])[:, None] - np.arange(scores.shape[-1])
     if options.get("causal"):
-        mask = mask & (offset >= 0) & (offset < options.get("window", OTHER))
+        mask = mask & (offset >= 0)
+    mask = mask & (abs(offset) < options.get("window", OTHER))
     scores = np.where(mask, scores, -1e30)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -60,6 +61,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mask": {"mask": MASK},
     "bias and mask": {"bias": BIAS, "mask": MASK, "scale": 0.5},
     "window": {"causal": True, "window": 2, "bias": BIAS},
+    "window to both sides": {"window": 2, "mask": MASK},
+    "window to both sides, softcap": {"window": 2, "softcap": 2.0},
     "softcap": {"softcap": 2.0, "mask": MASK, "bias": BIAS},
 }
 
@@ -126,7 +129,6 @@ def test_masks_are_those_of_flax() -> None:
         (lambda: sx.nn.combine_masks(np.ones((2, 2))), "booleans or integers.*mask > 0"),
         (lambda: sx.nn.combine_masks(np.ones((2, 2), bool), np.ones((3, 3), bool)), "broadcast"),
         (lambda: sx.nn.dot_product_attention(QUERY, KEY[..., :3, :4], VALUE), "kv heads"),
-        (lambda: sx.nn.dot_product_attention(QUERY, KEY, VALUE, window=2), "causal=True"),
         (lambda: sx.nn.dot_product_attention(QUERY, KEY, VALUE, mask=MASK[0]), "mask of booleans"),
         (lambda: sx.nn.dot_product_attention(QUERY, KEY, VALUE, mask=1.0 * MASK), "of booleans"),
     ],

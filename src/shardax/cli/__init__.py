@@ -37,7 +37,7 @@ _COMMANDS = {
     "launch": "Run a command in several processes on this machine.",
     "check": "Report what is wrong with a model's layout over a mesh.",
     "plan": "Find the layouts that fit on hardware, with their costs.",
-    "migrate": "Translate programs that use Flax NNX.",
+    "migrate": "Translate Flax NNX programs.",
 }
 """First lines of the commands' own docstrings, for where these cannot be imported."""
 
