@@ -103,8 +103,12 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
         nn.LSTMCell(8, 8, **options), nn.LSTMCell(8, 8, **options)
     ),
     "Stack": lambda options: nn.Stack(lambda: nn.Linear(8, 8, **options), 2),
-    "PReLU": lambda options: nn.PReLU(features=8, param_dtype=options["param_dtype"]),
-    "WeightNorm": lambda options: nn.WeightNorm(nn.Linear(8, 8, **options)),
+    "PReLU": lambda options: nn.PReLU(
+        features=8, dtype=options.get("dtype"), param_dtype=options["param_dtype"]
+    ),
+    "WeightNorm": lambda options: nn.WeightNorm(
+        nn.Linear(8, 8, **options), param_dtype=options["param_dtype"]
+    ),
     "SpectralNorm": lambda options: nn.SpectralNorm(nn.Linear(8, 8, **options), rngs=RNGS),
     "AdaptiveAvgPool": lambda options: nn.Sequential(
         nn.Linear(8, 8, **options), nn.AdaptiveAvgPool(2)

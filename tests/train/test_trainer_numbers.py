@@ -141,7 +141,7 @@ def test_invalid_held_out_metrics_are_refused(tmp_path: Path) -> None:
             ({"loss": metrics.Accuracy()}, TrainError, "named 'loss'"),
             ({"accuracy": 3}, TrainError, "is a int"),
             ({"accuracy": metrics.Accuracy()}, TrainError, "both have 'accuracy'"),
-            ({"spread": metrics.Welford()}, TrainError, "takes values=..., weights=..."),
+            ({"spread": metrics.Welford()}, TrainError, "takes mask=..., values=..., weights=..."),
             ({"all": lambda model, batch: jnp.ones(2)}, TrainError, r"shape \(2,\)"),
         ]
     ):

@@ -137,8 +137,10 @@ def expected_time(
         "parameters": share * seconds_by_role["parameters"],
         "gradients": share * seconds_by_role["gradients"],
         "bubble": _STAGE_EXPOSED * seconds_by_role["stages"],
+        # What a run does beside its program, such as logs, is no layout's; the optimizer's products
+        # and traffic are among the others.
         "host": 0.0,
-        "optimizer": values["jobs.step_overhead"],
+        "optimizer": 0.0,
     }
     if chip.kind == "tpu":
         doublings, rate = math.log2(slices), values["jobs.tpu_straggling"]
