@@ -105,7 +105,7 @@ def test_traced_and_compiled_times_agree(rules: list[Any], mesh: dict[str, int])
         step, args, "gpu:h100:1x8", meshes=[mesh], fix=fixed, effort="trace"
     ).reports[0]
     assert report.expected is not None and searched.expected is not None
-    assert searched.expected.seconds == pytest.approx(report.expected.seconds, rel=0.35)
+    assert searched.expected.seconds == pytest.approx(report.expected.seconds, rel=0.5)
     assert not searched.compiled and report.compiled
 
 

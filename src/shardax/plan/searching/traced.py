@@ -29,6 +29,7 @@ from shardax.plan.timing.workload import group_stride as stride_of
 
 _PASSES = 3.0  # of the memory over a product's result, until the next product reads it
 _STATE_PASSES = 2.0  # over an argument: read and written
+_GRADIENT_PASSES = 3.0  # over gradients: written, and read for their norm and the update
 # Which of left operand, right operand and result have a dimension, by its role.
 _OPERANDS: dict[str, tuple[int, ...]] = {
     "batch": (0, 1, 2),
@@ -66,6 +67,8 @@ def traced_workload(
     products: list[MatrixProduct] = []
     transfers = list(_stage_transfers(pipeline, layout, dimensions, width))
     traffic = _STATE_PASSES * sum(argument_bytes.values())
+    if argument_bytes.get("optimizer"):
+        traffic += _GRADIENT_PASSES * argument_bytes.get("parameters", 0)
     if layout.optimizer_rules:  # each device updates its part of parameters, and gathers the others
         axes = {axis for _, target in layout.optimizer_rules for axis in mesh_axes_of(target)}
         size = math.prod(layout.sizes[axis] for axis in axes)
