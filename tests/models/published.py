@@ -819,6 +819,8 @@ def tiny_config(content: dict[str, Any], layers: int, **fields: Any) -> dict[str
 def with_layers(content: dict[str, Any], layers: int) -> dict[str, Any]:
     """The config.json with another number of layers."""
     shorter = dict(content)
+    for name in ("out_features", "out_indices", "stage_names"):  # one for each layer
+        shorter.pop(name, None)
     for name in ("layer_types", "no_rope_layers"):
         if shorter.get(name) is not None:
             shorter[name] = shorter[name][:layers]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models import peers
-from tests.models.published import ENCODERS, MODELS, initialised, tiny_config
+from tests.models.published import MODELS, initialised, tiny_config
 from tests.values import with_values
 
 import shardax as sx
@@ -26,12 +27,14 @@ from shardax.models import from_pretrained, save_pretrained
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
-FAMILIES = {
-    content["model_type"]: content
-    for content, _ in MODELS.values()
-    if content["model_type"] not in ENCODERS
-}
+FAMILIES = {content["model_type"]: content for content, _ in MODELS.values()}
+IMAGES = ("dinov2", "vit")
 TOKENS = np.arange(6)[None]
+PIXELS = np.linspace(-1, 1, 4 * 4 * 3, dtype=np.float32).reshape(1, 4, 4, 3)
+
+
+def inputs_of(family: str) -> np.ndarray:
+    return PIXELS if family in IMAGES else TOKENS
 
 
 @functools.cache
@@ -74,6 +77,8 @@ def freeze(model: Any, number: int) -> Any:
 def tie_or_untie(model: Any, number: int) -> Any:
     if model.head is not None:
         model.head = None
+        return model
+    if not hasattr(model.embed, "embedding"):  # of images
         return model
     vocabulary, features = model.embed.embedding.shape
     model.head = with_values(nn.Linear(features, vocabulary, use_bias=False, rngs=sx.Rngs(0)))
@@ -126,6 +131,8 @@ def draw_values(model: Any, number: int) -> Any:
 
 
 def extend(model: Any, number: int) -> Any:
+    if not hasattr(model.embed, "embedding"):  # of images
+        return model
     more = number % 3 + 1
     wide = lambda value, axis: jnp.concatenate(  # noqa: E731
         [value, jnp.ones_like(jax.lax.slice_in_dim(value, 0, more, axis=axis))], axis
@@ -237,7 +244,7 @@ def test_edits_are_refused_or_read_back(family: str, edits: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
         if is_saved(model, Path(name, "saved")):
             again = load(Path(name, "saved"))
-            np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
+            np.testing.assert_array_equal(again(inputs_of(family)), model(inputs_of(family)))
 
 
 @settings(max_examples=10)
@@ -249,20 +256,43 @@ def test_edits_of_stacks_are_those_of_layers(family: str, edits: Any) -> None:
         assert written[0] == written[1]
         if written[0]:
             again = load(Path(name, "stack"))
-            np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
+            np.testing.assert_array_equal(again(inputs_of(family)), model(inputs_of(family)))
 
 
 @settings(max_examples=20)
 @given(family=families, edits=steps)
 def test_edits_have_the_logits_of_transformers(family: str, edits: Any) -> None:
-    pytest.importorskip("torch", reason="pip install torch")
+    torch = pytest.importorskip("torch", reason="pip install torch")
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     model = edited(family, edits)
     with tempfile.TemporaryDirectory() as name:
         if not is_saved(model, Path(name, "saved")):
             return
-        read = transformers.AutoModelForCausalLM.from_pretrained
+        (architecture,) = json.loads(Path(name, "saved", "config.json").read_text())[
+            "architectures"
+        ]
+        read = getattr(transformers, architecture).from_pretrained
         peer = read(Path(name, "saved"), dtype="float32").eval()
-    expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
+    inputs = inputs_of(family)
+    if family in IMAGES:
+        with torch.no_grad():
+            expected = peer(torch.from_numpy(np.moveaxis(inputs, -1, 1)))[0].numpy()
+    else:
+        expected = peers.logits(peer, inputs, np.ones_like(inputs, bool))
     scale = np.abs(expected).max()
-    np.testing.assert_allclose(model(TOKENS) / scale, expected / scale, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(model(inputs) / scale, expected / scale, rtol=0, atol=2e-5)
+
+
+def test_a_shorter_backbone_names_no_stages(tmp_path: Path) -> None:
+    (content,) = (content for content, _ in MODELS.values() if content["model_type"] == "dinov2")
+    small = tiny_config(content, layers=12)
+    stages = {name: content[name] for name in ("out_features", "out_indices", "stage_names")}
+    (tmp_path / "read").mkdir()
+    model = initialised(tmp_path / "read", {**small, **stages})
+    save_pretrained(model, tmp_path / "whole")
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["out_indices"] == [12]
+    del model.layers[3]
+    save_pretrained(model, tmp_path / "shorter")
+    written = json.loads((tmp_path / "shorter" / "config.json").read_text())
+    assert written["num_hidden_layers"] == 11 and not written.keys() & stages.keys()
+    np.testing.assert_array_equal(load(tmp_path / "shorter")(PIXELS), model(PIXELS))

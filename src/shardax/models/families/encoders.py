@@ -501,6 +501,21 @@ VIT = Family(
 # --- DINOv2 ---------------------------------------------------------------------------------------
 
 
+class Stages(FieldGroup):
+    """Names of stages, of interest to backbones alone."""
+
+    NAMES = ("out_features", "out_indices", "stage_names")
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        return {}
+
+    def write(self, edit: ConfigEdit) -> None:
+        # There is a name for each layer; transformers makes them anew, and refuses other ones.
+        if edit.changes("num_layers"):
+            for name in self.NAMES:
+                edit.content.pop(name, None)
+
+
 class MlpRatio(FieldGroup):
     """The size of the MLP's hidden layer, by a ratio."""
 
@@ -524,7 +539,7 @@ DINOV2 = Family(
         "use_mask_token": Field("mask_patch", default=True),
     },
     fixed={**_FIXED, "layer_scale": True},
-    groups=[PatchPositions(14), MlpRatio(), shared.Labels()],
+    groups=[PatchPositions(14), MlpRatio(), Stages(), shared.Labels()],
     architectures={
         "Dinov2ForImageClassification": {"head": "first", "pooling": "first_and_mean"},
         "Dinov2Model": {"head": None},
@@ -532,8 +547,8 @@ DINOV2 = Family(
     # In evaluation a rate of paths changes nothing, but training would differ.
     neutral={"drop_path_rate": (0.0,), "use_swiglu_ffn": (False,)},
     harmless=(
-        *("apply_layernorm", "layerscale_value", "out_features", "out_indices"),
-        *("reshape_hidden_states", "stage_names", "tie_word_embeddings"),
+        *("apply_layernorm", "layerscale_value", "reshape_hidden_states", "tie_word_embeddings"),
+        *Stages.NAMES,
     ),
     prefix="dinov2.",
     buffers=(),
