@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from tests.advice import run_advice
 
 import shardax as sx
 from shardax import nn
-from shardax.errors import ArgumentError, StateMismatchError
+from shardax.errors import ArgumentError, ConcurrentWriteError, StateMismatchError
 
 
 class Inner(sx.Module):
@@ -143,3 +144,38 @@ def test_misuse_of_capture_is_refused() -> None:
         sx.capture(Inner(), name)
     with pytest.raises(ArgumentError, match="a callable Module, not a int"):
         sx.capture(3, sx.Intermediate)
+
+
+class Waiting(sx.Module):
+    """Sows its input while another thread is let in."""
+
+    def __init__(self) -> None:
+        self.inner = Inner()
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, x: Any) -> Any:
+        self.sow("seen", x)
+        self.inside.set()
+        assert self.go_on.wait(60)
+        return x
+
+
+def test_capture_from_two_threads_is_refused() -> None:
+    model, results = Waiting(), list[Any]()
+    thread = threading.Thread(
+        target=lambda: results.append(sx.capture(model, sx.Intermediate)(jnp.ones(2)))
+    )
+    thread.start()
+    assert model.inside.wait(60)
+    try:
+        with pytest.raises(ConcurrentWriteError, match="Another thread captures") as caught:
+            sx.capture(model.inner, sx.Intermediate)(X)
+        copy = run_advice(caught.value, "sx.clone(model)", {"sx": sx, "model": model.inner})
+        _, seen = sx.capture(copy, sx.Intermediate)(X)
+        assert [float(value) for value in seen["seen"]] == [float(X)]
+    finally:
+        model.go_on.set()
+        thread.join()
+    ((_, state),) = results
+    assert [value.tolist() for value in state["seen"]] == [[1.0, 1.0]]
+    assert sx.capture(model.inner, sx.Intermediate)(X)[1]["seen"]  # and free again
