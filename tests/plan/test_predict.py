@@ -325,6 +325,10 @@ def test_calibration_by_a_run_moves_its_prediction(tmp_path: Path) -> None:
         ("", {}, "the log says no tokens_per_second yet"),
         (LOG, {"source": "llama"}, "trains a published model"),
         (LOG, {"mesh": "data"}, "run.json is damaged"),
+        (LOG, {"mesh": "data=0"}, "data=0 must be an integer of at least 1"),
+        (LOG, {"batch_size": "16"}, "batch_size='16' must be an integer"),
+        ('{"tokens_per_second": Infinity}', {}, "no tokens_per_second yet"),
+        ('{"tokens_per_second": true}', {}, "no tokens_per_second yet"),
         (LOG, {"model": None}, "trains a published model"),
         ("{", {}, "the run cannot be read"),
     ],
@@ -353,6 +357,7 @@ def test_published_steps_are_the_nearest_of_each_model() -> None:
     assert [step.hardware for step in steps[:2]] == ["v5p", "v5p"]
     assert len({(step.model, step.hardware) for step in steps}) == len(steps) == 3
     assert all(0.1 < step.mfu < 0.8 and ":" in step.source for step in steps)
+    assert plan.published_steps("cpu", parameters=7e10, chips=8) == ()
 
 
 def test_plan_lists_published_steps_beside_expected_times() -> None:

@@ -546,8 +546,6 @@ def published_lines(plan: Plan) -> list[str]:
     parameters = sum(math.prod(array.shape) for array in arrays)
     try:
         chip = Target.parse(plan.target).hardware
-        if chip.kind == "cpu":
-            return []
         chips = max(1, report.layout.devices // chip.devices_per_chip)
         return [step.summary for step in published_steps(chip.name, max(parameters, 1), chips)]
     except (HardwareError, PlanFileError, TargetError):  # hardware that only its maker knows

@@ -81,7 +81,7 @@ def published_steps(
 
     Returns:
         Measured steps on this hardware, then on other hardware of its generation; those of models
-        and jobs of similar size first.
+        and jobs of similar size first. None for CPU.
 
     Raises:
         HardwareError: The hardware is unknown.
@@ -102,7 +102,11 @@ def published_steps(
         far += _CHIPS * abs(math.log(step.chips / chips))
         return far + (_OTHER_CHIP if step.hardware != chip.name else 0.0)
 
-    alike = [step for step in _table() if generation(step.hardware, chip.kind) == family]
+    alike = [
+        step
+        for step in _table()
+        if chip.kind != "cpu" and generation(step.hardware, chip.kind) == family
+    ]
     nearest: dict[tuple[str, str], PublishedStep] = {}
     for step in sorted(alike, key=distance):
         nearest.setdefault((step.model, step.hardware), step)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardax._core.checks import Options
 from shardax.partition.rules import Rules, mesh_axes_of
 from shardax.plan.errors import PlanFileError, PlanInputError
 from shardax.plan.hardware.hardware import Hardware
@@ -24,6 +25,7 @@ from shardax.plan.timing.figures import find_chip
 from shardax.plan.timing.transformer import Recompute, TrainingStep, TransformerShape
 
 Row = Mapping[str, Any]
+_OPTIONS = Options(PlanInputError)
 
 
 def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
@@ -154,7 +156,7 @@ def read_run(folder: str | os.PathLike[str], hardware: str | Hardware) -> Row:
             f"{path}: the run trains a published model, whose sizes run.json does not say. Write "
             "the row: plan.calibrate([{'arch': ..., 'hw': ..., 'step_seconds': ...}])."
         )
-    measured = [rate for rate in rates if isinstance(rate, int | float) and rate > 0]
+    measured = [rate for rate in rates if type(rate) in (int, float) and 0 < rate < math.inf]
     if not measured:
         raise PlanInputError(
             f"{path}: the log says no tokens_per_second yet; a run logs it from its second step on."
@@ -165,10 +167,11 @@ def read_run(folder: str | os.PathLike[str], hardware: str | Hardware) -> Row:
             name.strip(): int(size)
             for name, _, size in (part.partition("=") for part in run["mesh"].split(",") if part)
         }
+        _OPTIONS.integers(batch_size=batch, seq_len=sequence, **mesh)
         arch = {name: sizes[key] for name, key in _SIZES.items() if key in sizes}
         layout = _run_layout(run, mesh)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanFileError(f"{path}: run.json is damaged: {error!r}.") from None
+        raise PlanFileError(f"{path}: run.json is damaged: {error}") from None
     chip = hardware if isinstance(hardware, Hardware) else find_chip(hardware)
     return {
         "id": str(path),
