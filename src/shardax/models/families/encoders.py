@@ -501,7 +501,7 @@ VIT = Family(
 # --- DINOv2 ---------------------------------------------------------------------------------------
 
 
-class Stages(FieldGroup):
+class BackboneStages(FieldGroup):
     """Names of stages, of interest to backbones alone."""
 
     NAMES = ("out_features", "out_indices", "stage_names")
@@ -539,7 +539,7 @@ DINOV2 = Family(
         "use_mask_token": Field("mask_patch", default=True),
     },
     fixed={**_FIXED, "layer_scale": True},
-    groups=[PatchPositions(14), MlpRatio(), Stages(), shared.Labels()],
+    groups=[PatchPositions(14), MlpRatio(), BackboneStages(), shared.Labels()],
     architectures={
         "Dinov2ForImageClassification": {"head": "first", "pooling": "first_and_mean"},
         "Dinov2Model": {"head": None},
@@ -548,7 +548,7 @@ DINOV2 = Family(
     neutral={"drop_path_rate": (0.0,), "use_swiglu_ffn": (False,)},
     harmless=(
         *("apply_layernorm", "layerscale_value", "reshape_hidden_states", "tie_word_embeddings"),
-        *Stages.NAMES,
+        *BackboneStages.NAMES,
     ),
     prefix="dinov2.",
     buffers=(),

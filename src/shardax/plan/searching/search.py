@@ -466,19 +466,13 @@ class _Search:
             waiting = [candidate for candidate in waiting if candidate not in stage]
             # What is expected to be best is not compiled twice.
             missing = max(0, finalists - len(self._confirmed))
-            self._confirmed.update(candidate.layout.name for candidate in stage[:missing])
-            self._compile(self._of_variants(stage[:missing]), "full", "finalists")
-            self._compile(self._of_variants(stage[missing:]), "screen", "screening")
+            layouts = [candidate.layout for candidate in stage]
+            self._confirmed.update(layout.name for layout in layouts[:missing])
+            self._compile(layouts[:missing], "full", "finalists")
+            self._compile(layouts[missing:], "screen", "screening")
             fits = sum(report.outcome == "fits" for report in self._reports.values())
             stage = waiting[: max(enough - fits, 2)] if fits < enough else []
         self._left_out = [_not_compiled(candidate) for candidate in waiting]
-
-    def _of_variants(self, stage: Sequence[_Candidate]) -> list[list[Layout]]:
-        """Returns the layouts of candidates by variant."""
-        return [
-            [candidate.layout for candidate in stage if candidate.variant == number]
-            for number in range(len(self._variants))
-        ]
 
     def confirm(self, finalists: int) -> None:
         """Compiles the best with full effort, until enough of them fit."""
@@ -494,22 +488,19 @@ class _Search:
                 return
             left -= len(chosen)
             confirmed.update(layout.name for layout in chosen)
-            layouts_of_variants = [
-                {layout.name for layout in variant.layouts} for variant in self._variants
-            ]
-            stages = [
-                [layout for layout in chosen if layout.name in names]
-                for names in layouts_of_variants
-            ]
-            self._compile(stages, "full", "finalists")
+            self._compile(chosen, "full", "finalists")
 
-    def _compile(self, stages: Sequence[Sequence[Layout]], effort: str, stage_text: str) -> None:
-        """Compiles layouts of each variant."""
-        self._shown.expect(sum(map(len, stages)), stage_text)
-        for variant, layouts in zip(self._variants, stages, strict=True):
-            if layouts:
+    def _compile(self, layouts: Sequence[Layout], effort: str, stage_text: str) -> None:
+        """Compiles layouts, variant by variant."""
+        if not layouts:
+            return
+        self._shown.expect(len(layouts), stage_text)
+        for variant in self._variants:
+            names = {layout.name for layout in variant.layouts}
+            of_variant = [layout for layout in layouts if layout.name in names]
+            if of_variant:
                 self._evaluator.take(variant.inputs)
-            for outcome in self._evaluator.evaluate(layouts, effort, begun=self._shown.begin):
+            for outcome in self._evaluator.evaluate(of_variant, effort, begun=self._shown.begin):
                 report = dataclasses.replace(outcome.report, examples=variant.examples)
                 self._reports[report.layout.name] = report
                 self._shown.end(outcome.report, outcome.cached)

@@ -24,7 +24,7 @@ from shardax.partition.rules import mesh_axes_of, strings
 from shardax.plan.hardware.targets import Target
 from shardax.plan.records import Layout
 from shardax.plan.searching.dimensions import DimensionModel, Product, ProductDimension
-from shardax.plan.timing.workload import ExpectedTime, Transfer, Workload, expected_time
+from shardax.plan.timing.workload import ExpectedTime, Transfer, Workload, expected_time, role_of
 from shardax.plan.timing.workload import group_stride as stride_of
 
 _PASSES = 3.0  # of the memory over a product's result, until the next product reads it
@@ -166,11 +166,7 @@ class _ProductShards:
     def _transfer(
         self, kind: str, axes: Sequence[str], payload: float, array: int, batch_axes: frozenset[str]
     ) -> tuple[Transfer, set[str]]:
-        role = "tensor"
-        if "context" in axes:
-            role = "context"
-        elif set(axes) <= batch_axes:
-            role = "parameters" if array < 2 else "gradients"
+        role = role_of(kind, axes, batch_axes)
         size = math.prod(self.sizes[axis] for axis in axes)
         stride = stride_of(self.sizes, axes)
         runs = self.product.changes[array] / self.fewer_runs

@@ -375,12 +375,16 @@ def step_parts(
         "bubble": bubble,
         "optimizer": optimizer,
     }
+    waiting = straggling(chip, step.device_count, step.slices, figures)
+    return StepParts(**parts, stragglers=sum(parts.values()) * waiting)
+
+
+def straggling(chip: Hardware, devices: int, slices: int, figures: Mapping[str, float]) -> float:
+    """Share of a step that a job waits for its slowest device."""
     if chip.kind == "tpu":
-        doublings, rate = math.log2(step.slices), figures["jobs.tpu_straggling"]
-    else:
-        nodes = max(1.0, step.device_count / min(chip.node_size, 8))
-        doublings, rate = math.log2(nodes), figures["jobs.gpu_straggling"]
-    return StepParts(**parts, stragglers=sum(parts.values()) * rate * doublings)
+        return math.log2(slices) * figures["jobs.tpu_straggling"]
+    nodes = max(1.0, devices / min(chip.node_size, 8))
+    return math.log2(nodes) * figures["jobs.gpu_straggling"]
 
 
 def local_parameters(model: TransformerShape, step: TrainingStep, *, optimizer: bool) -> float:

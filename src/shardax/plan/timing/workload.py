@@ -23,7 +23,7 @@ from shardax.hlo import Collective, MatrixProduct, ProgramFacts
 from shardax.plan.hardware.hardware import SHORT_NAMES, Hardware
 from shardax.plan.timing.figures import figures_of
 from shardax.plan.timing.kernels import Kernels, Links
-from shardax.plan.timing.step import StepParts
+from shardax.plan.timing.step import StepParts, straggling
 
 _SOFTWARE = "xla"
 _UNSURE = ("tensor", "experts", "host", "gradients", "bubble")  # parts that widen the band
@@ -142,13 +142,8 @@ def expected_time(
         "host": 0.0,
         "optimizer": 0.0,
     }
-    if chip.kind == "tpu":
-        doublings, rate = math.log2(slices), values["jobs.tpu_straggling"]
-    else:
-        nodes = max(1.0, devices / max(1, min(chip.node_size, 8)))
-        doublings, rate = math.log2(nodes), values["jobs.gpu_straggling"]
-    total = sum(parts.values())
-    return band_of(StepParts(**parts, stragglers=total * rate * doublings), values, sparse=sparse)
+    waiting = sum(parts.values()) * straggling(chip, devices, slices, values)
+    return band_of(StepParts(**parts, stragglers=waiting), values, sparse=sparse)
 
 
 def _cpu_parts(work: Workload, chip: Hardware) -> StepParts:
@@ -220,20 +215,22 @@ def operand_bytes(product: MatrixProduct) -> float:
     return width * product.batch * (sides + product.rows * product.columns)
 
 
+def role_of(kind: str, axes: Sequence[str], batch_axes: frozenset[str]) -> str:
+    """Returns the role of a collective along mesh axes."""
+    if "context" in axes:
+        return "context"
+    if kind in ("all-to-all", "collective-permute"):
+        return "experts" if kind == "all-to-all" else "stages"
+    if not axes or not set(axes) <= batch_axes:
+        return "tensor"
+    return "gradients" if kind in ("all-reduce", "reduce-scatter") else "parameters"
+
+
 def _transfer(
     collective: Collective, mesh: Mapping[str, int], batch_axes: frozenset[str]
 ) -> Transfer:
     axes = collective.axes
-    if "context" in axes:
-        role = "context"
-    elif collective.kind == "all-to-all":
-        role = "experts"
-    elif collective.kind == "collective-permute":
-        role = "stages"
-    elif axes and set(axes) <= batch_axes:
-        role = "gradients" if collective.kind in ("all-reduce", "reduce-scatter") else "parameters"
-    else:
-        role = "tensor"
+    role = role_of(collective.kind, axes, batch_axes)
     stride = group_stride(mesh, axes) if axes else 1
     size = collective.group_size
     return Transfer(collective.kind, role, collective.payload, size, stride, collective.runs)
