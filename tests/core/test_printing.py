@@ -111,3 +111,9 @@ def test_every_model_prints_each_object_once(model: Any) -> None:
     drawn = text.count("Param(") + text.count("Custom(")
     kinds = [v for _, v in sx.iter_variables(model) if isinstance(v, sx.Param)]
     assert drawn == len(kinds) or "more lines" in text
+
+
+def test_model_of_mapped_strings_prints() -> None:
+    variable = sx.Param(jnp.ones(2))
+    mapped = jax.tree.map(lambda leaf: "frozen", variable)
+    assert repr(mapped) == "Param('frozen')"

@@ -413,3 +413,66 @@ def test_untrackable_value_is_refused_with_fix(make: Any, around: Any, held: Any
         model.held = around(make(held))
     assert "use a list, dict or tuple" in str(refused.value)
     assert not hasattr(model, "held")
+
+
+# --- nodes that make Variables anew ---------------------------------------------------------------
+
+
+class Node:
+    def __init__(self, variable: Any) -> None:
+        self.variable = variable
+
+
+@jax.tree_util.register_pytree_node_class
+class CopiesWhenFlat(Node):
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (sx.Param(self.variable.value),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> CopiesWhenFlat:
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+class CopiesWhenBuilt(Node):
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.variable,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> CopiesWhenBuilt:
+        (child,) = children
+        return cls(sx.Param(child.value) if isinstance(child, sx.Param) else child)
+
+
+TRANSFORMED: dict[str, Callable[[Any], Any]] = {
+    "jit": lambda tree: sx.jit(_write_inside)(tree),
+    "remat": lambda tree: sx.remat(_write_inside)(tree),
+    "cond": lambda tree: sx.cond(True, _write_inside, _write_inside, tree),
+    "grad": lambda tree: sx.grad(lambda tree: tree["of"][0].variable.value)(tree),
+    "vmap": lambda tree: sx.vmap(_write_inside, in_axes=None, axis_size=2)(tree),
+}
+
+
+def _write_inside(tree: Any) -> None:
+    variable = tree["of"][0].variable
+    variable.value = variable.value + 1
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED.keys())
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        (
+            CopiesWhenFlat,
+            r"Flattening a CopiesWhenFlat.*lambda node: \(\(node\.variable,\), None\)",
+        ),
+        (CopiesWhenBuilt, r"CopiesWhenBuilt: .*lambda _, children: Node\(\*children\)"),
+    ],
+)
+def test_argument_that_copies_variables_is_refused(
+    kind: type[Node], advice: str, transformed: Any
+) -> None:
+    variable = sx.Param(1.0)
+    with pytest.raises(sx.errors.TreeError, match=advice):
+        transformed({"of": [kind(variable)]})
+    assert variable.value == 1.0

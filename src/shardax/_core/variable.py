@@ -511,13 +511,18 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if isinstance(value, (jax.Array, np.ndarray, LazyValue, jax.ShapeDtypeStruct)):
             form = f"{value.dtype}{list(value.shape)}"
         else:
-            form = repr(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", value))
+            form = repr(jax.tree.map(_leaf_form, value))
         lazy = ", lazy" if isinstance(value, LazyValue) else ""
         if isinstance(value, jax.Array) and not isinstance(value, _jax.Tracer):
             owners = sorted({device.process_index for device in value.sharding.device_set})
             lazy = f" over processes {', '.join(map(str, owners))}" if len(owners) > 1 else ""
         metadata = repr(self._metadata)
         return f"{type(self).__name__}({form}{lazy}{', ' + metadata if metadata else ''})"
+
+
+def _leaf_form(leaf: Any) -> Any:
+    """Returns dtype and shape of an array, and anything else as it is."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else leaf
 
 
 def is_deleted(leaf: Any) -> bool:

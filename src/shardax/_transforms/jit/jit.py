@@ -569,6 +569,7 @@ class Jit(PickledByName, Wrapper):
         )
         program = self.specializations.get(key)
         if program is None:
+            arguments.refuse_copies()
             program = special.Specialization(
                 self.__wrapped__, self.options, key, graph, arguments, positions, names
             )

@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core.errors import ShardaxError
-from shardax._core.graph.flatten import has_objects, is_object
+from shardax._core.errors import ShardaxError, TreeError
+from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
@@ -400,8 +400,11 @@ def split_argument(
 @functools.lru_cache(maxsize=512)
 def leaf_paths(treedef: Any) -> Sequence[Path]:
     """Returns the path of each leaf of a pytree structure."""
-    marked = treedef.unflatten(range(treedef.num_leaves))
-    pairs = jax.tree_util.tree_leaves_with_path(marked)
+    try:
+        marked = treedef.unflatten(range(treedef.num_leaves))
+        pairs = jax.tree_util.tree_leaves_with_path(marked)
+    except Exception:  # noqa: BLE001 - a class of the user that takes no marks
+        return [(position,) for position in range(treedef.num_leaves)]
     return [plain_path(keys) for keys, _ in pairs]
 
 
@@ -435,6 +438,13 @@ def join_arguments(
     ]
     named = {n: join_argument(t, plain_named[n], roots, with_static) for n, t in split.named}
     return args, named
+
+
+def _registered_types(treedef: Any) -> set[str]:
+    """Returns the names of classes, other than Python's containers, in a structure."""
+    node = treedef.node_data()
+    names = {node[0].__name__} if node and node[0] not in (dict, list, tuple) else set()
+    return names.union(*map(_registered_types, treedef.children()))
 
 
 class SplitArguments:
@@ -472,6 +482,25 @@ class SplitArguments:
     def plain_leaves(self) -> tuple[list[Any], Any]:
         """Returns the plain leaves, and their treedef."""
         return jax.tree.flatten((list(self.plain), self.plain_named))
+
+    def refuse_copies(self) -> None:
+        """Raises if flattening a container makes objects anew each time."""
+        for template, plain in (
+            *zip(self.templates, self.plain, strict=True),
+            *((template, self.plain_named[name]) for name, template in self.named),
+        ):
+            if isinstance(template, TreeTemplate) and template.roots:
+                value = join_argument(template, plain, self.roots)
+                leaves = jax.tree.leaves(value, is_leaf=is_object)
+                if any(leaves[leaf] is not self.roots[root] for leaf, root in template.roots):
+                    flatten(value)  # raises with the class whose flattening makes copies
+                    kinds = ", ".join(sorted(_registered_types(template.treedef)))
+                    raise TreeError(
+                        f"{kinds}: a class registered with JAX as a pytree node makes new "
+                        "Variables when JAX puts it together, so what a function writes into them "
+                        "would be lost. Let unflatten keep the children that it is given: "
+                        "lambda _, children: Node(*children)."
+                    )
 
     def release(self) -> None:
         """Lets go of objects and plain values; templates remain."""

@@ -154,6 +154,7 @@ class LiftedCall:
         self.arguments = inputs.SplitArguments(
             args, kwargs, auto_static, static, static_numbers, label
         )
+        self.arguments.refuse_copies()
         self.captured_count = len(captured)
         count = len(self.arguments.templates)
         # The parameter name of each positional argument.
