@@ -286,6 +286,22 @@ def test_edits_have_the_logits_of_transformers(family: str, edits: Any) -> None:
     np.testing.assert_allclose(model(inputs) / scale, expected / scale, rtol=0, atol=2e-5)
 
 
+@settings(max_examples=5)
+@given(family=families)
+def test_recorded_activations_ignore_scan(family: str) -> None:
+    def kinds(model: Any) -> Any:
+        return model.at_instances_of((nn.Linear, nn.LayerNorm, nn.RMSNorm))
+
+    def recorded(scan_layers: bool) -> dict[Any, Any]:
+        model = load(folder_of(family), scan_layers=scan_layers)
+        return sx.surgery.record(model, kinds)(inputs_of(family))[1]
+
+    unrolled, scanned = recorded(False), recorded(True)
+    assert list(scanned) == list(unrolled)
+    for path, activation in unrolled.items():
+        np.testing.assert_allclose(scanned[path], activation, rtol=1e-4, atol=1e-4)
+
+
 def test_a_shorter_backbone_names_no_stages(tmp_path: Path) -> None:
     (content,) = (content for content, _ in MODELS.values() if content["model_type"] == "dinov2")
     small = tiny_config(content, layers=12)

@@ -57,10 +57,10 @@ class LayerWrapper(ModuleWrapper):
         self.body = layer
 
 
-def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> Any:
-    """Replace the selection by a function of path and value."""
+def wrap_selected(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> Any:
+    """Replaces the selection by a function of path and value."""
     wrappers: list[Any] = []
-    for path, value in _checked(edit, selection).get_by_path().items():
+    for path, value in checked_selection(edit, selection).get_by_path().items():
         if not callable(value) or isinstance(value, (type, Variable)):
             raise SelectionError(
                 f"{edit} wraps what a model calls, and {format_path(path)} is {value!r}. Select "
@@ -70,7 +70,8 @@ def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) 
     return selection.set_all(wrappers)
 
 
-def _checked(edit: str, selection: Any) -> Selection:
+def checked_selection(edit: str, selection: Any) -> Selection:
+    """Returns a selection; raises if it is none."""
     if isinstance(selection, Selection):
         return selection
     raise SelectionError(
@@ -134,7 +135,7 @@ def save_activations(selection: Selection) -> Any:
         >>> bool((up == model.up(x)).all())
         True
     """
-    return _wrapped("save_activations", selection, lambda _, layer: SavedActivation(layer))
+    return wrap_selected("save_activations", selection, lambda _, layer: SavedActivation(layer))
 
 
 # --- low-rank adapters ---
@@ -481,7 +482,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
         >>> bool((adapted(x) == model(x)).all())
         True
     """
-    given = _checked("lora", selection)
+    given = checked_selection("lora", selection)
     named = set(given.get_by_path())
     linears = given.at_instances_of(Adaptable).where(
         lambda path, layer: path in named or not isinstance(layer, Embed)
@@ -505,7 +506,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
             )
         return LoRA(layer, rank, scale, rngs=streams)
 
-    return _wrapped("lora", linears, adapt)
+    return wrap_selected("lora", linears, adapt)
 
 
 def merge_lora(model: Any) -> Any:
@@ -604,7 +605,9 @@ def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
         >>> linear.layers[0](jnp.array([3.0, 2.0])).tolist()  # 2 * 3 - 1, 4 * 2 - 4
         [5.0, 4.0]
     """
-    recording = clone_sharing(_wrapped("linearise", selection, lambda _, layer: _Recorder(layer)))
+    recording = clone_sharing(
+        wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
+    )
     recording(*args, **kwargs)
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 
@@ -619,4 +622,4 @@ def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
             )
         return Linearised(layer, inputs[0])
 
-    return _wrapped("linearise", selection, replace)
+    return wrap_selected("linearise", selection, replace)
