@@ -31,7 +31,7 @@ from shardax._core.object import Object
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
-def as_value(value: Any, owner: str) -> Any:
+def as_value(value: object, owner: str) -> Any:
     """Returns ``value`` as what a Variable may hold."""
     if isinstance(value, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
         return value
@@ -44,7 +44,7 @@ def as_value(value: Any, owner: str) -> Any:
     )
 
 
-def _as_leaf(leaf: Any, owner: str) -> Any:
+def _as_leaf(leaf: object, owner: str) -> Any:
     if isinstance(leaf, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
         return leaf
     if isinstance(leaf, (np.ndarray, *_NUMBERS)):
@@ -62,7 +62,7 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
     )
 
 
-def _canonical(value: Any, owner: str) -> np.ndarray:
+def _canonical(value: object, owner: str) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
         raise VariableValueError(
@@ -80,7 +80,7 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
     return array.astype(dtype, copy=isinstance(value, np.ndarray))
 
 
-def realise(value: Any, owner: Any) -> Any:
+def realise(value: object, owner: object) -> Any:
     """Turns a lazy or NumPy value into a JAX array."""
     if owner is None:  # concrete, even while a transform is tracing
         with jax.ensure_compile_time_eval():
@@ -107,7 +107,7 @@ def assigned(old: Any, new: Any, owner: str) -> Any:
     return _placed_like(jnp.broadcast_to(array, old.shape), old)
 
 
-def cast_part(old: jax.Array, new: Any, owner: str) -> Any:
+def cast_part(old: jax.Array, new: object, owner: str) -> Any:
     """Returns what ``old[i] = new`` writes, in the old dtype."""
     value = as_value(new, owner)
     if not isinstance(value, _ARRAYS) or value.dtype == old.dtype:
@@ -184,7 +184,7 @@ def _is_castable(new: Any, dtype: Any, target: Any) -> bool:
     return rank <= target_rank
 
 
-def _placed_like(value: jax.Array, old: Any) -> jax.Array:
+def _placed_like(value: jax.Array, old: object) -> jax.Array:
     """Lays a value that was broadcast out as the old one."""
     if isinstance(old, Tracer):
         sharding = jax.typeof(old).sharding
@@ -210,7 +210,7 @@ def snapshot(value: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 
 
-def leaf_of(value: Any, owner: str) -> Any:
+def leaf_of(value: object, owner: str) -> Any:
     """Returns the one array of a value, for ``.shape`` and the like."""
     if hasattr(value, "shape"):
         return value
@@ -223,7 +223,7 @@ def leaf_of(value: Any, owner: str) -> Any:
     )
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _binary(function: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
     def method(self: ArrayLike, other: Any) -> Any:
         operand = other._operand() if isinstance(other, ArrayLike) else other
         return function(self._operand(), operand)
@@ -231,11 +231,11 @@ def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return method
 
 
-def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], ...]:
+def _three_ways(function: Callable[[Any, Any], object]) -> tuple[Callable[[Any, Any], Any], ...]:
     """Returns an operator's methods: plain, reflected and in place."""
     plain = _binary(function)
 
-    def reflected(self: ArrayLike, other: Any) -> Any:
+    def reflected(self: ArrayLike, other: object) -> Any:
         return function(other, self._operand())
 
     def in_place(self: Any, other: Any) -> Any:
@@ -246,7 +246,7 @@ def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any
     return plain, reflected, in_place
 
 
-def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _unary(function: Callable[[Any], object]) -> Callable[[Any], Any]:
     def method(self: ArrayLike) -> Any:
         return function(self._operand())
 

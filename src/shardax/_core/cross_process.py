@@ -102,7 +102,7 @@ def reduced(array: jax.Array) -> Any:
 
 
 def _landed(
-    make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None, dtype: str
+    make: Callable[..., Any], arguments: Any, sharding: object, implementation: str | None, dtype: str
 ) -> jax.Array:
     """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
@@ -223,7 +223,7 @@ class PickledByName:
         return name_of(self) or super().__reduce_ex__(protocol)
 
 
-def name_of(item: Any) -> str | None:
+def name_of(item: object) -> str | None:
     """Returns the name of something in its module, or None."""
     # A script (__main__) is no such module: another process has another one.
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
@@ -233,13 +233,13 @@ def name_of(item: Any) -> str | None:
     return name if found is item else None
 
 
-def _reduce_rule(function: Any) -> Any:
+def _reduce_rule(function: object) -> Any:
     state = dict(vars(function))
     again = _rule, (type(function), state.pop("fun"), state.pop("nondiff_argnums")), state
     return name_of(function) or again
 
 
-def _rule(kind: Callable[..., Any], function: Callable[..., Any], argnums: Any) -> Any:
+def _rule(kind: Callable[..., object], function: Callable[..., object], argnums: object) -> Any:
     return kind(function, argnums)
 
 

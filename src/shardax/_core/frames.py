@@ -100,7 +100,7 @@ class Frame:
         return stand_in
 
 
-def own(value: Any) -> Any:
+def own(value: object) -> Any:
     """Returns a value with dicts, lists and other nodes of its own."""
     # What a function changes in them in place is then seen as a write to the copy.
     return value if isinstance(value, jax.Array) else jax.tree.map(lambda leaf: leaf, value)
@@ -264,7 +264,7 @@ class Blocked(NamedTuple):
     refuse: Callable[[Any], Any]  # called with the Variable, raises the error
 
 
-def _usable(pair: tuple[Any, Any]) -> Any:
+def _usable(pair: tuple[object, object]) -> Any:
     return pair[1].refuse(pair[0]) if type(pair[1]) is Blocked else pair[1]
 
 

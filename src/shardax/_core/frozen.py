@@ -54,7 +54,7 @@ class FrozenMetadata(Metadata):
         self._key = (self._key, variable_type, exact_key(label))
         self._hash = hash(self._key)
 
-    def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> FrozenMetadata:
+    def _with(self, axes: Axes | None, entries: Mapping[str, object]) -> FrozenMetadata:
         return FrozenMetadata(axes, entries, self.variable_type, self.label)
 
     def thawed(self) -> Metadata:
@@ -148,7 +148,7 @@ class FrozenVariable(Variable[T]):
         variable._labels = (metadata.label,)
         return variable
 
-    def _write(self, value: Any, check: bool = False) -> NoReturn:
+    def _write(self, value: object, check: bool = False) -> NoReturn:
         self._refuse("the value")
 
     def __setitem__(self, index: Any, new: Any) -> NoReturn:
@@ -199,14 +199,14 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
     return form._make(snapshot(resolved._value), frozen_metadata, owner_here())
 
 
-def same_value(first: Any, second: Any) -> bool:
+def same_value(first: object, second: object) -> bool:
     """Whether two values are known to be the same; never raises."""
     ours, treedef = jax.tree.flatten(first)
     theirs, other_treedef = jax.tree.flatten(second)
     return treedef == other_treedef and all(map(_same_leaf, ours, theirs))
 
 
-def _same_leaf(first: Any, second: Any) -> bool:
+def _same_leaf(first: object, second: object) -> bool:
     if first is second:
         return True
     kinds = (jax.Array, np.ndarray, np.generic, LazyValue)
@@ -218,7 +218,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
     return all(array is not None for array in arrays) and arrays[0] == arrays[1]
 
 
-def _numbers(leaf: Any) -> bytes | None:
+def _numbers(leaf: object) -> bytes | None:
     """Returns the bytes of an array, or None if not available."""
     if isinstance(leaf, LazyValue):
         if not is_eager():

@@ -36,7 +36,7 @@ from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturba
 _ABSENT = object()
 
 
-def _append(seen: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+def _append(seen: tuple[object, ...], value: object) -> tuple[Any, ...]:
     return (*seen, value)
 
 
@@ -366,7 +366,7 @@ class Module(Object):
         )
 
 
-def modules_in(root: Any) -> Iterator[tuple[Path, Module]]:
+def modules_in(root: object) -> Iterator[tuple[Path, Module]]:
     """Yields (path, Module) of each Module in an object."""
     walk = GraphWalk()
     walk.encode(root, ())
@@ -375,7 +375,7 @@ def modules_in(root: Any) -> Iterator[tuple[Path, Module]]:
             yield path, item
 
 
-def _matches(chosen: Any, path: Any, module: Module) -> bool:
+def _matches(chosen: Any, path: object, module: Module) -> bool:
     if isinstance(chosen, type):
         return isinstance(module, chosen)
     predicate: Callable[[Any, Module], Any] = chosen
@@ -459,7 +459,7 @@ class Drawing:
             yield f"{_INDENT * depth}){end}"
 
 
-def draw(value: Any) -> Drawing:
+def draw(value: object) -> Drawing:
     """Draws a value and everything below it."""
     return _draw(Drawing("", "", (), value), {})
 
@@ -517,6 +517,6 @@ def parameter_count(drawing: Drawing) -> str:
     return f"  # {count:,} parameters" if count else ""
 
 
-def _is_parameter(value: Any) -> bool:
+def _is_parameter(value: object) -> bool:
     kind = value.variable_type if isinstance(value, FrozenVariable) else type(value)
     return issubclass(kind, Param)

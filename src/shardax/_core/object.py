@@ -34,7 +34,7 @@ class Shown:
     __slots__ = ()
 
     # This protocol and not _repr_html_, which treescope looks for on everything inside a drawing.
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> Any:
         return renderer().mimebundle(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -59,7 +59,7 @@ class Object(Shown):
     _marked: bool  # whether the result of a walk that met the object is kept
     # Modules and containers also have _flat: how they were last flattened, or None.
 
-    def _flatten(self, encode: Any) -> Any:
+    def _flatten(self, encode: object) -> Any:
         """Returns the object's definition, calling ``encode(child, key)`` for each child."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Wrapper:
         """Returns what the wrapper adds, as hashable configuration."""
         raise NotImplementedError
 
-    def _wrap(self, wrapped: Any) -> Any:
+    def _wrap(self, wrapped: object) -> Any:
         """Returns a wrapper like this one around another callable."""
         raise NotImplementedError
 

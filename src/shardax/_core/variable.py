@@ -86,7 +86,7 @@ class _VariableType(type):
     """Gives subclasses empty slots, so that a stray attribute is an error."""
 
     def __new__(
-        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, object], **kwargs: object
     ) -> Any:
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
@@ -95,7 +95,7 @@ class _VariableType(type):
 _OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names"))
 
 
-def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
+def _refuse_other_names(kind: type, metadata: Mapping[str, object]) -> None:
     """Raises for names of dimensions under another keyword."""
     for option in _OTHER_NAMES.intersection(metadata):
         names = metadata[option]
@@ -107,7 +107,7 @@ def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tuple[Any, Any]:
+def _with_box(kind: type, axes: object, entries: dict[str, object], init: Init) -> tuple[Any, Any]:
     """Axes and entries with those of the box around an initializer's value."""
     assert init.metadata is not None
     names = tuple(init.metadata.axes or ())
@@ -124,7 +124,7 @@ def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, so
         )
 
 
-def _out_of_box(kind: type[Variable[Any]], axes: Any, value: Any) -> tuple[Any, Metadata | None]:
+def _out_of_box(kind: type[Variable[Any]], axes: object, value: object) -> tuple[Any, Metadata | None]:
     """The value in a box and its metadata; others as they are."""
     contents = handler_of(value).contents
     if contents is None or kind._holds_boxes:
@@ -238,7 +238,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                     value = self._value = realise(value, self._owner)
         return value[...] if is_ref(value) else value
 
-    def _write(self, value: Any, check: bool = False) -> None:
+    def _write(self, value: object, check: bool = False) -> None:
         frame = local.frame
         target = self if self._owner is frame else resolve(self, frame)
         if is_ref(target._value) and not is_ref(value):
@@ -257,7 +257,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                 target._value = value
             note_write(target)
 
-    def _write_in_place(self, value: Any) -> None:
+    def _write_in_place(self, value: object) -> None:
         """Writes into the ``jax.Ref`` that the Variable holds."""
         # JAX knows of such a write, so it is not lost inside a plain transform.
         if self._lock is not None and self._lock is not READ_ONLY:
@@ -481,7 +481,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def _copy_into(self, frame: Frame) -> Self:
         return self._make(self._real(), self._metadata, frame)
 
-    def _flatten(self, encode: Any) -> VariableDef:
+    def _flatten(self, encode: object) -> VariableDef:
         return VariableDef(type(self), self._metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -520,12 +520,12 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return f"{type(self).__name__}({form}{lazy}{', ' + metadata if metadata else ''})"
 
 
-def is_deleted(leaf: Any) -> bool:
+def is_deleted(leaf: object) -> bool:
     """Whether an array was donated or deleted."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, _jax.Tracer) and leaf.is_deleted()
 
 
-def has_deleted(value: Any) -> bool:
+def has_deleted(value: object) -> bool:
     """Whether a value or a part of it was donated or deleted."""
     return any(map(is_deleted, jax.tree.leaves(value)))
 
@@ -548,14 +548,14 @@ def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Any]) -> None:
         )
 
 
-def refuse_read(variable: Any) -> NoReturn:
+def refuse_read(variable: object) -> NoReturn:
     """Raises the error of a read, with a path in a caller."""
     places = list(_places_of(variable, sys._getframe(1)))
     described = ", ".join([*places[-1:], a_kind_of(variable)])
     raise DonationError(f"Cannot read {described}: its array was donated or deleted. {_OF_DELETED}")
 
 
-def _places_of(variable: Any, frame: types.FrameType | None) -> Iterator[str]:
+def _places_of(variable: object, frame: types.FrameType | None) -> Iterator[str]:
     """Yields where what callers hold leads to a Variable, outermost last."""
     while frame is not None:
         for name, local_value in frame.f_locals.items():
@@ -580,7 +580,7 @@ def copied_leaf(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
+def _check_rank(variable: Variable[Any], axes: tuple[object, ...] | None) -> None:
     if axes is None or not hasattr(variable._value, "ndim"):
         return
     if axes_of(variable._value) is not None:
@@ -597,7 +597,7 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
         )
 
 
-def _check_frozen(variable: Any, new_variable: Variable[Any]) -> None:
+def _check_frozen(variable: object, new_variable: Variable[Any]) -> None:
     problem = _frozen_mismatch(variable, new_variable)
     if problem:
         raise StateMismatchError(

@@ -80,7 +80,7 @@ class Split(NamedTuple):
         )
         make: Any = _nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
 
-        def entered(x: Any, logits: Any, counted: Any, *kernels: Any) -> Any:
+        def entered(x: object, logits: object, counted: object, *kernels: object) -> Any:
             # Their gradients are summed over the tokens of all devices, as ``varying`` says.
             return compute(x, logits, counted, *_varying(kernels, frozenset(self.axes)))
 
@@ -105,18 +105,18 @@ class Split(NamedTuple):
         return jax.lax.with_sharding_constraint(x, spec)
 
 
-def _spec(*entries: Any) -> PartitionSpec:
+def _spec(*entries: object) -> PartitionSpec:
     return PartitionSpec(*(None if entry == () else entry for entry in entries))
 
 
-def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> Split | None:
+def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[object] | None) -> Split | None:
     """Returns the split of tokens and experts; None: the compiler's."""
     mesh = resolve_mesh()
     if mesh is None or x.ndim < 2 or not x.size:
         return None
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def axes_of(array: jax.Array, names: Sequence[Any]) -> tuple[Axes, ...]:
+    def axes_of(array: jax.Array, names: Sequence[object]) -> tuple[Axes, ...]:
         entries: Sequence[Any] | None = explicit_entries(array)
         kind = AxisType.Explicit
         if entries is None:
@@ -240,7 +240,7 @@ _spread.defvjp(_spread_forward, _spread_backward)
 
 
 @jax.custom_vjp
-def _sorted_back(rows: Any, order: Any, inverse: Any) -> Any:
+def _sorted_back(rows: Any, order: object, inverse: Any) -> Any:
     """Undoes the order of rows."""
     return rows[inverse]
 
@@ -259,11 +259,11 @@ _sorted_back.defvjp(
 
 
 def _nested(
-    compute: Callable[..., Any],
+    compute: Callable[..., object],
     *,
     mesh: Mesh | None,
-    in_specs: tuple[Any, ...],
-    out_specs: Any,
+    in_specs: tuple[object, ...],
+    out_specs: object,
     axis_names: set[str],
 ) -> Any:
     """Makes a region in another, of ``x, logits, counted, *kernels``."""
@@ -272,7 +272,7 @@ def _nested(
     all_axes = PartitionSpec(tuple(sorted(axis_names)))  # in all processes alike
     entering = (*in_specs[:2], *in_specs[3:])
 
-    def keeping(*arguments: Any) -> Any:
+    def keeping(*arguments: object) -> Any:
         x, logits, counted, *kernels = jax.tree.map(_untyped, arguments)
 
         def differentiable(x: Any, logits: Any, *kernels: Any) -> Any:
@@ -298,7 +298,7 @@ def _nested(
         back = functools.partial(backward, structures[-1], like, _outer(arguments))
         return _varying(result, _outer(arguments)), jax.tree_util.Partial(back, leaves)
 
-    def backward(structure: Any, like: Any, outer: Any, leaves: Any, cotangents: Any) -> Any:
+    def backward(structure: Any, like: Any, outer: Any, leaves: Any, cotangents: object) -> Any:
         def pull(leaves: Any, cotangents: Any) -> Any:
             # All devices do this, so those that have a result alike share its gradient.
             cotangents = jax.tree.map(
@@ -329,12 +329,12 @@ def _nested(
     return function
 
 
-def _outer(values: Any) -> frozenset[str]:
+def _outer(values: object) -> frozenset[str]:
     """Returns the manual axes of any varying value."""
     return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(values)))
 
 
-def _varying(tree: Any, axes: frozenset[str]) -> Any:
+def _varying(tree: object, axes: frozenset[str]) -> Any:
     """Marks values as varying along axes."""
 
     def marked(x: jax.Array) -> jax.Array:
@@ -452,7 +452,7 @@ def _ragged(exchange: _Exchange, rows: Any, length: int, *numbers: Any) -> Any:
     return jax.lax.ragged_all_to_all(rows, output, *numbers, axis_name=exchange.axes)
 
 
-def _there(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _there(exchange: _Exchange, table: object, rows: object) -> Any:
     """Returns the rows for the experts here, sorted by expert."""
     return jax.lax.platform_dependent(
         table,
@@ -462,7 +462,7 @@ def _there(exchange: _Exchange, table: Any, rows: Any) -> Any:
     )
 
 
-def _back(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _back(exchange: _Exchange, table: object, rows: object) -> Any:
     """Returns the results of the sent rows, in their order."""
     return jax.lax.platform_dependent(
         table,

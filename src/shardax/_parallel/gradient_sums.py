@@ -73,7 +73,7 @@ class Region:
     def varying(self, tree: Any) -> Any:
         """Marks equal values of devices as possibly different."""
 
-        def mark(x: Any) -> Any:
+        def mark(x: object) -> Any:
             missing = tuple(axis for axis in self.over if axis not in varying_axes(x))
             return jax.lax.pcast(x, missing, to="varying") if missing else x
 

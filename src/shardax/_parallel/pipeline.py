@@ -101,7 +101,7 @@ class Stages:
         """The inverse of ``to_rounds``."""
         return self._exchanged(tree, rounds, dim, in_order=False)
 
-    def _exchanged(self, tree: Any, rounds: int, dim: int, *, in_order: bool) -> Any:
+    def _exchanged(self, tree: object, rounds: int, dim: int, *, in_order: bool) -> Any:
         if rounds == 1 or self.axis is None:
             return tree
         # Permutations send no padding. Many of them take compilers long, and an exchange of many
@@ -240,7 +240,7 @@ def _is_manual(mesh: AnyMesh, axis: str) -> bool:
 # --- Microbatches ---
 
 
-def check_rows(x: Any, count: int) -> int:
+def check_rows(x: object, count: int) -> int:
     """Returns the number of rows, if divisible."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
     rows = {shape[0] if shape else None for shape in shapes}
@@ -261,7 +261,7 @@ def check_rows(x: Any, count: int) -> int:
 
 
 def find_rowwise(
-    run: Callable[[Any, list[Any]], Any], x: Any, arguments: list[Any], rows: int, count: int
+    run: Callable[[Any, list[Any]], object], x: object, arguments: list[Any], rows: int, count: int
 ) -> list[bool]:
     """Returns the arguments with a row for each row of ``x``."""
     is_row_by_row = [item is not None and np.shape(item)[:1] == (rows,) for item in arguments]
@@ -285,9 +285,9 @@ def find_rowwise(
 
 
 def _fits(
-    run: Callable[[Any, list[Any]], Any],
-    x: Any,
-    arguments: list[Any],
+    run: Callable[[Any, list[Any]], object],
+    x: object,
+    arguments: list[object],
     trial: Mapping[int, bool],
     count: int,
 ) -> bool:
@@ -369,7 +369,7 @@ class Step:
         return y, written, sown
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: object, right: object) -> bool:
     pairs = (jax.tree.leaves(left), jax.tree.leaves(right))
     return len(pairs[0]) == len(pairs[1]) and all(map(lambda a, b: a is b, *pairs))
 
@@ -388,14 +388,14 @@ def _listed(paths: Any) -> str:
 
 
 def run_pipeline(
-    stacked: Any,
+    stacked: object,
     is_shared: Callable[[Path, Any], bool],
     run: Run,
     run_whole: Run,
-    x: Any,
+    x: object,
     arguments: list[Any],
     *,
-    policy: Any,
+    policy: object,
     axis_name: str,
     length: int,
     microbatches: int,
@@ -438,7 +438,7 @@ def run_pipeline(
     return y
 
 
-def _with_auto_axes(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+def _with_auto_axes(function: Callable[..., object], like: object) -> Callable[..., Any]:
     """Runs a function with Explicit axes as Auto, typed like a tree."""
     # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have it.
     mesh = jax.sharding.get_abstract_mesh()
@@ -472,7 +472,7 @@ class _Pipeline:
         )
 
     def __call__(
-        self, values: dict[Path, Any], x: Any, parts: list[Any], same: list[Any]
+        self, values: dict[Path, object], x: object, parts: list[Any], same: list[Any]
     ) -> tuple[Any, Any, Any]:
         """Runs all ticks; returns rows by microbatch, state, and sown values."""
         shared = {p: v for p, v in values.items() if p in self.step.shared}
@@ -523,7 +523,7 @@ class _Pipeline:
             # be a copy of them for each.
             work = jax.checkpoint(work, policy=_keeping(self.policy), prevent_cse=False)
 
-        def tick(carry: Any, time: Any) -> Any:
+        def tick(carry: Any, time: object) -> Any:
             arriving, waiting, present, results = carry
             begun, ended = time - stage, time - stage - (rounds - 1) * self.period
             turn = jnp.clip(begun // self.period, 0, rounds - 1)
@@ -564,7 +564,7 @@ class _Pipeline:
         written = stages.to_layers(written, rounds)
         return y, (final, written), stages.to_layers(mine, rounds, dim=1)
 
-    def _wait(self, stage: Any, time: Any, arriving: Any, waiting: Any) -> tuple[Any, Any]:
+    def _wait(self, stage: object, time: Any, arriving: object, waiting: object) -> tuple[Any, Any]:
         """Keeps arrivals of the first stage until its next round begins."""
         if waiting is None:
             return arriving, None
@@ -618,11 +618,11 @@ def bubble_share(schedule: str, stages: int, microbatches: int, rounds: int) -> 
     return 1 - rounds * microbatches / _ticks(stages, microbatches, rounds)
 
 
-def _part(tree: Any, index: Any) -> Any:
+def _part(tree: object, index: object) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _with_part(tree: Any, index: Any, part: Any) -> Any:
+def _with_part(tree: object, index: object, part: object) -> Any:
     return jax.tree.map(
         lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, part
     )

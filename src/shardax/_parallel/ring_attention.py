@@ -127,7 +127,7 @@ def _varying(x: jax.Array) -> jax.Array:
     return x
 
 
-def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
+def _region(ring: Ring, function: Any, in_specs: object, out_specs: object) -> Any:
     """Runs a function on each device's part of the ring."""
     # A loop around that is differentiated takes what does not depend on its values, such as zeros
     # and masks, out of its body and so out of the region, which it must not where that is within
@@ -161,7 +161,7 @@ class Saved(NamedTuple):
     total: Any
 
 
-def _specs(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
+def _specs(ring: Ring, query: object, part: Part, mask: object, segments: object) -> tuple[Any, ...]:
     by_time = _split(ring, query, -3)
     by_segment = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
     of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), by_segment)
@@ -171,18 +171,18 @@ def _specs(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tupl
 # The derivative is that of the whole, and no region is differentiated: within another manual region
 # (a pipeline) JAX cannot hand on what the forward pass of an inner one saves.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> jax.Array:
+def _attend(ring: Ring, query: object, part: Part, mask: object, segments: object) -> jax.Array:
     return _forward(ring, query, part, mask, segments)[0]
 
 
-def _forward(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
+def _forward(ring: Ring, query: Any, part: Part, mask: object, segments: object) -> tuple[Any, Saved]:
     specs = _specs(ring, query, part, mask, segments)
     numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
     saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
     return _region(ring, _read, specs, (specs[0], saved))(query, part, mask, segments)
 
 
-def _backward(ring: Ring, saved: Saved, cotangents: Any) -> tuple[Any, ...]:
+def _backward(ring: Ring, saved: Saved, cotangents: object) -> tuple[Any, ...]:
     specs = _specs(ring, saved.query, saved.part, saved.mask, saved.segments)
     numbers = PartitionSpec(*(None,) * (saved.query.ndim - 1), ring.axis)
     of_saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
@@ -276,7 +276,7 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
         if not ring.zigzag or isinstance(step, int):
             return update(state, grouped, part, places, columns, segments)
 
-        def earlier(state: Any) -> Any:
+        def earlier(state: object) -> Any:
             return update(state, grouped, _first_half(part), places, _half(columns, 0, 0), segments)
 
         def later(state: Any) -> Any:
@@ -297,7 +297,7 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
 
         return jax.lax.cond(_from_earlier(ring, step), earlier, later, state)
 
-    def turn(carry: Any, step: Any) -> Any:
+    def turn(carry: Any, step: object) -> Any:
         state, travelling = carry
         travelling = _pass_on(ring, travelling)
         return (read(state, travelling, step), travelling), None
@@ -368,7 +368,7 @@ def _differentiate(ring: Ring, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
 
         return jax.lax.cond(_from_earlier(ring, step), earlier, later, sums)
 
-    def turn(carry: Any, step: Any) -> Any:
+    def turn(carry: Any, step: object) -> Any:
         to_query, *travelling = carry
         part, to_part = _pass_on(ring, travelling)
         to_query, *to_part = read((to_query, *to_part), part, step)
@@ -439,7 +439,7 @@ def _scores(
     return jnp.where(allowed, scores, _NEVER)
 
 
-def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
+def _pass_on(ring: Ring, tree: object, far: int = 1) -> Any:
     """Sends parts on to the next device of the ring."""
     if far % ring.devices == 0:
         return tree
@@ -447,14 +447,14 @@ def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis, pairs), tree)
 
 
-def _own(ring: Ring, tree: Any) -> Any:
+def _own(ring: Ring, tree: object) -> Any:
     """Marks equal float32 values of devices as varying."""
     return jax.tree.map(
         lambda x: jax.lax.pcast(x.astype(np.float32), (ring.axis,), to="varying"), tree
     )
 
 
-def _by_head(query: Any, part: Part) -> tuple[Any, Part]:
+def _by_head(query: object, part: Part) -> tuple[Any, Part]:
     """Queries in groups and keys, with time after heads."""
     # Products then merge and transpose nothing.
     key, value = (jnp.swapaxes(x, -3, -2) for x in (part.key, part.value))

@@ -53,7 +53,7 @@ def to_test(item: Any) -> Test:
     return test
 
 
-def _is_function(item: Any) -> bool:
+def _is_function(item: object) -> bool:
     return callable(item) and not isinstance(item, type)
 
 
@@ -75,7 +75,7 @@ def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
     )
 
 
-def classes_in(item: Any) -> tuple[type, ...] | None:
+def classes_in(item: object) -> tuple[type, ...] | None:
     """Returns the classes of a class, union or tuple, else None."""
     if isinstance(item, type) and not isinstance(item, types.GenericAlias):
         return (item,)
@@ -103,7 +103,7 @@ def may_be_values(classes: tuple[type, ...]) -> bool:
     return not all(issubclass(item, Object) for item in classes)
 
 
-def equals(target: Any) -> Test:
+def equals(target: object) -> Test:
     """Returns a test for exact equality with a value."""
     if isinstance(target, Object):
         return lambda place: place.stored is target
@@ -136,7 +136,7 @@ def _same_array(value: Any, target: Any) -> bool:
 # --- accessors ------------------------------------------------------------------------------------
 
 
-def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
+def accessed(place: Place, accessor: Callable[[Any], object]) -> list[Place]:
     """Returns the places returned by an accessor."""
     try:
         return list(_places(place, accessor(StandIn(place))))
@@ -145,7 +145,7 @@ def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
         raise
 
 
-def _places(start: Place, result: Any) -> Iterator[Place]:
+def _places(start: Place, result: object) -> Iterator[Place]:
     if type(result) is StandIn:
         yield place_of(result)
     elif isinstance(result, Object):
@@ -181,7 +181,7 @@ def _found(start: Place, item: Object) -> Place:
     )
 
 
-def place_of(stand_in: Any) -> Place:
+def place_of(stand_in: object) -> Place:
     """Returns the place of a stand-in."""
     return object.__getattribute__(stand_in, "_place")
 

@@ -50,7 +50,7 @@ _MOST = 12  # how many places an error lists
 _UNSET: Any = object()
 
 
-def select(tree: Any, *, every_path: bool = False) -> Selection:
+def select(tree: object, *, every_path: bool = False) -> Selection:
     """Starts a selection: of the whole tree, to be narrowed.
 
     Args:
@@ -738,8 +738,8 @@ class Selection(Shown):
 
     def _insert(
         self,
-        value: Any,
-        make: Callable[..., Any] | None,
+        value: object,
+        make: Callable[..., object] | None,
         arrange: Callable[[Any], Items],
         inplace: bool,
         allow_empty: bool,
@@ -781,7 +781,7 @@ def _as_given(path: Path | str) -> Path | str:
     return path if path.startswith((".", "[")) else f".{path}"
 
 
-def _within(place: Place, below: Place, value: Any) -> Place:
+def _within(place: Place, below: Place, value: object) -> Place:
     """Returns a selected part's place as one of the whole tree."""
     path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
     in_value = place.inside or isinstance(place.stored, BOXES)

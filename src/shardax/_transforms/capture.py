@@ -124,7 +124,7 @@ _capturing_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _one_thread(model: Any) -> Iterator[None]:
+def _one_thread(model: object) -> Iterator[None]:
     """Refuses a model while another thread captures from it."""
     # What a call attaches stands on the model itself, so one thread would take what others sow.
     thread = threading.get_ident()
@@ -149,7 +149,7 @@ def _one_thread(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_during(
-    model: Any, captured: tuple[VariableType, ...], init: Mapping[Any, Any]
+    model: object, captured: tuple[VariableType, ...], init: Mapping[Any, object]
 ) -> Iterator[Callable[[], list[State]]]:
     """Sets initial values, and afterwards takes off what is new."""
     before = {id(v): (v, v.value) for _, v in iter_variables(model) if isinstance(v, captured)}
@@ -199,7 +199,7 @@ def _new_part(old: Any, new: Any) -> Any:
     return new
 
 
-def _set_initial(model: Any, init: State, before: dict[int, Any]) -> set[int]:
+def _set_initial(model: object, init: State, before: dict[int, Any]) -> set[int]:
     """Sets values by path; returns the ``id`` of new Variables."""
     modules, created = dict(iter_modules(model)), set[int]()
     for path, value in init.flat().items():
@@ -229,7 +229,7 @@ _sowing: contextvars.ContextVar[bool] = contextvars.ContextVar("shardax_sowing",
 
 
 @contextlib.contextmanager
-def _methods_sow(model: Any, kind: VariableType | None) -> Iterator[None]:
+def _methods_sow(model: object, kind: VariableType | None) -> Iterator[None]:
     """Makes the methods of Modules sow their results."""
     if kind is None:
         yield
@@ -251,7 +251,7 @@ def _methods_sow(model: Any, kind: VariableType | None) -> Iterator[None]:
 
 @functools.cache  # one for each class and type, since compiled programs depend on both
 def _sowing_class(plain: type[Module], kind: VariableType) -> type[Module]:
-    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str, method: Callable[..., object]) -> Callable[..., Any]:
         attribute = "output" if name == "__call__" else f"{name}_output"
 
         @wraps(method)

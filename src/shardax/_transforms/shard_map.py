@@ -48,10 +48,10 @@ AnyMesh = Mesh | AbstractMesh
 WHOLE = PartitionSpec()
 
 
-def canonical(prefix: Any, name: str) -> Any:
+def canonical(prefix: object, name: str) -> Any:
     """Returns a prefix with every spec in its one form."""
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object) -> Any:
         if leaf is None:
             return WHOLE
         if isinstance(leaf, prefixes.FilterMapping) and not isinstance(leaf, prefixes.StateAxes):
@@ -81,7 +81,7 @@ def _without_end(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
 
-def specs_in(prefix: Any) -> list[PartitionSpec]:
+def specs_in(prefix: object) -> list[PartitionSpec]:
     """Returns the specs that a canonical prefix can give."""
     return jax.tree.leaves(prefixes.entries_in(prefix))
 
@@ -96,7 +96,7 @@ def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for axes in dimension_axes(spec) for axis in axes)
 
 
-def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]:
+def spread(entry: object, value: object, path: Path, name: str) -> list[PartitionSpec]:
     """Returns one spec per array of a value."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(entry, value))
@@ -108,7 +108,7 @@ def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]
 
 
 def assign(
-    function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any], specs: object, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> prefixes.AssignedPrefixes:
     """Finds the entry of every argument, by position or name."""
     by_name = prefixes.assign_by_name(function, specs, args, kwargs, "in_specs")
@@ -211,7 +211,7 @@ class ManualRegion(NamedTuple):
                 return leaf
         return jax.device_put(leaf, target)
 
-    def _with_others(self, spec: PartitionSpec, now: Any, shape: Sequence[int]) -> PartitionSpec:
+    def _with_others(self, spec: PartitionSpec, now: object, shape: Sequence[int]) -> PartitionSpec:
         """Returns a spec with the other mesh axes of a layout."""
         if not isinstance(now, NamedSharding) or now.mesh.axis_names != self.mesh.axis_names:
             return spec
@@ -511,7 +511,7 @@ class _ShardMapCall(MappedCall):
             self.values[position] = variable._value
         self.call.graph.read = list(self.values)
 
-    def _rows(self, drawn: Mapping[int, Any]) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
+    def _rows(self, drawn: Mapping[int, object]) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
         """Returns (path, array, spec) of all that enters, and the treedef."""
         arguments, assignment = self.call.arguments, self.assignment
         plain = (list(arguments.plain), arguments.plain_named)

@@ -268,7 +268,7 @@ class CallCompiler:
 _compiled: dict[Any, Jit] = {}
 
 
-def _key(name: str, option: Any) -> Any:
+def _key(name: str, option: object) -> Any:
     """Returns what an option compares by."""
     try:
         return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)

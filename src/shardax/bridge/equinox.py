@@ -42,7 +42,7 @@ class _Structure(PeerStructure):
         return _read, (trees[0], paths, leaves, trees[1])
 
 
-def _read(module: Any, paths: Any, leaves: Any, state: Any) -> _Structure:
+def _read(module: object, paths: object, leaves: object, state: object) -> _Structure:
     state_definition = None if state is None else jax.tree.structure(state)
     return _Structure((jax.tree.structure(module), paths, leaves, state_definition))
 
@@ -101,7 +101,7 @@ class _FromEquinox(Bridged):
         self.peer = _Structure((*structure, self.peer.value[3]))
 
 
-def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
+def _taken_apart(module: object) -> tuple[tuple[Any, ...], dict[Path, Any]]:
     """Returns a tree's structure, and its arrays by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
     paths: list[Path | None] = []
@@ -117,7 +117,7 @@ def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
     return (treedef, tuple(paths), tuple(static_leaves)), arrays
 
 
-def from_equinox(module: Any, state: Any = None, *, rngs: Any = None) -> Bridged:
+def from_equinox(module: object, state: Any = None, *, rngs: object = None) -> Bridged:
     """Makes a Module of one of Equinox.
 
     Arrays of floating-point and complex numbers become a ``Param``, other arrays a ``Variable``;

@@ -67,7 +67,7 @@ class _FromNNX(Bridged):
         self._keep(peer)
         return result
 
-    def _keep(self, peer: Any) -> None:
+    def _keep(self, peer: object) -> None:
         if (structure := PeerStructure(peer)) != self.peer:
             self.peer = structure
 
@@ -104,7 +104,7 @@ def _matching(kind: type, table: Mapping[Any, type]) -> tuple[Any, bool]:
     return Variable, kind.__name__ == "Variable"
 
 
-def from_nnx(module: Any) -> Bridged:
+def from_nnx(module: object) -> Bridged:
     """Makes a Module of one of Flax NNX.
 
     Its Variables become Variables of the matching kind: ``nnx.Param`` a ``Param``, and likewise
@@ -172,7 +172,7 @@ def _nnx_class() -> Any:
             self.variables = _part_class()()
             self._take(split_merge.clone(model), {})
 
-        def _take(self, model: Any, old: Mapping[Path, Any]) -> None:
+        def _take(self, model: object, old: Mapping[Path, object]) -> None:
             sown = split_merge.pop(model, Intermediate)
             structure = PeerStructure(split_merge.graphdef(model))
             if getattr(self, "structure", None) != structure:
@@ -188,7 +188,7 @@ def _nnx_class() -> Any:
                 intermediate = Intermediate(sown_on(old_sown, value))
                 _nest(self.variables, path, _to_nnx(nnx, intermediate))
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> Any:
             graphdef = self.structure.value
             old = {path: _at(self.variables, path).get_value() for path in graphdef.leaf_paths}
             model = split_merge.merge(graphdef, split_merge.State.from_flat(old))
@@ -212,7 +212,7 @@ def _to_nnx(nnx: Any, variable: Variable[Any]) -> Any:
     return kind(variable.value, **metadata)
 
 
-def _nest(holder: Any, path: Path, variable: Any) -> None:
+def _nest(holder: object, path: Path, variable: object) -> None:
     for key in path[:-1]:
         if str(key) not in vars(holder):
             setattr(holder, str(key), _part_class()())

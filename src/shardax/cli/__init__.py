@@ -91,7 +91,7 @@ def _is_one_of_several() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def _show_warning(message: Warning | str, *args: Any, **named: Any) -> None:
+def _show_warning(message: Warning | str, *args: object, **named: object) -> None:
     print(f"shardax: {message}", file=sys.stderr)
 
 
@@ -200,5 +200,5 @@ def _in_one_line(box: str) -> str:
     return f"{start}{message[:400].rstrip('.')}. See shardax --help."
 
 
-def _help(command: Any) -> str:
+def _help(command: object) -> str:
     return "\n\n".join(filter(None, [command.__doc__, getattr(command, "details", "")]))

@@ -82,7 +82,7 @@ def own_step(target: str, batch: int | None = None) -> PlannedStep:
     return as_planned(inputs.call(make_step, target, **arguments), target)
 
 
-def as_planned(returned: Any, target: str) -> PlannedStep:
+def as_planned(returned: object, target: str) -> PlannedStep:
     """Checks the result of a user's function."""
     parts: Any = returned
     if dataclasses.is_dataclass(returned) and not isinstance(returned, type):

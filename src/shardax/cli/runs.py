@@ -139,7 +139,7 @@ def published_context(model: Any) -> int | None:
     return longest if isinstance(longest, int) else None
 
 
-def _check_settings(kind: type, settings: Mapping[str, Any], of: str) -> None:
+def _check_settings(kind: type, settings: Mapping[str, object], of: str) -> None:
     hints = get_type_hints(kind)
     for name, value in settings.items():
         hint = hints.get(name, Any)

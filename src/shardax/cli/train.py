@@ -210,7 +210,7 @@ class Train:
         )
 
 
-def _training_loss(balance: float, model: Any, batch: Any) -> jax.Array:
+def _training_loss(balance: float, model: object, batch: object) -> jax.Array:
     """Returns the loss of the next token, and of experts' balance."""
     loss = models.next_token_loss(model, batch)
     # In evaluation the loss of balance is 0.
@@ -376,7 +376,7 @@ class _Timings:
 
         return Display(first, total)
 
-    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: object) -> None:
         stage = self._STAGES.get(event.rpartition("/")[2])
         of_step = kwargs.get("fun_name") in ("train_step", "jit(train_step)")
         if stage is None or not of_step or self._told:

@@ -332,7 +332,7 @@ def compare(facts: Mapping[str, str], at: str) -> None:
     )
 
 
-def compare_arguments(arguments: Mapping[str, Any], at: str) -> None:
+def compare_arguments(arguments: Mapping[str, object], at: str) -> None:
     """Raises DistributedError if NumPy arrays or numbers differ beside arrays over processes."""
     if jax.process_count() == 1:
         return
@@ -354,11 +354,11 @@ def compare_arguments(arguments: Mapping[str, Any], at: str) -> None:
         compare(facts, at)
 
 
-def _spans_processes(leaf: Any) -> bool:
+def _spans_processes(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
-def from_main(value: Any, name: str) -> Any:
+def from_main(value: object, name: str) -> Any:
     """Returns the main process's JSON value in every process."""
     if jax.process_count() == 1:
         return value
@@ -447,7 +447,7 @@ def _by_process(texts: Sequence[str]) -> str:
     )
 
 
-def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, name: str) -> Iterator[tuple[str, str]]:
     """Yields names and texts of the parts of a value."""
     if isinstance(value, Variable):
         value = value.value
@@ -469,7 +469,7 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-def gather(x: Any) -> Any:
+def gather(x: object) -> Any:
     """Returns whole values in every process; every process must call it.
 
     Args:
@@ -488,7 +488,7 @@ def gather(x: Any) -> Any:
     return jax.tree.map(_gathered, x, is_leaf=lambda leaf: isinstance(leaf, Object))
 
 
-def _gathered(leaf: Any) -> Any:
+def _gathered(leaf: object) -> Any:
     if isinstance(leaf, Variable):
         return gather(leaf.value)
     if isinstance(leaf, Object):
@@ -517,7 +517,7 @@ def _digest(array: Any) -> bytes:
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
-def compare_replicas(tree: Any, at: str) -> None:
+def compare_replicas(tree: object, at: str) -> None:
     """Raises DistributedError if copies of one shard differ."""
     # Each process knows which shards any other has copies of, so all send tables of one form: a
     # digest of each such shard, of zeros where a process has none.

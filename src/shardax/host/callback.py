@@ -63,12 +63,12 @@ def promise(
     return tuple(_form(name, plain_path(keys), leaf) for keys, leaf in pairs), treedef
 
 
-def is_rule(out: Any) -> bool:
+def is_rule(out: object) -> bool:
     """Whether ``out`` is a shape rule and no promise by itself."""
     return callable(out) and not _has_form(out)
 
 
-def _has_form(value: Any) -> bool:
+def _has_form(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
@@ -120,7 +120,7 @@ class Promised:
         ]
 
     def _matched(
-        self, path: Path, promised: Any, returned: Any
+        self, path: Path, promised: object, returned: object
     ) -> Iterator[tuple[Path, jax.ShapeDtypeStruct, Any]]:
         if isinstance(promised, jax.ShapeDtypeStruct):
             yield path, promised, returned
@@ -176,7 +176,7 @@ class Promised:
         )
 
 
-def _children(node: Any) -> list[tuple[Path, Any]]:
+def _children(node: object) -> list[tuple[Path, Any]]:
     """Return (path, child) of each child of one container."""
     pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda leaf: leaf is not node)
     return [(plain_path(keys), child) for keys, child in pairs]
@@ -297,7 +297,7 @@ def on_host(graphdef: GraphDef) -> GraphDef:
     return GraphDef(tuple(_definition(node) for node in graphdef.objects), graphdef.roots)
 
 
-def _definition(definition: Any) -> Any:
+def _definition(definition: object) -> Any:
     if type(definition) is not VariableDef:
         return definition
     kind = HostAttribute if issubclass(definition.type, ArrayAttribute) else HostVariable
@@ -371,7 +371,7 @@ class HostProgram:
         """Add the call to the program under trace."""
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 
-    def _by_buffers(self, *leaves: Any) -> list[Any]:
+    def _by_buffers(self, *leaves: object) -> list[Any]:
         def callback(context: Any, outs: Sequence[Any], *buffers: Any) -> None:
             results = self.run_in_program([np.asarray(buffer).copy() for buffer in buffers])
             for out, result in zip(outs, results, strict=True):
@@ -381,7 +381,7 @@ class HostProgram:
         method = VMAP_METHODS[self.vmap]
         return buffer_callback(callback, list(self.out_forms), vmap_method=method)(*leaves)
 
-    def _by_callback(self, *leaves: Any) -> list[Any]:
+    def _by_callback(self, *leaves: object) -> list[Any]:
         def callback(*arrays: Any) -> list[np.ndarray]:
             return self.run_in_program([np.array(array) for array in arrays])
 
@@ -431,7 +431,7 @@ def staged(program: HostProgram) -> Callable[..., list[Any]]:
 
 
 def call_on_host(
-    program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[Any]
+    program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[object]
 ) -> list[Any]:
     """Run a function at once, or in the traced program."""
     if not program.out_forms:
@@ -446,7 +446,7 @@ def call_on_host(
     ]
 
 
-def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
+def _run_now(program: HostProgram, leaves: Sequence[object]) -> list[np.ndarray]:
     arrays = [
         np.array(
             fetchable(leaf, f"the host function {program.name}"),

@@ -77,7 +77,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
 
 
 def encode_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], refer: Reference | None = None
+    args: Sequence[object], kwargs: Mapping[str, object], refer: Reference | None = None
 ) -> list[Any]:
     """Encode the arguments of a call; an error names the argument."""
     try:
@@ -114,7 +114,7 @@ def check_size(parts: Sequence[Any], limit: int) -> None:
 class _Unpickler(pickle.Unpickler):
     resolve: Reference | None = None
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> Any:
         if self.resolve is None:
             raise pickle.UnpicklingError(f"a reference to {pid!r}, where none can be")
         return self.resolve(pid)
@@ -132,10 +132,10 @@ def _pickler_class() -> Any:
         refer: Reference | None = None
         watch: Reference | None = None
 
-        def persistent_id(self, obj: Any) -> Any:
+        def persistent_id(self, obj: object) -> Any:
             return None if self.refer is None else self.refer(obj)
 
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj: object) -> Any:
             if isinstance(obj, jax.Array):
                 return _reduce_jax(obj)
             if type(obj) is PickledArray:
@@ -199,11 +199,11 @@ class FunctionForm(NamedTuple):
     parts: list[Any]
 
 
-def describe(function: Callable[..., Any]) -> FunctionForm:
+def describe(function: Callable[..., object]) -> FunctionForm:
     """Encode a function, with its key."""
     module_names: set[str] = set()
 
-    def note_module(obj: Any) -> None:
+    def note_module(obj: object) -> None:
         if isinstance(obj, types.ModuleType):
             module_names.add(obj.__name__)
         elif isinstance(name := getattr(obj, "__module__", None), str):
@@ -218,7 +218,7 @@ def describe(function: Callable[..., Any]) -> FunctionForm:
     return FunctionForm(name_of(function), digest.hexdigest(), modules, parts)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """The name of a function in messages."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -327,9 +327,9 @@ class FunctionTable:
 
 
 def pack(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     refer: Reference | None = None,
 ) -> tuple[bytes, list[Any]]:
     """Encode a call as a head and buffers."""

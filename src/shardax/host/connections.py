@@ -121,7 +121,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
             errors.WorkerCrashedError(f"The worker of {name} was lost {when}: {reason}. {advice}")
         )
 
-    def _settle(self, reply: dict[str, Any]) -> None:
+    def _settle(self, reply: dict[str, object]) -> None:
         """End the call with the result or the error of a reply."""
         try:
             if reply["error"] is not None:

@@ -42,12 +42,12 @@ _FLOAT0 = jax.dtypes.float0
 
 
 def host_function(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     *,
-    out: Any = None,
+    out: object = None,
     vmap: str = "sequential",
-    vjp: Callable[..., Any] | None = None,
-    jvp: Callable[..., Any] | None = None,
+    vjp: Callable[..., object] | None = None,
+    jvp: Callable[..., object] | None = None,
     nondiff: bool = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -212,7 +212,7 @@ class HostFunction(PickledByName):
         return type(self)(self.function, out, self.vmap, self.derivative, self.static, fills=True)
 
     def _by_position(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bind arguments by position if possible, as for rules."""
         try:
@@ -224,7 +224,7 @@ class HostFunction(PickledByName):
             bound.apply_defaults()
         return bound.args, bound.kwargs
 
-    def _call(self, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, /, *args: object, **kwargs: object) -> Any:
         args, kwargs = _with_arrays((args, kwargs))
         keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
         static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
@@ -261,7 +261,7 @@ class HostFunction(PickledByName):
             return run(leaves)
         return run(refused(self.name, leaves, paths))
 
-    def _forward(self, /, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, /, *args: object, **kwargs: object) -> Any:
         result = self(*args, **kwargs)
         return result, (args, kwargs, result)
 
@@ -277,12 +277,12 @@ class HostFunction(PickledByName):
         )
 
 
-def _rule(rule: Any, out: Callable[..., Any]) -> Any:
+def _rule(rule: object, out: Callable[..., object]) -> Any:
     """Let a rule, if a host function, promise the results of rules."""
     return rule.with_out(out) if isinstance(rule, HostFunction) and rule.out is None else rule
 
 
-def _with_arrays(args: Any) -> Any:
+def _with_arrays(args: object) -> Any:
     """Replace Variables outside of Modules, and JAX's literals, by arrays."""
 
     def array(leaf: Any) -> Any:
@@ -297,7 +297,7 @@ def _with_arrays(args: Any) -> Any:
 # --- derivatives ---
 
 
-def stopped(leaf: Any) -> Any:
+def stopped(leaf: object) -> Any:
     """Return a leaf without a derivative."""
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, Tracer) else leaf
 
@@ -309,7 +309,7 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
     def same(*leaves: Any) -> Any:
         return leaves
 
-    def refuse(primals: Any, tangents: Any) -> Any:
+    def refuse(primals: object, tangents: Any) -> Any:
         zero = jax.custom_derivatives.SymbolicZero
         moving = [p for p, t in zip(paths, tangents, strict=True) if not isinstance(t, zero)]
         names = ", ".join(format_path(path) for path in dict.fromkeys(moving))
@@ -385,13 +385,13 @@ def _fitted(program: callback.HostProgram, returned: Any, results: Sequence[Any]
 # --- what rules that are host functions promise ---
 
 
-def tangent_like(args: tuple[Any, ...], result: Any, tangents: Any, **kwargs: Any) -> Any:
+def tangent_like(args: tuple[object, ...], result: object, tangents: object, **kwargs: object) -> Any:
     """Shape rule of jvp rules: the tangent is like the result."""
     return if_differentiable(result)
 
 
 def gradients_like(
-    static: Container[int | str], args: tuple[Any, ...], result: Any, cotangent: Any, **kwargs: Any
+    static: Container[int | str], args: tuple[object, ...], result: object, cotangent: object, **kwargs: object
 ) -> Any:
     """Shape rule of vjp rules: gradients are like arguments, dicts for Modules."""
     moving = tuple(arg for position, arg in enumerate(args) if position not in static)
@@ -406,7 +406,7 @@ def _by_path(leaf: Any) -> Any:
     return State.from_flat(values).to_pure_dict()
 
 
-def if_differentiable(tree: Any) -> Any:
+def if_differentiable(tree: object) -> Any:
     """Replace shapes and dtypes without a derivative by None."""
     return jax.tree.map(
         lambda leaf: leaf if hasattr(leaf, "dtype") and is_differentiable(leaf) else None, tree

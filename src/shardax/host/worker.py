@@ -21,7 +21,7 @@ RETRIES = 2  # how often a call marked idempotent is run again
 INFO_SECONDS = 10.0
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: object) -> Any:
     return value
 
 
@@ -266,7 +266,7 @@ class Worker(concurrent.futures.Executor):
                     return
                 self._changed.wait()  # until the worker runs again
 
-    def _refer(self, obj: Any) -> Any:
+    def _refer(self, obj: object) -> Any:
         if type(obj) is not Remote:
             return None
         if obj.worker is not self:
@@ -526,10 +526,10 @@ class RemoteFunction:
 
 
 def remote(
-    f: Callable[..., Any] | None = None,
+    f: Callable[..., object] | None = None,
     /,
     *,
-    executor: Any = None,
+    executor: object = None,
     timeout: float | None = None,
     idempotent: bool = False,
     keep: bool | str = False,

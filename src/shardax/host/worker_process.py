@@ -225,7 +225,7 @@ class CallServer(Server):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, *_: object) -> None:
         call = self._interruptible
         if call is not None and call.reason is not None and not call.raised:
             call.raised = True
@@ -253,7 +253,7 @@ class CallServer(Server):
                 "parts": to_serialize(parts),
             }
 
-    def _encoded(self, value: Any) -> list[Any]:
+    def _encoded(self, value: object) -> list[Any]:
         parts = encode(value)
         check_size(parts, self._limit)
         return parts

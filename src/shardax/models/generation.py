@@ -68,8 +68,8 @@ class _Progress(NamedTuple):
 
 
 def generate(
-    model: Any,
-    prompts: Sequence[Any],
+    model: object,
+    prompts: Sequence[object],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -210,7 +210,7 @@ class _Steps:
         arguments = (tokens, mask, self.numbers)
         return cache, _first(self.model, cache, *arguments, room=room, filters=self.filters)
 
-    def _advance(self, cache: Any, progress: _Progress, limit: int) -> _Progress:
+    def _advance(self, cache: object, progress: _Progress, limit: int) -> _Progress:
         arguments = (progress, np.int32(limit), self.numbers)
         return _others(self.model, cache, *arguments, filters=self.filters)
 
@@ -443,7 +443,7 @@ def _check_options(
             raise GenerationError(f"{name}={value!r}: {name} must be {requirement}.")
 
 
-def _check_length(model: Any, length: int) -> None:
+def _check_length(model: object, length: int) -> None:
     """Raises if a model with learned positions has too few."""
     most = getattr(getattr(model, "config", None), "max_positions", 0)
     if most and length > most:
@@ -453,7 +453,7 @@ def _check_length(model: Any, length: int) -> None:
         )
 
 
-def _check_vocabulary(model: Any, rows: list[np.ndarray]) -> None:
+def _check_vocabulary(model: object, rows: list[np.ndarray]) -> None:
     """Raises for tokens outside the model's embedding."""
     size = getattr(getattr(model, "embed", None), "num_embeddings", None)
     if not isinstance(size, int):

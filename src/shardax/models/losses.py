@@ -70,10 +70,10 @@ def cross_entropy(
 
 
 def blockwise_cross_entropy(
-    hidden: Any,
-    kernel: Any,
-    targets: Any,
-    mask: Any = None,
+    hidden: object,
+    kernel: object,
+    targets: object,
+    mask: object = None,
     block_size: int = 512,
     ignore_index: int | None = IGNORE_INDEX,
 ) -> jax.Array:
@@ -151,7 +151,7 @@ def _checked(
     return targets, counted if weights is None else weights * counted
 
 
-def _holds(dtype: Any, number: int) -> bool:
+def _holds(dtype: object, number: int) -> bool:
     """Whether an integer dtype has a number."""
     limits = jnp.iinfo(dtype)
     return limits.min <= number <= limits.max
@@ -247,7 +247,7 @@ class _Blocks(NamedTuple):
         trailing = [np.int32(0)] * (array.ndim - len(starts))
         return jax.lax.dynamic_update_slice(array, block.astype(array.dtype), [*starts, *trailing])
 
-    def is_new(self, index: Any) -> Any:
+    def is_new(self, index: object) -> Any:
         """Returns a mask of the tokens in no block before."""
         is_unseen: Any = jnp.ones((1,) * (2 * len(self.cuts)), bool)
         starts, news = self.starts(index)
@@ -368,7 +368,7 @@ def _forward(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array, targets: jax
         x, weights = _operands(blocks, hidden, kernel)
         target_blocks = blocks.view(targets)
 
-        def block(carry: Any, index: Any) -> Any:
+        def block(carry: Any, index: object) -> Any:
             logits = _logits(blocks.take(x, index), weights)
             normaliser = jax.nn.logsumexp(logits, axis=-1)
             loss = normaliser - _pick_by_sum(logits, blocks.take(target_blocks, index))

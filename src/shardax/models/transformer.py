@@ -151,7 +151,7 @@ class TransformerLayer(Module):
         added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
-    def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
+    def _mlp(self, x: jax.Array, mask: object) -> jax.Array:
         y = self._experts(x, mask)
         if self.shared_mlp is None:
             return y
@@ -409,11 +409,11 @@ class Transformer(Module):
     def _states(
         self,
         tokens: jax.Array,
-        mask: Any = None,
-        positions: Any = None,
-        cache: Any = None,
-        token_types: Any = None,
-        segment_ids: Any = None,
+        mask: object = None,
+        positions: object = None,
+        cache: object = None,
+        token_types: object = None,
+        segment_ids: object = None,
     ) -> jax.Array:
         """Returns the outputs of the layers and the last norm."""
         if self.embed is None:
@@ -439,7 +439,7 @@ class Transformer(Module):
         return activation(self.pooler(hidden[..., 0, :]))
 
     def _given(
-        self, tokens: jax.Array, mask: Any, positions: Any, cache: Any
+        self, tokens: jax.Array, mask: object, positions: object, cache: object
     ) -> tuple[dict[str, Any], Any]:
         """Returns the arguments of every layer, and the positions."""
         config = self._parts
@@ -489,7 +489,7 @@ class Transformer(Module):
                 f"with more positions."
             )
 
-    def _embed_tokens(self, tokens: jax.Array, positions: Any, token_types: Any) -> jax.Array:
+    def _embed_tokens(self, tokens: jax.Array, positions: Any, token_types: object) -> jax.Array:
         config = self._parts
         x = self.embed(tokens)
         if config.embed_scale is not None:
@@ -556,7 +556,7 @@ class Transformer(Module):
         stacked = [one(index, self.layers.length) for index in range(config.period)]
         return BlockCache(TransformerBlock(stacked), remaining)
 
-    def _run(self, x: jax.Array, options: dict[str, Any], cache: Any) -> jax.Array:
+    def _run(self, x: jax.Array, options: dict[str, object], cache: Any) -> jax.Array:
         layers, caches = self.layers, cache
         if callable(layers):  # a stack, or what a user has put around it
             if isinstance(cache, BlockCache):
@@ -595,7 +595,7 @@ class Transformer(Module):
         return logits
 
 
-def pool_tokens(hidden: Any, mask: Any = None, how: str = "mean") -> jax.Array:
+def pool_tokens(hidden: object, mask: object = None, how: str = "mean") -> jax.Array:
     """Embeds sequences by the states of their tokens.
 
     Args:
@@ -681,7 +681,7 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
     )
 
 
-def _last_positions(cache: Any) -> Any:
+def _last_positions(cache: object) -> Any:
     """Returns the last position of each row of a cache, or -1."""
     if cache is None:
         return -1

@@ -157,7 +157,7 @@ def from_pretrained(
 
 
 def save_pretrained(
-    model: Any, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
+    model: object, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
 ) -> None:
     """Writes a model as it is published: ``config.json`` and safetensors.
 
@@ -293,7 +293,7 @@ def _has_pooler(family: Family, names: Iterable[str]) -> bool:
     return all(name in stored for name in ends)
 
 
-def _dividing_rules(model: Any, mesh: AnyMesh) -> Rules:
+def _dividing_rules(model: object, mesh: AnyMesh) -> Rules:
     """Returns ``DECODER_RULES`` for indivisible sizes, with a warning."""
     whole: dict[str, tuple[int, int, str]] = {}
     for _, variable in iter_variables(model, Param):
@@ -375,7 +375,7 @@ class _Table:
         self.by_name: dict[str, list[tuple[_Entry, int, int]]] = {}
 
     @classmethod
-    def of_built(cls, model: Transformer, family: Family, names: Any) -> _Table:
+    def of_built(cls, model: Transformer, family: Family, names: object) -> _Table:
         """Returns the table of a new model."""
         table = cls(model.config, family, names)
         for path, variable in iter_variables(model, Param):
@@ -387,7 +387,7 @@ class _Table:
         return table
 
     @classmethod
-    def of_edited(cls, model: Any, family: Family, config: TransformerConfig) -> _Table:
+    def of_edited(cls, model: object, family: Family, config: TransformerConfig) -> _Table:
         """Returns the table of an edited model, or raises for lost parts."""
         table = cls(config, family, None)
         for part in parameter_places(model, config):
@@ -407,7 +407,7 @@ class _Table:
         return table
 
     def add(
-        self, path: VariablePath, variable: Any, place: str, layers: tuple[int, ...], stacked: bool
+        self, path: VariablePath, variable: object, place: str, layers: tuple[int, ...], stacked: bool
     ) -> None:
         """Adds a parameter by its path in the family's table."""
         tensor = self.tensors.get(place)
@@ -640,7 +640,7 @@ def _today(name: str) -> str:
     return name
 
 
-def _file_names(folder: Path, architectures: Any) -> dict[str, str]:
+def _file_names(folder: Path, architectures: object) -> dict[str, str]:
     """Returns the file of each tensor, or of all under one key."""
     index = folder / INDEX
     if not index.is_file():
@@ -875,5 +875,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

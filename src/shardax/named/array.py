@@ -232,7 +232,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             jax.lax.broadcast_in_dim(data, shape, places), base.check_dims((*new, *dims))
         )
 
-    def _place(self, name: Any) -> int:
+    def _place(self, name: object) -> int:
         if name is not None and name in self.dims:
             return self.dims.index(name)
         raise NamedAxesError(f"There is no axis {name!r}: the axes are {self._shown()}.")

@@ -116,7 +116,7 @@ def listing(operands: Sequence[Operand]) -> str:
     )
 
 
-def operand_of(value: Any, mate: Operand) -> Any:
+def operand_of(value: object, mate: Operand) -> Any:
     """Returns an operand, a number, or NotImplemented for the other side."""
     if isinstance(value, NamedStorage):
         return Operand(*value._parts())
@@ -139,7 +139,7 @@ def operand_of(value: Any, mate: Operand) -> Any:
     return Operand(jnp.asarray(value), (None,) * value.ndim)
 
 
-def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[..., Any]:
+def binary(function: Callable[[Any, Any], object], reflected: bool = False) -> Callable[..., Any]:
     """Returns the method for a binary operator, reflected or not."""
 
     def method(self: NamedStorage, other: Any) -> Any:
@@ -159,7 +159,7 @@ def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Call
     return method
 
 
-def unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
+def unary(function: Callable[[Any], object]) -> Callable[..., Any]:
     """Returns the method for a unary operator."""
 
     def method(self: NamedStorage) -> Any:
@@ -169,7 +169,7 @@ def unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return method
 
 
-def _both(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _both(function: Callable[[Any, Any], object]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return binary(function), binary(function, reflected=True)
 
 
@@ -223,7 +223,7 @@ def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
     return places
 
 
-def place_of(dims: Dims, axis: Any) -> int:
+def place_of(dims: Dims, axis: object) -> int:
     """Returns the dimension of a name or position, or raises."""
     if axis is not None and axis in dims:
         return dims.index(axis)
@@ -239,7 +239,7 @@ def place_of(dims: Dims, axis: Any) -> int:
     raise NamedAxesError(f"There is no axis {axis!r}; the names are {names}.")
 
 
-def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+def _reduction(function: Callable[..., object]) -> Callable[..., Any]:
     """Returns a method for removing axes."""
 
     def method(
@@ -269,7 +269,7 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _mask(where: Any, reduced: Operand) -> Any:
+def _mask(where: object, reduced: Operand) -> Any:
     mask = operand_of(where, reduced)
     if not isinstance(mask, Operand):
         return mask
@@ -283,7 +283,7 @@ def _mask(where: Any, reduced: Operand) -> Any:
     return expand(mask, reduced.dims)
 
 
-def _along(function: Callable[..., Any], removes: bool = False) -> Callable[..., Any]:
+def _along(function: Callable[..., object], removes: bool = False) -> Callable[..., Any]:
     """Returns a method along one axis."""
 
     def method(self: NamedStorage, axis: Any = None, **options: Any) -> Any:

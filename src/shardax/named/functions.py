@@ -29,7 +29,7 @@ from shardax.nn.arithmetic import cast_all
 from shardax.partition.explicit import joined_sharding
 
 
-def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedArray:
+def dot(x: NamedArray, y: NamedArray, axes: object, *, dtype: Any = None) -> NamedArray:
     """Sums products of two arrays over names; other common names go together.
 
     It is ``(x * y).sum(axes)`` as one contraction.
@@ -174,7 +174,7 @@ def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
     return names
 
 
-def softmax(x: NamedArray, axis: Any) -> NamedArray:
+def softmax(x: NamedArray, axis: object) -> NamedArray:
     """Returns exponentials along axes, divided by their sum.
 
     Args:
@@ -198,7 +198,7 @@ def softmax(x: NamedArray, axis: Any) -> NamedArray:
     return NamedArray._make(jax.nn.softmax(data, axis=_places(dims, axis)), dims)
 
 
-def log_softmax(x: NamedArray, axis: Any) -> NamedArray:
+def log_softmax(x: NamedArray, axis: object) -> NamedArray:
     """Returns the logarithm of the softmax along axes.
 
     Args:
@@ -220,7 +220,7 @@ def log_softmax(x: NamedArray, axis: Any) -> NamedArray:
     return NamedArray._make(jax.nn.log_softmax(data, axis=_places(dims, axis)), dims)
 
 
-def logsumexp(x: NamedArray, axis: Any) -> NamedArray:
+def logsumexp(x: NamedArray, axis: object) -> NamedArray:
     """Returns the logarithm of the sum of exponentials along axes.
 
     Args:
@@ -245,11 +245,11 @@ def logsumexp(x: NamedArray, axis: Any) -> NamedArray:
     return NamedArray._make(jax.nn.logsumexp(data, axis=places), remaining)
 
 
-def _places(dims: Dims, axis: Any) -> tuple[int, ...]:
+def _places(dims: Dims, axis: object) -> tuple[int, ...]:
     return (place_of(dims, axis),) if axis is None else places_of(dims, axis)
 
 
-def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
+def nmap(function: Callable[..., object]) -> Callable[..., Any]:
     """Lifts a function of plain arrays to all names of named arrays.
 
     The function sees slices, which have the positional dimensions only, at every position of the
@@ -360,7 +360,7 @@ def scan(
     return carry.filled(last), treedef.unflatten(arrays)
 
 
-def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
+def _slices(xs: object, axis: Name) -> tuple[list[Operand], Any]:
     """Returns the arrays with the axis in front, without its name."""
     leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=is_named)
     operands: list[Operand] = []
@@ -407,14 +407,14 @@ class _ScanCarry(NamedTuple):
         paths = [f"carry{jax.tree_util.keystr(path)}" for path, _ in leaves]
         return cls(values, dims, treedef, paths)
 
-    def filled(self, values: Sequence[Any]) -> Any:
+    def filled(self, values: Sequence[object]) -> Any:
         """Returns the carry as the function knows it."""
         return self.treedef.unflatten(
             value if dims is None else NamedArray._make(value, dims)
             for value, dims in zip(values, self.dims, strict=True)
         )
 
-    def taken_from(self, carry: Any) -> list[Any]:
+    def taken_from(self, carry: object) -> list[Any]:
         """Returns the values of a returned carry, or raises if it changed."""
         leaves, treedef = jax.tree.flatten(carry, is_leaf=is_whole)
         if treedef != self.treedef:
@@ -440,7 +440,7 @@ class _ScanCarry(NamedTuple):
                 raise self._changed(place, leaf)
         return leaf.order_as(*dims).data
 
-    def _changed(self, place: int, leaf: Any) -> CarryError:
+    def _changed(self, place: int, leaf: object) -> CarryError:
         start = self.filled(self.values)
         was = jax.tree.leaves(start, is_leaf=is_whole)[place]
         hint = "Every iteration must hand on what it was given."

@@ -53,7 +53,7 @@ class AxisSizes:
         return shown(self.names, self.sizes)
 
 
-def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> AxisSizes:
+def check_axes(layer: str, option: str, axes: object, *, empty: bool = False) -> AxisSizes:
     """Returns the axes of a layer, or raises ``LayerConfigError``."""
     try:
         names, sizes = check_sizes_by_name(axes, least=1)
@@ -73,7 +73,7 @@ def parameter(
     return parameters.make_parameter(initializer, axes.sizes, dtype, axes.names, rngs)
 
 
-def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] = ()) -> NamedArray:
+def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[object] = ()) -> NamedArray:
     """Returns an input with the expected axes, or raises LayerInputError."""
     if not isinstance(x, NamedArray):
         shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
@@ -319,8 +319,8 @@ class _Normalization(Module):
         self,
         axes: Axes,
         epsilon: float,
-        dtype: Any,
-        param_dtype: Any,
+        dtype: object,
+        param_dtype: object,
         rngs: Rngs | None,
         **initializers: Initializer | None,
     ) -> None:
@@ -332,7 +332,7 @@ class _Normalization(Module):
             setattr(self, name, parameter_made)
         self.dtype = parameters.canonical_dtype(dtype)
 
-    def _normalised(self, x: NamedArray, mask: Any) -> NamedArray:
+    def _normalised(self, x: NamedArray, mask: object) -> NamedArray:
         layer = f"{type(self).__name__}({self.axes})"
         x, where = check_input(layer, x, self.axes), None
         names = list(self.axes.names)

@@ -30,7 +30,7 @@ Make = Callable[[Any, Dims], Any]
 
 
 def run_lifted(
-    make: Make, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    make: Make, function: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a function of plain arrays along all names of its arguments."""
     operands, objects, rebuild = _take_apart(function, args, kwargs)
@@ -61,7 +61,7 @@ def run_lifted(
 
 
 def _take_apart(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    function: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
 ) -> tuple[list[Operand], list[Any], Callable[..., Any]]:
     """Returns named arrays, objects, and the call with others in place."""
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Object):
@@ -72,7 +72,7 @@ def _take_apart(
     named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
     whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
 
-    def rebuild(datas: Sequence[Any], objects: Sequence[Any]) -> Any:
+    def rebuild(datas: Sequence[object], objects: Sequence[object]) -> Any:
         filled = list(leaves)
         for place, value in zip((*named, *whole), (*datas, *objects), strict=True):
             filled[place] = value
@@ -119,12 +119,12 @@ def _named_value(variable: Variable[Any]) -> Any:
     return variable.value if isinstance(variable.value, NamedStorage) else variable
 
 
-def is_named(value: Any) -> bool:
+def is_named(value: object) -> bool:
     """Whether a value is a named array."""
     return isinstance(value, NamedStorage)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Whether a value is a named array or an object."""
     return isinstance(value, (NamedStorage, Object))
 
@@ -163,7 +163,7 @@ def lifted_method(name: str) -> Callable[..., Any]:
     return method
 
 
-def lifted_operator(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
+def lifted_operator(function: Callable[[Any, Any], object], reflected: bool) -> Callable[..., Any]:
     """Returns a binary operator on positional dimensions, run along the names."""
 
     def method(self: NamedStorage, other: Any) -> Any:

@@ -18,13 +18,13 @@ from shardax.nn.errors import LayerConfigError
 from shardax.partition.explicit import align, joined_sharding
 
 
-def as_array(value: Any) -> jax.Array:
+def as_array(value: object) -> jax.Array:
     """Returns a number, NumPy array or Variable as a JAX array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def take_features(
-    layer: str, x: Any, sizes: tuple[int, ...], option: str = "features", hint: str = ""
+    layer: str, x: object, sizes: tuple[int, ...], option: str = "features", hint: str = ""
 ) -> jax.Array:
     """Returns an input as an array, or raises if sizes differ."""
     x = as_array(x)
@@ -64,7 +64,7 @@ def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any
     return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
 
 
-def take_precision(layer: Module, precision: Any, preferred_element_type: Any) -> None:
+def take_precision(layer: Module, precision: object, preferred_element_type: object) -> None:
     """Sets the precision of a layer, or raises if not valid."""
     # Set only where given: a layer that has the defaults looks as it did before there were others.
     if precision is not None:
@@ -86,9 +86,9 @@ def contract(
     x: jax.Array,
     kernel: jax.Array,
     dimensions: Sequence[int],
-    out_sharding: Any = None,
-    precision: Any = None,
-    preferred: Any = None,
+    out_sharding: object = None,
+    precision: object = None,
+    preferred: object = None,
 ) -> jax.Array:
     """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
     # The result has the shape (..., *remaining dimensions of the kernel) and the preferred
@@ -106,7 +106,7 @@ def contract(
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
 def _dot_general(
-    x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any, precision: Any, wide: Any
+    x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: object, precision: Any, wide: Any
 ) -> jax.Array:
     return jax.lax.dot_general(
         x,

@@ -115,7 +115,7 @@ class ConvBase(Module):
         y = self._convolve(x, kernel, out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
-    def _convolve(self, x: Any, kernel: jax.Array, out_sharding: Any) -> jax.Array:
+    def _convolve(self, x: object, kernel: jax.Array, out_sharding: object) -> jax.Array:
         """Convolves with a given kernel, without bias."""
         rank = len(self.kernel_size)
         x = _take_window(
@@ -310,7 +310,7 @@ class ConvTranspose(ConvBase):
         return low, (span - 1 if self.padding == "CIRCULAR" else total) - low
 
 
-def _per_dimension(layer: str, name: str, sizes: Any, rank: int) -> tuple[int, ...]:
+def _per_dimension(layer: str, name: str, sizes: object, rank: int) -> tuple[int, ...]:
     all_sizes = parameters.as_sizes(layer, name, sizes)
     all_sizes = all_sizes * rank if not isinstance(sizes, (tuple, list)) else all_sizes
     if len(all_sizes) != rank:
@@ -344,7 +344,7 @@ def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) 
     return tuple((int(low), int(high)) for low, high in pairs)
 
 
-def _take_window(layer: str, x: Any, rank: int, features: int | None) -> jax.Array:
+def _take_window(layer: str, x: object, rank: int, features: int | None) -> jax.Array:
     x = as_array(x)
     if x.ndim < rank + 1 or (features is not None and x.shape[-1] != features):
         last = "features" if features is None else str(features)
@@ -368,7 +368,7 @@ def _layout(x: jax.Array, rank: int, kernel: jax.Array | None = None) -> NamedSh
 
 
 def max_pool(
-    x: Any, window: Window, *, strides: Window | None = None, padding: Padding = "VALID"
+    x: object, window: Window, *, strides: Window | None = None, padding: Padding = "VALID"
 ) -> jax.Array:
     """Takes the maximum over windows, channels last.
 
@@ -403,7 +403,7 @@ def _least(dtype: Any) -> Any:
 
 
 def avg_pool(
-    x: Any,
+    x: object,
     window: Window,
     *,
     strides: Window | None = None,
@@ -450,12 +450,12 @@ def avg_pool(
 
 def _pooled(
     name: str,
-    x: Any,
+    x: object,
     window: Window,
     strides: Window | None,
     padding: Padding,
-    combine: Callable[..., Any],
-    start: Any,
+    combine: Callable[..., object],
+    start: object,
     *,
     padding_counts: bool = False,
 ) -> jax.Array:
@@ -511,7 +511,7 @@ class _AdaptivePool(Module):
             for size in sizes
         )
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: object) -> jax.Array:
         """Pools (..., spatial, features) to (..., *output_size, features)."""
         rank = len(self.output_size)
         x = _take_window(f"{type(self).__name__}({self.output_size})", x, rank, None)

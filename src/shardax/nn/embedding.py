@@ -132,7 +132,7 @@ class Embed(Module):
         return contract(x, table, (1,), out_sharding, *options)
 
 
-def look_up(table: jax.Array, indices: jax.Array, out_sharding: Any = None) -> jax.Array:
+def look_up(table: jax.Array, indices: jax.Array, out_sharding: object = None) -> jax.Array:
     """Returns rows of a table; NaN for an index out of range."""
     if out_sharding is None:
         out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
@@ -147,7 +147,7 @@ def _rows(table: jax.Array, indices: jax.Array, out_sharding: Any) -> jax.Array:
 
 
 def sinusoidal(
-    positions: Any, features: int, *, base: float = 10_000.0, interleaved: bool = True
+    positions: object, features: int, *, base: float = 10_000.0, interleaved: bool = True
 ) -> jax.Array:
     """Embeds positions as sines and cosines of many wavelengths.
 

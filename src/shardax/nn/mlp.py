@@ -271,7 +271,7 @@ class Sequential(Module):
         return x
 
 
-def _side_inputs(layer: Any, names: Collection[str]) -> set[str]:
+def _side_inputs(layer: object, names: Collection[str]) -> set[str]:
     """Returns the names taken by a layer besides its input."""
     if isinstance(layer, Sequential):
         return {name for inner in layer.layers for name in _side_inputs(inner, names)}

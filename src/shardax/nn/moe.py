@@ -184,10 +184,10 @@ class MoE(Module):
 
     def _routed(
         self,
-        x: Any,
-        mask: Any,
-        out_sharding: Any,
-        adapters: dict[str, tuple[Any, Any]],
+        x: object,
+        mask: object,
+        out_sharding: object,
+        adapters: dict[str, tuple[object, object]],
         scale: float = 1.0,
     ) -> jax.Array:
         """Does the work of a call, with scaled low-rank terms by kernel."""
@@ -359,7 +359,7 @@ class MoE(Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _compiled(compute: Static, *arguments: Any) -> Any:
+def _compiled(compute: Static, *arguments: object) -> Any:
     return compute.value(*arguments)
 
 
@@ -379,7 +379,7 @@ def _product(
     return y + (second or multiply)((first or multiply)(x, a), b)
 
 
-def load_balance_loss(model: Any) -> jax.Array:
+def load_balance_loss(model: object) -> jax.Array:
     """Mean load-balance loss of the experts' layers, each from its latest call.
 
     To be added to the training loss, with a small weight: alone, a router comes to prefer few

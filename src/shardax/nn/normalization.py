@@ -43,7 +43,7 @@ class _Norm(Module):
     _direct_inputs = frozenset({"mask"})
 
     def _take_options(
-        self, features: int, epsilon: float, axes: Sequence[str | None], dtype: Any
+        self, features: int, epsilon: float, axes: Sequence[str | None], dtype: object
     ) -> parameters.AxisNames:
         layer = type(self).__name__
         self.features = parameters.as_size(layer, "features", features)
@@ -67,7 +67,7 @@ class _Norm(Module):
         return wide * jax.lax.rsqrt(mean_square + self.epsilon)
 
     def _by_statistics(
-        self, function: Callable[..., jax.Array], wide: jax.Array, mask: Any
+        self, function: Callable[..., jax.Array], wide: jax.Array, mask: object
     ) -> jax.Array:
         """Runs a function of an input and a mask, or None."""
         if mask is None:
@@ -477,7 +477,7 @@ class BatchNorm(_Norm):
         return self._scaled(x, normed, dimension)
 
     def _batch_statistics(
-        self, x: jax.Array, dimension: int, mask: Any
+        self, x: jax.Array, dimension: int, mask: object
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
         reduced = tuple(axis for axis in range(x.ndim) if axis != dimension)

@@ -40,8 +40,8 @@ Sizes = int | tuple[int, ...]
 def make_parameter(
     initializer: Initializer,
     shape: tuple[int, ...],
-    dtype: Any,
-    axes: Sequence[Any],
+    dtype: object,
+    axes: Sequence[object],
     rngs: Rngs | None,
 ) -> Param[Any]:
     """Makes a lazy parameter with one axis name per dimension."""
@@ -81,7 +81,7 @@ def as_size(layer: str, name: str, size: Any) -> int:
     return int(size)
 
 
-def _is_positive_integer(size: Any) -> bool:
+def _is_positive_integer(size: object) -> bool:
     return is_integer(size) and bool(size > 0)
 
 

@@ -83,22 +83,22 @@ class _Cell(Module):
         self.input = linear(self.in_features, outer, kernel_init, True)
         self.recurrent = linear(self.features, hidden, recurrent_init, self._recurrent_bias)
 
-    def initial_carry(self, x: Any) -> Any:
+    def initial_carry(self, x: object) -> Any:
         """Returns the zeros at the start of a sequence."""
         return self._zeros(self._project(x))
 
-    def __call__(self, carry: Any, x: Any) -> tuple[Any, jax.Array]:
+    def __call__(self, carry: object, x: object) -> tuple[Any, jax.Array]:
         """Runs one step; ``x`` has the shape (..., in_features)."""
         return self._step(carry, self._project(x))
 
-    def _project(self, x: Any) -> jax.Array:
+    def _project(self, x: object) -> jax.Array:
         name = f"{type(self).__name__}(in_features={self.in_features})"
         return self.input(take_features(name, x, (self.in_features,), "in_features"))
 
     def _zeros(self, projected: jax.Array) -> Any:
         return jnp.zeros_like(projected[..., 0, :])
 
-    def _step(self, carry: Any, projected: jax.Array) -> tuple[Any, jax.Array]:
+    def _step(self, carry: object, projected: jax.Array) -> tuple[Any, jax.Array]:
         raise NotImplementedError
 
 
@@ -153,7 +153,7 @@ class SimpleCell(_Cell):
         super().__init__(in_features, features, rngs=rngs, **options)
         self.activation = activation
 
-    def _step(self, carry: Any, projected: jax.Array) -> tuple[Any, jax.Array]:
+    def _step(self, carry: object, projected: jax.Array) -> tuple[Any, jax.Array]:
         activate = find_activation(self.activation, "SimpleCell")
         hidden = activate((projected + self.recurrent(carry))[..., 0, :])
         return hidden, hidden
@@ -441,7 +441,7 @@ def _whole(array: jax.Array, axis: int) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, spec))
 
 
-def _take_carry(carry: Any, start: Any) -> Any:
+def _take_carry(carry: object, start: object) -> Any:
     """Returns a given carry, laid out as the cell's own, or raises."""
     (leaves, structure), (expected_leaves, expected) = map(jax.tree.flatten, (carry, start))
     leaves = [as_array(leaf) for leaf in leaves]

@@ -62,7 +62,7 @@ class _NormalizedWeights(ModuleWrapper):
         return kernels
 
     def _call_with(
-        self, values: Mapping[Path, jax.Array], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, values: Mapping[Path, jax.Array], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Any:
         """Calls a layer with some values replaced."""
         own = dict(iter_variables(self.body))
@@ -74,7 +74,7 @@ class _NormalizedWeights(ModuleWrapper):
         return result
 
 
-def _hand_back(layer: Any, body: Any, new: Mapping[int, Variable[Any]]) -> None:
+def _hand_back(layer: object, body: object, new: Mapping[int, Variable[Any]]) -> None:
     """Sets new attributes, such as sown values, on the layer itself."""
     # Variables are shared, so that writes to them need nothing; attributes are those of copies.
     replaced, originals = {id(variable) for variable in new.values()}, dict(modules_in(body))

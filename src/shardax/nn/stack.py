@@ -109,7 +109,7 @@ def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
 
 
 def rematerialised(
-    function: Callable[..., Any], policy: Policy, *, in_loop: bool = False
+    function: Callable[..., object], policy: Policy, *, in_loop: bool = False
 ) -> Callable[..., Any]:
     """Returns a function with rematerialization by a policy."""
     # In a loop the compiler cannot undo it, so nothing has to prevent that.
@@ -219,7 +219,7 @@ class Stack(Module):
             self.schedule = schedule
 
     def _start(
-        self, layers: Sequence[Any], axis_name: str, remat: Any, unroll: int, older: frozenset[int]
+        self, layers: Sequence[Any], axis_name: str, remat: object, unroll: int, older: frozenset[int]
     ) -> None:
         _check_layers(layers)
         self.stacked, self.shared = stack_objects(layers, axis_name, older)
@@ -297,7 +297,7 @@ class Stack(Module):
         return (self[i] for i in range(self.length))
 
 
-def _static(leaf: Any) -> Any:
+def _static(leaf: object) -> Any:
     try:
         return Static(leaf)
     except TypeError as error:
@@ -307,7 +307,7 @@ def _static(leaf: Any) -> Any:
         ) from error
 
 
-def _run(stack: Stack, x: Any, arguments: list[Any], structure: Any) -> Any:
+def _run(stack: Stack, x: Any, arguments: list[object], structure: Any) -> Any:
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = structure
     is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
@@ -358,7 +358,7 @@ def _run(stack: Stack, x: Any, arguments: list[Any], structure: Any) -> Any:
         )
 
 
-def _is_stacked(argument: Any, axis_name: str) -> bool:
+def _is_stacked(argument: object, axis_name: str) -> bool:
     """Whether an argument holds one part for each layer."""
     names = [v.axes for _, v in iter_variables(argument)] if isinstance(argument, Module) else []
     return bool(names) and all(axes and axes[0] == axis_name for axes in names)
@@ -384,7 +384,7 @@ class _IsShared:
 
     paths: tuple[Path, ...]
 
-    def __call__(self, path: Path, variable: Any) -> bool:
+    def __call__(self, path: Path, variable: object) -> bool:
         return any(path[: len(shared)] == shared for shared in self.paths)
 
     def __repr__(self) -> str:
@@ -412,7 +412,7 @@ class _SharedObjects:
         return id(item) in self.found
 
 
-def _check_layers(layers: Sequence[Any]) -> None:
+def _check_layers(layers: Sequence[object]) -> None:
     for layer in layers:
         if not isinstance(layer, Module) or not callable(layer):
             raise LayerConfigError(
@@ -427,7 +427,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
         )
 
 
-def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
+def _objects_around(make: Callable[[], object]) -> Iterator[int]:
     """Yields ``id`` of the objects in a function's closure."""
     walk = GraphWalk()
     if isinstance(make, Object) or callable(make):
@@ -439,7 +439,7 @@ def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
 
 
 def stack_layers(
-    layers: Sequence[Module], axis_name: str = "layers", *, remat: Any = None, unroll: int = 1
+    layers: Sequence[Module], axis_name: str = "layers", *, remat: object = None, unroll: int = 1
 ) -> Stack:
     """Makes a stack of existing layers.
 
@@ -491,7 +491,7 @@ def unstack_layers(stack: Stack) -> list[Any]:
     return unstack_objects(stack.stacked, stack.shared, stack.length)
 
 
-def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
+def stack_state(state: State | Mapping[Any, object], model: object) -> State:
     """Turns the state of unrolled layers into a stack's.
 
     Args:
@@ -547,7 +547,7 @@ def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
     return State.from_flat({**values, **gathered}, {**origins, **kinds})
 
 
-def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
+def unstack_state(state: State | Mapping[Any, object], model: object) -> State:
     """Turns the state of stacked layers into unrolled layers'.
 
     Args:
@@ -652,7 +652,7 @@ def _form(value: Any) -> str:
 
 
 def _gathered(
-    read: Callable[[tuple[int, ...]], Any], levels: Sequence[_Level], indices: tuple[int, ...] = ()
+    read: Callable[[tuple[int, ...]], object], levels: Sequence[_Level], indices: tuple[int, ...] = ()
 ) -> Any:
     """Stacks values from the inside out."""
     if len(indices) == len(levels):

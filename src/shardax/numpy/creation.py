@@ -107,10 +107,10 @@ def eye(
     rows: int,
     columns: int | None = None,
     k: int = 0,
-    dtype: Any = None,
+    dtype: object = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Returns a matrix with ones on a diagonal.
 
@@ -130,7 +130,7 @@ def eye(
     return _create("eye", (rows, columns, k), dtype, device, sharding)
 
 
-def identity(n: int, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def identity(n: int, dtype: object = None, *, device: object = None, sharding: object = None) -> jax.Array:
     """Returns an identity matrix.
 
     Args:
@@ -176,15 +176,15 @@ def arange(
 
 
 def linspace(
-    start: Any,
-    stop: Any,
+    start: object,
+    stop: object,
     num: int = 50,
     endpoint: bool = True,
-    dtype: Any = None,
+    dtype: object = None,
     *,
     axis: int = 0,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Returns evenly spaced numbers.
 
@@ -258,7 +258,7 @@ def asarray(
 _INTO_SHARDS = ("zeros", "ones", "empty", "full")  # the others JAX makes whole first
 
 
-def _has_floats(value: Any) -> bool:
+def _has_floats(value: object) -> bool:
     """Whether a value of Python numbers makes an array of floats."""
     leaves = jax.tree.leaves(value)
     numbers = all(type(leaf) in (bool, int, float) for leaf in leaves)
@@ -267,12 +267,12 @@ def _has_floats(value: Any) -> bool:
 
 def _create(
     name: str,
-    arguments: tuple[Any, ...],
-    dtype: Any,
-    device: Any,
-    sharding: Any,
+    arguments: tuple[object, ...],
+    dtype: object,
+    device: object,
+    sharding: object,
     floats: bool = True,
-    **options: Any,
+    **options: object,
 ) -> jax.Array:
     """Calls a function of ``jax.numpy`` with the defaults."""
     place = placement(f"shardax.numpy.{name}", device, sharding, DeviceError)

@@ -27,7 +27,7 @@ from shardax.partition.mesh import AnyMesh, mesh_text
 
 
 def spec_for(
-    axes: Iterable[Any] | None,
+    axes: Iterable[object] | None,
     shape: Sequence[int],
     mesh: AnyMesh | None,
     rules: logical.Rules,

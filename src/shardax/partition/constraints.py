@@ -159,7 +159,7 @@ def constrain(
         ) from error
 
 
-def _as_array(x: Any, names: Names) -> jax.Array:
+def _as_array(x: object, names: Names) -> jax.Array:
     value = x.value if isinstance(x, ArrayLike) else x
     if isinstance(value, jax.Array):
         return value

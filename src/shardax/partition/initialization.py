@@ -42,11 +42,11 @@ MOST = 64
 
 
 def initialise(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Computes the results of a functional initializer straight into their shardings.
 
@@ -163,7 +163,7 @@ class InitializerCall:
         return key
 
 
-def _key_of(item: Any, functions: list[Any]) -> Hashable:
+def _key_of(item: object, functions: list[object]) -> Hashable:
     """A static value as part of a key."""
     if isinstance(item, types.MethodType):
         return _key_of(item.__func__, functions), _identity(item.__self__, functions)
@@ -172,7 +172,7 @@ def _key_of(item: Any, functions: list[Any]) -> Hashable:
     return Static(item)
 
 
-def _identity(item: Any, functions: list[Any]) -> Hashable:
+def _identity(item: object, functions: list[object]) -> Hashable:
     weakref.ref(item)  # raises if there are none
     functions.append(item)
     return id, id(item)  # no other object has it while this one is alive
@@ -210,7 +210,7 @@ class CurrentCall:
 _programs: dict[Hashable, tuple[CurrentCall, Callable[[Any], Any], list[Any]]] = {}
 
 
-def _weakly(function: Any) -> Callable[[], Any]:
+def _weakly(function: object) -> Callable[[], Any]:
     if isinstance(function, types.MethodType):
         return weakref.WeakMethod(function)
     try:
@@ -219,11 +219,11 @@ def _weakly(function: Any) -> Callable[[], Any]:
         return lambda: function
 
 
-def _is_input(leaf: Any) -> bool:
+def _is_input(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
 
 
-def _types_of(inputs: Sequence[Any]) -> Hashable:
+def _types_of(inputs: Sequence[object]) -> Hashable:
     """Structures of objects, and shapes and dtypes of all arrays."""
     flat = flatten_roots([item for item in inputs if isinstance(item, Object)])
     values = [variable._value for variable in flat.leaves]
@@ -239,7 +239,7 @@ def _automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def _over_automatic(array: Any) -> Any:
+def _over_automatic(array: object) -> Any:
     """Declares an input over Auto axes, as in the program; moves nothing."""
     now = array.sharding if isinstance(array, jax.Array) else None
     if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):

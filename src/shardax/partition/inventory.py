@@ -54,13 +54,13 @@ from shardax.partition.rules import Rules
 T = TypeVar("T")
 
 
-def walk(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
+def walk(tree: object) -> tuple[list[tuple[Path, Any]], Any]:
     """The subtrees of a mixed tree by path, and their treedef."""
     leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_whole)
     return [(plain_path(path) if path else (), leaf) for path, leaf in leaves], treedef
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Whether a value has a shape and a dtype."""
     # Classes such as jnp.float32 have these attributes too, for their instances.
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
@@ -177,7 +177,7 @@ class TreeInventory:
         self._positions: dict[int, int] = {}  # of Variables, by identity
         self.subtrees = [self._add_subtree(path, value) for path, value in subtrees]
 
-    def _add_subtree(self, path: Path, value: Any) -> Subtree:
+    def _add_subtree(self, path: Path, value: object) -> Subtree:
         if isinstance(value, Variable):
             return Subtree(value, path, (self._add_variable(path, value),), None)
         if isinstance(value, Object):
@@ -211,7 +211,7 @@ class TreeInventory:
         return position
 
     def _add(
-        self, path: Path, metadata: Metadata, value: Any, variable: Variable[Any] | None = None
+        self, path: Path, metadata: Metadata, value: object, variable: Variable[Any] | None = None
     ) -> int:
         plain_value = value if variable is None else None
         if is_box(value):
@@ -276,7 +276,7 @@ class TreeInventory:
 
 
 def _box_leaf(
-    path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None, plain_value: Any
+    path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None, plain_value: object
 ) -> LeafInfo:
     names, rules = box.layout()
     return LeafInfo(
@@ -321,7 +321,7 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
-def with_mapped_axes(mapped: Sequence[Any], own_names: Sequence[Any]) -> tuple[Any, ...]:
+def with_mapped_axes(mapped: Sequence[object], own_names: Sequence[object]) -> tuple[Any, ...]:
     """Returns names with those of mapped dimensions in front."""
     named = [new if old is None else old for new, old in zip(mapped, own_names, strict=False)]
     return (*named, *own_names[len(named) :])

@@ -104,7 +104,7 @@ def shard(
     return _place(inventory, model, shardings)
 
 
-def unshard(model: T, device: Any = None) -> T:
+def unshard(model: T, device: object = None) -> T:
     """Gathers a model on one device, in place: the inverse of ``shard``.
 
     Lazy values stay lazy, as they are on no device. Arrays are gathered one after the other, so
@@ -143,7 +143,7 @@ def unshard(model: T, device: Any = None) -> T:
     return _place(inventory, model, destinations)
 
 
-def _one_device(device: Any) -> Any:
+def _one_device(device: object) -> Any:
     if device is None:
         default = getattr(jax.config, "jax_default_device", None)  # a device or a platform's name
         if isinstance(default, jax.Device):
@@ -323,11 +323,11 @@ class _Copies:
         )
 
 
-def _on_devices(arrays: Sequence[Any]) -> list[Any]:
+def _on_devices(arrays: Sequence[object]) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(arrays) if not isinstance(leaf, Tracer)]
 
 
-def _is_at(array: Any, to: Any) -> bool:
+def _is_at(array: object, to: object) -> bool:
     return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.sharding == to
 
 

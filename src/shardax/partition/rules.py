@@ -83,7 +83,7 @@ def strings(names: Names) -> Iterator[str]:
             yield from entry
 
 
-def check_names(names: Iterable[Any]) -> Names:
+def check_names(names: Iterable[object]) -> Names:
     """Names of one array as a checked tuple; lists inside become tuples."""
     if isinstance(names, str):
         raise errors.PartitionError(
@@ -142,7 +142,7 @@ def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
     return AxisAssignment(entries, chosen, tuple(passed_over), unmapped)
 
 
-def _entry(name: Any, targets: dict[str, SpecEntry]) -> SpecEntry:
+def _entry(name: object, targets: dict[str, SpecEntry]) -> SpecEntry:
     """Entry of one dimension, given targets by name."""
     if isinstance(name, str):
         return targets.get(name)
@@ -383,7 +383,7 @@ RulesLike = Rules | Mapping[str, SpecEntry] | Iterable[Any]
 """Rules, a mapping of name to target, or pairs."""
 
 
-def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
+def _check_pairs(pairs: object) -> tuple[Rule, ...]:
     example = "Rules([('embed', None), ('mlp', 'model')])"
     if isinstance(pairs, Mapping):
         pairs = cast("Mapping[Any, Any]", pairs).items()
@@ -409,7 +409,7 @@ def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
     return tuple(checked)
 
 
-def _check_target(position: int, name: str, target: Any) -> SpecEntry:
+def _check_target(position: int, name: str, target: object) -> SpecEntry:
     if target is None or target is UNCONSTRAINED:
         return target
     if isinstance(target, str):

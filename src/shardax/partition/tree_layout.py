@@ -169,13 +169,13 @@ def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
     return [(item, value) for item, value in pairs]
 
 
-def _filter_text(item: Any) -> str:
+def _filter_text(item: object) -> str:
     if item is ...:
         return "..."
     return item.__name__ if isinstance(item, type) else repr(item)
 
 
-def _checked_value(value: Any, text: str) -> Any:
+def _checked_value(value: object, text: str) -> Any:
     if value is None or isinstance(value, (PartitionSpec, NamedSharding, logical.Rules)):
         return value
     if isinstance(value, (Mapping, list)):
@@ -190,7 +190,7 @@ def _checked_value(value: Any, text: str) -> Any:
     )
 
 
-def _checked_kind(value: Any, text: str, mesh: AnyMesh | None) -> str | None:
+def _checked_kind(value: object, text: str, mesh: AnyMesh | None) -> str | None:
     if value is not None and not isinstance(value, str):
         raise PartitionError(
             f"{text}: {value!r} of type {type(value).__name__} is no memory kind; give a string "
@@ -510,7 +510,7 @@ def paths_text(paths: Sequence[Path]) -> str:
 
 
 def _unused_rule(
-    rule: tuple[str, Any], rules: logical.Rules, present: Mapping[str, list[Path]], lost: bool
+    rule: tuple[str, object], rules: logical.Rules, present: Mapping[str, list[Path]], lost: bool
 ) -> Diagnostic:
     name = rule[0]
     start = f"The rule {logical.format_rule(rule)} was used for no array: "

@@ -46,7 +46,7 @@ def key() -> jax.Array:
 
 
 def bits(
-    shape: Any = (), dtype: Any = jnp.uint32, *, device: Any = None, sharding: Any = None
+    shape: object = (), dtype: object = jnp.uint32, *, device: object = None, sharding: object = None
 ) -> jax.Array:
     """Draws random bits.
 
@@ -72,13 +72,13 @@ def bits(
 
 
 def uniform(
-    shape: Any = (),
-    dtype: Any = None,
-    minval: Any = 0.0,
-    maxval: Any = 1.0,
+    shape: object = (),
+    dtype: object = None,
+    minval: object = 0.0,
+    maxval: object = 1.0,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws numbers uniformly from ``[minval, maxval)``.
 
@@ -111,7 +111,7 @@ def uniform(
 
 
 def normal(
-    shape: Any = (), dtype: Any = None, *, device: Any = None, sharding: Any = None
+    shape: object = (), dtype: object = None, *, device: object = None, sharding: object = None
 ) -> jax.Array:
     """Draws numbers from the normal distribution of mean 0 and variance 1.
 
@@ -139,13 +139,13 @@ def normal(
 
 
 def truncated_normal(
-    lower: Any,
-    upper: Any,
-    shape: Any = None,
-    dtype: Any = None,
+    lower: object,
+    upper: object,
+    shape: object = None,
+    dtype: object = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws numbers from the normal distribution truncated to an interval.
 
@@ -178,13 +178,13 @@ def truncated_normal(
 
 
 def randint(
-    shape: Any,
-    minval: Any,
-    maxval: Any,
-    dtype: Any = int,
+    shape: object,
+    minval: object,
+    maxval: object,
+    dtype: object = int,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws integers from ``minval`` to ``maxval - 1``.
 
@@ -215,7 +215,7 @@ def randint(
 
 
 def bernoulli(
-    p: Any = 0.5, shape: Any = None, *, device: Any = None, sharding: Any = None
+    p: object = 0.5, shape: object = None, *, device: object = None, sharding: object = None
 ) -> jax.Array:
     """Draws True with probability ``p``, else False.
 
@@ -241,7 +241,7 @@ def bernoulli(
 
 
 def categorical(
-    logits: Any, axis: int = -1, shape: Any = None, *, device: Any = None, sharding: Any = None
+    logits: object, axis: int = -1, shape: object = None, *, device: object = None, sharding: object = None
 ) -> jax.Array:
     """Draws positions along an axis, with the probabilities of logits.
 
@@ -269,14 +269,14 @@ def categorical(
 
 
 def choice(
-    a: Any,
-    shape: Any = (),
+    a: object,
+    shape: object = (),
     replace: bool = True,
-    p: Any = None,
+    p: object = None,
     axis: int = 0,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws from the entries of an array.
 
@@ -309,7 +309,7 @@ def choice(
 
 
 def permutation(
-    x: Any, axis: int = 0, independent: bool = False, *, device: Any = None, sharding: Any = None
+    x: object, axis: int = 0, independent: bool = False, *, device: object = None, sharding: object = None
 ) -> jax.Array:
     """Shuffles an array along an axis.
 
@@ -396,7 +396,7 @@ def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> di
     return given
 
 
-def _probabilities(name: str, p: Any, total: bool = False) -> Any:
+def _probabilities(name: str, p: object, total: bool = False) -> Any:
     """Probabilities as an operand; under ``total`` they must add up to 1."""
     operand = _operand(p)
     if not jnp.issubdtype(operand.dtype, jnp.floating):
@@ -415,5 +415,5 @@ def _probabilities(name: str, p: Any, total: bool = False) -> Any:
     return operand
 
 
-def _is_jax(value: Any) -> bool:
+def _is_jax(value: object) -> bool:
     return isinstance(value, jax.Array)

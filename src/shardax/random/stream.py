@@ -90,7 +90,7 @@ class StreamState:
 
 
 @functools.lru_cache(maxsize=16)
-def key_size(impl: Any) -> int:
+def key_size(impl: object) -> int:
     """Number of words of a random generator's key."""
     try:
         return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).size
@@ -161,7 +161,7 @@ def current(caller: str) -> KeyStream:
     return _isolated.get() or _of_all_threads
 
 
-def as_source(seed: Any) -> lazy.KeySource | StreamState:
+def as_source(seed: object) -> lazy.KeySource | StreamState:
     """The start of a stream from a seed, key or state."""
     if isinstance(seed, StreamState):
         return seed
@@ -175,7 +175,7 @@ def as_source(seed: Any) -> lazy.KeySource | StreamState:
     return lazy.KeySource(key)
 
 
-def seed(seed: Any) -> None:
+def seed(seed: object) -> None:
     """Restarts the stream from a seed.
 
     Inside ``isolated`` code it restarts the stream there. Equal seeds give equal numbers in every
@@ -246,7 +246,7 @@ def set_state(state: StreamState) -> None:
 
 
 @contextlib.contextmanager
-def isolated(seed: Any) -> Iterator[None]:
+def isolated(seed: object) -> Iterator[None]:
     """Draws from a separate stream in a ``with`` block or function.
 
     The stream belongs to the context that enters the block: other threads and tasks do not see it.
@@ -361,7 +361,7 @@ def _program(
 
 
 def placement(
-    function: str, device: Any, sharding: Any, refused: type[ShardaxError] = DrawError
+    function: str, device: object, sharding: object, refused: type[ShardaxError] = DrawError
 ) -> Sharding | None:
     """Sharding for a new array, or None for the default device."""
     given = f"{function} was given"

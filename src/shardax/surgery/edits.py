@@ -57,7 +57,7 @@ class LayerWrapper(ModuleWrapper):
         self.body = layer
 
 
-def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> Any:
+def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], object]) -> Any:
     """Replace the selection by a function of path and value."""
     wrappers: list[Any] = []
     for path, value in _checked(edit, selection).get_by_path().items():
@@ -70,7 +70,7 @@ def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) 
     return selection.set_all(wrappers)
 
 
-def _checked(edit: str, selection: Any) -> Selection:
+def _checked(edit: str, selection: object) -> Selection:
     if isinstance(selection, Selection):
         return selection
     raise SelectionError(
@@ -348,7 +348,7 @@ class LoRA(LayerWrapper):
         return kernel.replace(total)
 
 
-def _check_callable(layer: Any) -> None:
+def _check_callable(layer: object) -> None:
     """Raises for what LoRA cannot be around, with sizes."""
     if layer is not None and (not isinstance(layer, Module) or not callable(layer)):
         raise SelectionError(
@@ -357,7 +357,7 @@ def _check_callable(layer: Any) -> None:
         )
 
 
-def _refuse_unknown(layer: Any, where: str) -> None:
+def _refuse_unknown(layer: object, where: str) -> None:
     """Raises if the low-rank term of a layer's kernel is not known."""
     if not isinstance(layer, Adaptable):
         raise SelectionError(
@@ -386,7 +386,7 @@ def _is_own(cls: type, name: str) -> bool:
     return definer is not None and not definer.__module__.startswith(ours)
 
 
-def _kernels_of(layer: Any) -> tuple[str, ...]:
+def _kernels_of(layer: object) -> tuple[str, ...]:
     """Names of the adapted kernels of a layer."""
     if isinstance(layer, MoE):
         return ("gate", "up", "down")
@@ -508,7 +508,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     return _wrapped("lora", linears, adapt)
 
 
-def merge_lora(model: Any) -> Any:
+def merge_lora(model: object) -> Any:
     """Adds every low-rank adapter to its kernel.
 
     Args:
@@ -573,7 +573,7 @@ class _Recorder(LayerWrapper):
 
     _own = frozenset({"body", "inputs"})
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: object, *args: object, **kwargs: object) -> Any:
         self.sow("inputs", x)
         return self.body(x, *args, **kwargs)
 

@@ -32,13 +32,13 @@ from shardax.train.metrics import counted_by, relative_weights, target_weights, 
 
 
 def accumulated_value_and_grad(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     steps: int,
     *,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: object = Param,
     reduce: str = "mean",
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
     """Makes ``sx.value_and_grad(function)`` run over a batch in microbatches.
 
@@ -88,7 +88,7 @@ def accumulate(
     steps: int,
     has_aux: bool = False,
     reduce: str = "mean",
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function of (value, gradient) run in microbatches."""
     options = Options(TrainError)
@@ -138,7 +138,7 @@ def accumulate(
     return accumulated
 
 
-def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | None:
+def _weights_of(parts: object, count: Callable[[Any], object] | None) -> jax.Array | None:
     """Returns weights of microbatches, or None if they count alike."""
     if count is None:
         weights = target_weights(parts)
@@ -148,7 +148,7 @@ def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | N
     return relative_weights(jax.vmap(lambda part: counted_by(count, part))(parts))
 
 
-def split_batch(batch: Any, steps: int) -> Any:
+def split_batch(batch: object, steps: int) -> Any:
     """Cuts arrays of a batch into (steps, rows / steps, ...)."""
     if has_objects(batch):
         raise TrainError(

@@ -106,7 +106,7 @@ def facts_of(trainer: Any, start: Any) -> dict[str, str]:
     return facts
 
 
-def _initial_values(tree: Any) -> dict[str, str]:
+def _initial_values(tree: object) -> dict[str, str]:
     """Returns random seeds of lazy values, and digests of the others."""
     facts: dict[str, str] = {}
     for array in contents_of(tree).arrays:
@@ -170,7 +170,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agree_to_start(trainer: Any, start: Mapping[str, Any] | Any) -> None:
+def agree_to_start(trainer: Any, start: Mapping[str, object] | object) -> None:
     """Raises DistributedError in every process if the runs would differ."""
     check_shared(trainer.directory)
     processes.compare(facts_of(trainer, start), "before placing")

@@ -44,7 +44,7 @@ from shardax.train.checkpoint_format import (
 )
 
 
-def save(tree: Any, path: Any, *, extra: Any = None) -> None:
+def save(tree: object, path: object, *, extra: object = None) -> None:
     """Saves a checkpoint and returns when it is complete.
 
     Args:
@@ -170,7 +170,7 @@ def restore_verified(
     return description["extra"]
 
 
-def unchecked(place: Any) -> str:
+def unchecked(place: object) -> str:
     """Message about a checkpoint without checksums."""
     return f"The checkpoint {place} was saved before checkpoints had checksums."
 
@@ -195,7 +195,7 @@ def _warn_of_positions(contents: Contents) -> None:
 
 
 def _to_store(
-    contents: Contents, extra: Any, step: int | None = None
+    contents: Contents, extra: object, step: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays to store by path, and the description."""
     absent = [a.path for a in contents.arrays if isinstance(a.value, jax.ShapeDtypeStruct)]

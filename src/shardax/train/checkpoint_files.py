@@ -273,7 +273,7 @@ def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
     return description if isinstance(description, dict) else None
 
 
-def verify(path: Any, *, sizes_only: bool = False) -> dict[str, Any]:
+def verify(path: object, *, sizes_only: bool = False) -> dict[str, Any]:
     """Reads the description and checks all files, or raises CheckpointDamagedError."""
     description = read_description(path)
     recorded: Mapping[str, Any] = description.get("files", {})
@@ -300,7 +300,7 @@ def _problem_of(path: Any, name: str, recorded: Mapping[str, Any], sizes_only: b
     return ""
 
 
-def _damaged(path: Any, problems: Sequence[str]) -> errors.CheckpointDamagedError:
+def _damaged(path: object, problems: Sequence[str]) -> errors.CheckpointDamagedError:
     omitted = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
     listed = "; ".join(problems[:4]) + omitted
     return errors.CheckpointDamagedError(
@@ -361,7 +361,7 @@ def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> jax.Array:
+def _as_array(stored: StoredArray, numbers: object, dtype: Any, sharding: Any) -> jax.Array:
     """Returns the array of read numbers; None has no elements."""
     if numbers is None and stored.key is None:
         return jax.device_put(jnp.zeros(stored.shape, dtype), sharding)
@@ -377,13 +377,13 @@ def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> j
 # --- Removing ---
 
 
-def remove(path: Any) -> None:
+def remove(path: object) -> None:
     """Removes a checkpoint."""
     # Renamed first: a process killed on the way leaves no half of it.
     remove_tree(_renamed(path, DELETED))
 
 
-def set_aside(path: Any) -> Any:
+def set_aside(path: object) -> Any:
     """Renames a damaged checkpoint; returns its new place."""
     return _renamed(path, DAMAGED)
 

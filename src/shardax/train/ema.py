@@ -115,7 +115,7 @@ class _MovingAverage(NamedTuple):
 
     decay: Any  # a number, or a function of the number of updates
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: object) -> Any:
         """Returns the number of updates, if the decay depends on it."""
         return jnp.zeros((), jnp.int32) if callable(self.decay) else ()
 
@@ -131,7 +131,7 @@ class _MovingAverage(NamedTuple):
         return jax.tree.map(step, values, params), count + 1 if callable(self.decay) else ()
 
 
-def _form(value: Any) -> Any:
+def _form(value: object) -> Any:
     """The structure, shapes and dtypes of a Variable's arrays."""
     leaves, structure = jax.tree.flatten(value)
     return structure, [(jnp.shape(leaf), leaf.dtype) for leaf in leaves]

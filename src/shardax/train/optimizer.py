@@ -179,11 +179,11 @@ class Optimizer(Module):
 
     def _update(
         self,
-        grads: Any,
+        grads: object,
         chosen: Sequence[tuple[Path, Variable[Any]]],
         layout: optimizer_state.StateLayout,
         variables: Sequence[Variable[Any]],
-        extra: Mapping[str, Any],
+        extra: Mapping[str, object],
     ) -> None:
         """Updates parameters and state, all in the devices' memory."""
         params = self._state_of([variable.value for _, variable in chosen])
@@ -209,7 +209,7 @@ class Optimizer(Module):
             return [((), self.model)]
         return list(iter_variables(self.model, self.wrt))
 
-    def _state_of(self, values: Sequence[Any]) -> State:
+    def _state_of(self, values: Sequence[object]) -> State:
         chosen = self._chosen()
         paths = [path for path, _ in chosen]
         origins = {path: Origin(type(v), resolve(v, local.frame)._metadata) for path, v in chosen}
@@ -279,7 +279,7 @@ class _Masters(NamedTuple):
     tx: Any
     dtype: np.dtype
 
-    def init(self, params: Any) -> _MasterState:
+    def init(self, params: object) -> _MasterState:
         """Returns the masters, and the state of the transformation for them."""
         masters = jax.tree.map(self._master, params)
         return _MasterState(self.tx.init(jax.tree.map(_either, params, masters)), masters)
@@ -309,7 +309,7 @@ def _updated(update: Any, *args: Any, **extra: Any) -> Any:
         return update(*args, **extra)
 
 
-def _step_of(transformation: Any, update: Any) -> Any:
+def _step_of(transformation: object, update: object) -> Any:
     """Returns the function from gradients to new parameters and state."""
     if isinstance(transformation, _Masters):
         return functools.partial(transformation.step, update)
@@ -344,7 +344,7 @@ def gradient_layout(optimizer: Optimizer, places: State) -> State:
     return State.from_flat(of_gradients)
 
 
-def _either(param: Any, master: Any) -> Any:
+def _either(param: object, master: object) -> Any:
     return param if master is None else master
 
 
@@ -428,7 +428,7 @@ def laid_out_as(old: Any, new: Any) -> Any:
     return new if same else jax.sharding.reshard(new, place)
 
 
-def _align(grads: Any, params: State) -> State:
+def _align(grads: object, params: State) -> State:
     """Returns gradients in the order of the parameters, or raises TrainError."""
     expected = params.flat()
     gradients = by_paths_of(grads, expected)
@@ -458,7 +458,7 @@ def _align(grads: Any, params: State) -> State:
     return State.from_flat({path: gradients[path] for path in expected}, params.origins())
 
 
-def _shapes(value: Any) -> Any:
+def _shapes(value: object) -> Any:
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [np.shape(leaf) for leaf in leaves]
 
@@ -468,7 +468,7 @@ def _shown(value: Any) -> str:
     return str(shapes[0] if len(shapes) == 1 else shapes)
 
 
-def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
+def _check_state(state: object, layout: optimizer_state.StateLayout) -> list[Any]:
     """Returns the arrays of a new state, or raises TrainError."""
     separated = optimizer_state.separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():

@@ -97,7 +97,7 @@ class SeparatedState(NamedTuple):
     static: dict[int, Any]
 
 
-def separate_arrays(state: Any) -> SeparatedState:
+def separate_arrays(state: object) -> SeparatedState:
     """Takes a transformation's state apart into arrays and everything else."""
     kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     keyed, treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -107,7 +107,7 @@ def separate_arrays(state: Any) -> SeparatedState:
     return SeparatedState(keys, arrays, treedef, static)
 
 
-def layout_of(transformation: Transformation, params: Any) -> StateLayout:
+def layout_of(transformation: Transformation, params: object) -> StateLayout:
     """Finds the contents of a transformation's state for parameters or shapes."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
@@ -163,7 +163,7 @@ def _unique(paths: list[Path]) -> list[Path]:
     return unique
 
 
-def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | None:
+def _followed(key_path: Sequence[object], parameters: dict[Path, int]) -> int | None:
     """Finds the parameter with its path at a key path's end."""
     # The key path may go on below the parameter.
     for start, key in enumerate(key_path):
@@ -314,12 +314,12 @@ def _leaf_program(
     shapes: tuple[Any, ...],
     needs: tuple[int, ...],
     position: int,
-    sharding: Any,
+    sharding: object,
 ) -> Callable[..., jax.Array]:
     """Makes a program of ``init`` for one leaf."""
     # The compiler drops the rest.
 
-    def compute_leaf(*arrays: Any) -> jax.Array:
+    def compute_leaf(*arrays: object) -> jax.Array:
         inputs = dict(zip(needs, arrays, strict=True))
         leaves = [
             inputs[i] if i in inputs else jnp.zeros(shape, dtype)

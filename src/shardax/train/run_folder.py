@@ -117,7 +117,7 @@ class RunFolder:
 # --- Settings ---
 
 
-def settings_of(model: Any, optimizer: Any, ema: Any = None) -> dict[str, str]:
+def settings_of(model: object, optimizer: object, ema: Any = None) -> dict[str, str]:
     """Returns static values of model, optimizer and EMA, by path."""
     settings = {} if ema is None else dict(_texts(ema.average.tx, ".ema", ()))
     for path, module in iter_modules({"model": model, "optimizer": optimizer}):
@@ -150,7 +150,7 @@ def differences(saved: Mapping[str, str], present: Mapping[str, str]) -> list[st
     ]
 
 
-def _texts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def _texts(value: object, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     """Yields paths and texts of the parts of a static value."""
     if id(value) in above or len(above) > _DEEPEST:
         return
@@ -221,7 +221,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
             yield f".{name}", value
 
 
-def _numbered(values: Iterable[Any]) -> list[tuple[str, Any]]:
+def _numbered(values: Iterable[object]) -> list[tuple[str, Any]]:
     return [(f"[{position}]", value) for position, value in enumerate(values)]
 
 

@@ -286,7 +286,7 @@ class Trainer:
         numbers = self.eval_numbers
 
         @jit
-        def eval_step(model: Any, metrics: Any, batch: Any) -> tuple[Any, Any, Any]:
+        def eval_step(model: object, metrics: object, batch: object) -> tuple[Any, Any, Any]:
             """Mean loss of a batch, its number of targets, and further means."""
             with prefetch.in_device_memory(model):
                 return numbers.measure(model, metrics, batch, step_numbers.with_metrics(loss))
@@ -602,7 +602,7 @@ class Trainer:
             self._save(run)
         run.checkpoints.wait()
 
-    def _step(self, run: _Run, batch: Any) -> None:
+    def _step(self, run: _Run, batch: object) -> None:
         """Takes a step, and tells of a finished trace and of retraces."""
         number, is_first = run.step + 1, run.pending is None
         with contextlib.nullcontext() if self.profile is None else self.profile.step(number):
@@ -863,7 +863,7 @@ def _due(step: int, every: int) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
+def _evaluation_mode(model: object) -> Iterator[None]:
     """Puts all Modules into evaluation mode for a block."""
     # As Module.eval sets them.
     modes = {"deterministic": True, "use_running_average": True}

@@ -60,7 +60,7 @@ class NoValue:
 NO_VALUE = NoValue()
 
 
-def drawing_of(value: Any) -> Drawing:
+def drawing_of(value: object) -> Drawing:
     """Draws a model, State, ``GraphDef``, selection, or anything else."""
     if isinstance(value, State):
         return _draw_state(value)
@@ -82,7 +82,7 @@ def _draw_state(state: State) -> Drawing:
     return draw(values[()]) if () in values else _nested(state, values)
 
 
-def _nested(tree: Any, values: Mapping[Path, Any]) -> Drawing:
+def _nested(tree: object, values: Mapping[Path, object]) -> Drawing:
     """Draws values by their paths; inner places are named like the whole."""
     root = Drawing("", "", (), tree)
     root.parts = []
@@ -236,7 +236,7 @@ class ArrayFigure:
         )
 
 
-def as_figure(array: Any) -> ArrayFigure:
+def as_figure(array: object) -> ArrayFigure:
     """Returns the figure of a figure, a ``NamedArray``, or any other array."""
     if isinstance(array, ArrayFigure):
         return array
@@ -331,7 +331,7 @@ class FigureAdapter:
 ADAPTER = FigureAdapter()
 
 
-def sharding_part(array: Any, names: Sequence[Any] | None) -> Any:
+def sharding_part(array: object, names: Sequence[Any] | None) -> Any:
     """Draws an array's sharding; None for scalars, empty arrays, and uneven parts."""
     import treescope
 
@@ -472,7 +472,7 @@ def is_large(drawing: Drawing) -> bool:
     return any(number > MOST_LEAVES for number, _ in enumerate(drawing.leaves()))
 
 
-def tree_html(value: Any) -> str:
+def tree_html(value: object) -> str:
     """Draws anything with treescope, as HTML for a page or a notebook."""
     import treescope
     from treescope import layout_algorithms
@@ -480,7 +480,7 @@ def tree_html(value: Any) -> str:
     drawing = drawing_of(value)
     pictures = _Pictures()
 
-    def handle(node: Any, path: str | None, subtree_renderer: Renderer) -> Any:
+    def handle(node: object, path: str | None, subtree_renderer: Renderer) -> Any:
         if node is value and drawing.parts is not None:
             return FoldableTree(drawing, subtree_renderer).part(path)
         if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
@@ -521,7 +521,7 @@ class _Pictures:
         self.left -= 1
         return self.left >= 0
 
-    def __call__(self, value: Any, path: str | None) -> Any:
+    def __call__(self, value: object, path: str | None) -> Any:
         drawn = isinstance(value, ArrayFigure) and self.take()
         return self.draw(value, path) if drawn else None
 

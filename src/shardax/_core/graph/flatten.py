@@ -146,7 +146,7 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
     """Returns the path of every object by its first occurrence."""
     found: dict[int, Path] = {}
 
-    def visit(child: Any, path: Path) -> None:
+    def visit(child: object, path: Path) -> None:
         if type(child) is Ref:
             if child.position not in found:
                 found[child.position] = path
@@ -161,7 +161,7 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
     return found
 
 
-def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
+def definition_children(definition: object) -> Iterable[tuple[Any, Any]]:
     """Yields (key, child) pairs of a definition; key None is no step."""
     match definition:
         case ModuleDef():
@@ -175,7 +175,7 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
             yield from zip(definition.keys, definition.items, strict=True)
 
 
-def static_values(child: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def static_values(child: object, path: Path) -> Iterator[tuple[Path, Any]]:
     """Yields (path, value) of every static value in a child or definition."""
     if type(child) is Static:
         yield path, child.value
@@ -208,7 +208,7 @@ _COMMON_TYPES = frozenset({bool, int, str, type(None)})
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # configuration repeats from layer to layer
-def _common_static(value: Any) -> Static:
+def _common_static(value: object) -> Static:
     return Static(value)
 
 
@@ -263,7 +263,7 @@ class GraphWalk:
         return position
 
 
-def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> Flat:
+def flatten_roots(roots: Sequence[object], names: Sequence[Path] | None = None) -> Flat:
     """Flattens several roots together, with what they share."""
     at = epoch.current  # before walking: an edit during the walk then invalidates the result
     walk = GraphWalk(marking=True)
@@ -300,7 +300,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _NO_TREES = (type, str, bytes, int, float, complex, GraphDef, *_FUNCTIONS)
 
 
-def check_tree(tree: Any, caller: str) -> None:
+def check_tree(tree: object, caller: str) -> None:
     """Raises if a public function was given something that holds no model."""
     if isinstance(tree, _NO_TREES):
         fix = f"{tree.__name__}(...)" if isinstance(tree, type) else "model"
@@ -311,7 +311,7 @@ def check_tree(tree: Any, caller: str) -> None:
         )
 
 
-def walk_objects(roots: Sequence[Any]) -> list[Any]:
+def walk_objects(roots: Sequence[object]) -> list[Any]:
     """Returns all objects reachable from ``roots``, in the order of ``GraphDef.objects``."""
     walk = GraphWalk()
     for root in roots:
@@ -370,7 +370,7 @@ def assemble(
 
 
 def build(
-    graphdef: GraphDef, values: Iterable[Any], owner: Any, lock: str | None = None
+    graphdef: GraphDef, values: Iterable[object], owner: object, lock: str | None = None
 ) -> tuple[list[Any], list[Any]]:
     """Returns new (roots, objects) from a structure and values."""
     definitions = graphdef.objects
@@ -387,7 +387,7 @@ def build(
 M = TypeVar("M")
 
 
-def has_objects(tree: Any) -> bool:
+def has_objects(tree: object) -> bool:
     """Whether a pytree holds a Module, container or Variable anywhere."""
     # At the speed of JAX's own flattening. It does not stop at the first object: JAX's flattening
     # counts its depth and loses count when it is left by an exception.
@@ -399,7 +399,7 @@ def has_objects(tree: Any) -> bool:
         local.probing = False
 
 
-def flatten_plain(tree: Any) -> tuple[list[Any], Any] | None:
+def flatten_plain(tree: object) -> tuple[list[Any], Any] | None:
     """Flattens a pytree by ``jax.tree.flatten``; None if it holds objects."""
     local.probing, local.found = True, False
     try:
@@ -409,7 +409,7 @@ def flatten_plain(tree: Any) -> tuple[list[Any], Any] | None:
         local.probing = False
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: object) -> bool:
     """Whether ``value`` is a Module, container or Variable; for ``is_leaf=``."""
     return isinstance(value, Object)
 
@@ -425,7 +425,7 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
     return values
 
 
-def _rebuilt_here(children: Sequence[Any]) -> tuple[Any, str | None]:
+def _rebuilt_here(children: Sequence[object]) -> tuple[Any, str | None]:
     """Returns owner and lock of what JAX rebuilds."""
     owner = owner_here()
     is_lost = (
@@ -452,7 +452,7 @@ def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[PathKey, Any]], Grap
     return list(zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)), graphdef
 
 
-def _unflatten_graph(graphdef: GraphDef, children: Iterable[Any]) -> Any:
+def _unflatten_graph(graphdef: GraphDef, children: Iterable[object]) -> Any:
     values = list(children)
     return build(graphdef, values, *_rebuilt_here(values))[0][0]
 

@@ -136,17 +136,17 @@ def stack_values(values: Sequence[Any]) -> Any:
     return _stack_program(with_lead(sharding))(arrays)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, (LazyValue, jax.ShapeDtypeStruct)) or jax.tree_util.all_leaves(
         (value,)
     )
 
 
-def _is_traced(values: Sequence[Any]) -> bool:
+def _is_traced(values: Sequence[object]) -> bool:
     return any(isinstance(value, Tracer) for value in values)
 
 
-def named_sharding(value: Any) -> NamedSharding | None:
+def named_sharding(value: object) -> NamedSharding | None:
     """Returns an array's sharding over a mesh of devices, or None."""
     if isinstance(value, (LazyValue, Tracer)):
         return None
@@ -182,7 +182,7 @@ def _stack_program(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
 # --- parts of values ------------------------------------------------------------------------------
 
 
-def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> Any:
+def part_of(value: Any, index: int, read: Callable[[], object] | None = None) -> Any:
     """Returns one part of a stacked value; lazy ones stay lazy."""
     if not _is_leaf(value):
         return jax.tree.map(lambda leaf: part_of(leaf, index), value)
@@ -197,12 +197,12 @@ def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> An
     return np.array(value[index]) if isinstance(value, np.ndarray) else value[index]
 
 
-def with_part(value: Any, index: int, new: Any) -> Any:
+def with_part(value: object, index: int, new: object) -> Any:
     """Returns a stacked value with one part replaced."""
     return jax.tree.map(lambda leaf, part: _with_part(leaf, index, part), value, new)
 
 
-def _with_part(leaf: Any, index: int, part: Any) -> Any:
+def _with_part(leaf: object, index: int, part: object) -> Any:
     if isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray):
         changed = leaf.copy()
         changed[index] = part
@@ -298,18 +298,18 @@ class _ViewOfVariable:
     def _make(cls, *parts: Any) -> Any:
         return cls._plain._make(*parts)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         # A Variable of its own with this part's value, as in every copy of a view.
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
-    def _flatten(self, encode: Any) -> flatten.VariableDef:
+    def _flatten(self, encode: object) -> flatten.VariableDef:
         return flatten.VariableDef(self._plain, self._metadata)
 
     def _stand_in(self, frame: Frame) -> Any:
         return stand_in(self, frame)
 
-    def _check_part(self, new: Any) -> None:
+    def _check_part(self, new: object) -> None:
         """Raises if a value does not have the form of the part."""
         old = self._parent._value
         if _form(old, 1) != _form(new) or _is_abstract(old) != _is_abstract(new):
@@ -323,7 +323,7 @@ class _ViewOfVariable:
         raise LayerViewError(VIEW_LOCK.format(what=what))
 
 
-def _copied_view(plain: Any, state: Any) -> Variable[Any]:
+def _copied_view(plain: Any, state: object) -> Variable[Any]:
     """Returns a Variable with the state of a pickled view."""
     variable = object.__new__(plain)
     variable.__setstate__(state)
@@ -335,13 +335,13 @@ def _part_metadata(metadata: Metadata) -> Metadata:
     return metadata.without_axis(0)
 
 
-def _form(value: Any, lead: int = 0) -> Any:
+def _form(value: object, lead: int = 0) -> Any:
     """Structure, shapes and dtypes of a value; without the leading dimensions."""
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [(tuple(leaf.shape[lead:]), leaf.dtype) for leaf in leaves]
 
 
-def _is_abstract(value: Any) -> bool:
+def _is_abstract(value: object) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
@@ -420,7 +420,7 @@ def _plain_type(variable: Any) -> Any:
 class _Shallow(flatten.GraphWalk):
     """A walk that does not look into what it meets."""
 
-    def visit(self, item: Object, path: Any) -> int:
+    def visit(self, item: Object, path: object) -> int:
         """Returns the object's position."""
         if id(item) not in self.index:
             self.index[id(item)] = len(self.objects)
@@ -463,7 +463,7 @@ def block_parents(frame: Frame, variable: Any) -> None:
         parent = parent._parent
 
 
-def _refuse_parent(parent: Any) -> None:
+def _refuse_parent(parent: object) -> None:
     raise LayerViewError(
         f"A stacked {type(parent).__name__} was used inside a transform that was given a view of "
         f"one of its layers: they would be two Variables for one value. Pass the stack and take "
@@ -481,7 +481,7 @@ class Stacked(NamedTuple):
     shared: tuple[Path, ...]  # paths, below it, of objects that are not stacked
 
 
-def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int] = ()) -> Stacked:
+def stack_objects(roots: Sequence[Object], axis_name: object, older: Collection[int] = ()) -> Stacked:
     """Stacks objects of one structure."""
     walks = [_walk(root) for root in roots]
     for number, walk in enumerate(walks):
@@ -522,7 +522,7 @@ def _walk(root: Object) -> flatten.GraphWalk:
 def _rebuilt(
     walk: flatten.GraphWalk,
     kept_positions: Collection[int],
-    variable: Callable[[int, flatten.VariableDef], tuple[Any, Metadata]],
+    variable: Callable[[int, flatten.VariableDef], tuple[object, Metadata]],
 ) -> Any:
     """Builds the objects of a walk anew."""
     owner = owner_here()

@@ -57,14 +57,14 @@ def exact_dtype(dtype: Any) -> np.dtype:
     return usable
 
 
-def float_dtype(dtype: Any = None) -> np.dtype:
+def float_dtype(dtype: object = None) -> np.dtype:
     """Returns the dtype given, else the default of floats."""
     if dtype is None:
         dtype = _block_dtype.get() or _Process.dtype or float
     return exact_dtype(dtype)
 
 
-def default_float(dtype: Any) -> np.dtype:
+def default_float(dtype: object) -> np.dtype:
     """Returns a dtype that may be the default of floats."""
     exact = exact_dtype(dtype)
     if not jnp.issubdtype(exact, jnp.floating):
@@ -76,7 +76,7 @@ def default_float(dtype: Any) -> np.dtype:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: Any) -> Iterator[np.dtype]:
+def default_dtype(dtype: object) -> Iterator[np.dtype]:
     """Sets the default dtype of new float arrays in a block.
 
     It belongs to the thread that enters the block. Functions of ``jax.numpy`` have defaults of
@@ -105,7 +105,7 @@ def default_dtype(dtype: Any) -> Iterator[np.dtype]:
 
 
 @contextlib.contextmanager
-def default_device(device: Any) -> Iterator[Any]:
+def default_device(device: object) -> Iterator[Any]:
     """Sets the device of new arrays and computations in a block.
 
     It is ``jax.default_device`` with devices by name, and belongs to the thread that enters the
@@ -131,7 +131,7 @@ def default_device(device: Any) -> Iterator[Any]:
         yield chosen
 
 
-def as_device(device: Any) -> Any:
+def as_device(device: object) -> Any:
     """Returns a device by name; starts JAX's backend."""
     if isinstance(device, jax.Device):
         return device
@@ -152,7 +152,7 @@ def as_device(device: Any) -> Any:
     return devices[number]
 
 
-def parse_device(name: Any) -> tuple[str, int]:
+def parse_device(name: object) -> tuple[str, int]:
     """Reads the name of a device, without starting JAX's backend."""
     platform, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not platform.isidentifier() or (colon and not number.isdecimal()):
@@ -163,7 +163,7 @@ def parse_device(name: Any) -> tuple[str, int]:
     return platform, int(number or 0)
 
 
-def set_process_dtype(dtype: Any) -> None:
+def set_process_dtype(dtype: object) -> None:
     """Sets the dtype of the process; None for JAX's own."""
     _Process.dtype = None if dtype is None else default_float(dtype)
 

@@ -159,7 +159,7 @@ def threefry_fold(keys: np.ndarray, data: np.ndarray) -> np.ndarray:
 
 
 def _fold_chunk(
-    impl: Any, count: int, roots: Sequence[np.ndarray], folds: Sequence[tuple[int, ...]]
+    impl: object, count: int, roots: Sequence[np.ndarray], folds: Sequence[tuple[int, ...]]
 ) -> jax.Array:
     padded = np.zeros((CHUNK, len(roots[0])), np.uint32)
     padded[: len(roots)] = roots
@@ -169,7 +169,7 @@ def _fold_chunk(
 
 
 @functools.lru_cache(maxsize=64)
-def _fold_program(impl: Any, count: int) -> Callable[[Any, Any], jax.Array]:
+def _fold_program(impl: object, count: int) -> Callable[[Any, Any], jax.Array]:
     def fold(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         words, data = row
         key = jax.random.wrap_key_data(words, impl=impl)
@@ -243,7 +243,7 @@ class _EmptyProgram(InitializerProgram):
         super().__init__(function, words, None)
         self._place = place
 
-    def __call__(self, words: Any) -> jax.Array:
+    def __call__(self, words: object) -> jax.Array:
         return jax.device_put(super().__call__(words), self._place)
 
 
@@ -251,9 +251,9 @@ class _EmptyProgram(InitializerProgram):
 def initializer_program(
     initializer: Static,
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: object,
     impl: Any,
-    sharding: Any,
+    sharding: object,
     lead: tuple[int, ...] = (),
 ) -> InitializerProgram:
     """Returns the program of an initializer."""
@@ -280,7 +280,7 @@ def initializer_program(
 
 
 def program_into(
-    sharding: Any, function: Callable[[Any], jax.Array], source: Any, freely: bool
+    sharding: object, function: Callable[[Any], jax.Array], source: object, freely: bool
 ) -> InitializerProgram:
     """Returns the program that writes what a function makes into a sharding."""
     # Freely: each device may compute its part only. Otherwise each computes the whole array.
@@ -288,7 +288,7 @@ def program_into(
         return InitializerProgram(function, source, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
 
-    def compute_whole(source: Any) -> jax.Array:
+    def compute_whole(source: object) -> jax.Array:
         return jax.lax.with_sharding_constraint(function(source), whole)
 
     return InitializerProgram(compute_whole, source, sharding)
@@ -320,7 +320,7 @@ def _many_words(words: Any, lead: tuple[int, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> InitializerProgram:
+def key_program(impl: object, sharding: object, lead: tuple[int, ...] = ()) -> InitializerProgram:
     """Returns the program that makes keys of words ``uint32[*lead, k]``."""
     return InitializerProgram(
         lambda words: jax.random.wrap_key_data(words, impl=impl),
@@ -344,11 +344,11 @@ def compile_together(programs: Iterable[InitializerProgram]) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
+def _words_of(impl: object) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
-def cuts_freely(function: Callable[[Any], jax.Array], source: Any, impl: Any) -> bool:
+def cuts_freely(function: Callable[[Any], jax.Array], source: object, impl: object) -> bool:
     """Whether no sharding changes a bit of the result."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         names = set(_primitives(jax.make_jaxpr(function)(source).jaxpr))
@@ -392,7 +392,7 @@ def announced(initializer: Initializer) -> tuple[Initializer, Metadata | None]:
     return announced(announcement[1])[0], announcement[2]
 
 
-def _array_of(value: Any, initializer: Initializer) -> Any:
+def _array_of(value: object, initializer: Initializer) -> Any:
     """What an initializer returned, or raises if it is no array."""
     if hasattr(value, "shape") or isinstance(value, (bool, int, float, complex)):
         return value

@@ -423,7 +423,7 @@ class Rngs(Module):
             shape = getattr(key, "shape", ())
             stream.key.value, stream.count.value = key, np.zeros(shape, np.uint32)
 
-    def _child(self, keys: Callable[[RngStream], Any]) -> Rngs:
+    def _child(self, keys: Callable[[RngStream], object]) -> Rngs:
         """Returns Rngs of the same names with streams of other keys."""
         child = Rngs()
         for name, stream in self.streams():
@@ -431,7 +431,7 @@ class Rngs(Module):
         return child
 
 
-def _count(number: Any) -> int:
+def _count(number: object) -> int:
     if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number > 0:
         return int(number)
     raise SeedError(f"Keys are split into a number of them, such as split=4, not {number!r}.")

@@ -54,7 +54,7 @@ class FlatTree:
             i for i, definition in definitions if type(definition) is flatten.VariableDef
         ]
 
-    def _encoded(self, keys: Sequence[Any], leaf: Any) -> _Encoded:
+    def _encoded(self, keys: Sequence[object], leaf: object) -> _Encoded:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
 
     def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:
@@ -98,7 +98,7 @@ class _Encoded(NamedTuple):
     child: Any
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     return isinstance(value, (Object, Slot))
 
 
@@ -157,7 +157,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
     return flat.rebuilt(slots), tuple(variables)
 
 
-def freeze(tree: Any, *filters: Filter) -> Any:
+def freeze(tree: object, *filters: Filter) -> Any:
     """Returns the tree with frozen values in place of Variables.
 
     What two places share, they share frozen: it is one leaf, with one gradient.
@@ -189,7 +189,7 @@ def freeze(tree: Any, *filters: Filter) -> Any:
     return flat.rebuilt(frozen_by_position)
 
 
-def thaw(tree: Any, *filters: Filter) -> Any:
+def thaw(tree: object, *filters: Filter) -> Any:
     """Replaces frozen values by new mutable Variables.
 
     It undoes ``freeze``.
@@ -228,12 +228,12 @@ class _SlotDecoder(flatten.ChildDecoder):
         super().__init__(objects)
         self.by_label = by_label
 
-    def __call__(self, child: Any) -> Any:
+    def __call__(self, child: object) -> Any:
         value = super().__call__(child)
         return self.by_label.get(value.label, value) if type(value) is Slot else value
 
 
-def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
+def bind(tree: object, variables: object, allow_unused: bool = False) -> Any:
     """Puts Variables or frozen values into the slots of a tree.
 
     It is the inverse of ``unbind``.
@@ -287,7 +287,7 @@ def _first_open(flat: FlatTree) -> dict[Path, OpenSlot]:
     return slot_by_label
 
 
-def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool) -> dict[Path, Any]:
+def _matched(slots: Mapping[Path, OpenSlot], variables: object, allow_unused: bool) -> dict[Path, Any]:
     """Returns the Variable for every label that gets one."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         variables, is_leaf=lambda item: isinstance(item, Object)
@@ -318,7 +318,7 @@ def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool)
     return {label: variable for label, (_, variable) in matched.items()}
 
 
-def _label_for(variable: Any, slots: Mapping[Path, OpenSlot]) -> Path | str:
+def _label_for(variable: object, slots: Mapping[Path, OpenSlot]) -> Path | str:
     """Returns a Variable's label, or why there is none."""
     if isinstance(variable, FrozenVariable):
         return variable.label
@@ -337,7 +337,7 @@ def _label_for(variable: Any, slots: Mapping[Path, OpenSlot]) -> Path | str:
     return fitting[0] if fitting else labels[-1]
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _equal(first: object, second: object) -> bool:
     frozen_both = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
     return frozen_both and bool(first == second)
 
@@ -373,7 +373,7 @@ def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
 # --- functional calls -----------------------------------------------------------------------------
 
 
-def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def stateless_call(tree: object, variables: object, /, *args: object, **kwargs: object) -> tuple[Any, Any]:
     """Calls a model as a pure function of values for its slots.
 
     Args:
@@ -433,7 +433,7 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
     return result, treedef.unflatten([frozen(thawed[leaf.label], leaf.label) for leaf in leaves])
 
 
-def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
+def _with_frozen_rest(tree: object, arguments: object) -> Any:
     """Freezes the Variables that are not arguments too."""
     argument_ids = set(map(id, FlatTree(arguments).walk.objects))
     flat = FlatTree(tree)
@@ -441,7 +441,7 @@ def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
     return flat.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in argument_ids})
 
 
-def _structure(tree: Any) -> tuple[flatten.GraphDef, list[Path]]:
+def _structure(tree: object) -> tuple[flatten.GraphDef, list[Path]]:
     walk = FlatTree(tree).walk
     return flatten.GraphDef(tuple(walk.definitions), ()), walk.paths
 

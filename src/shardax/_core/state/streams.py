@@ -91,7 +91,7 @@ def _sizes(name: str, sizes: Sizes) -> _Rule:
 
 
 def with_rngs(
-    tree: Any = None,
+    tree: object = None,
     *,
     split: Sizes = None,
     fork: Filter = None,
@@ -147,7 +147,7 @@ def with_rngs(
     return recursive_map(replaced, tree)
 
 
-def _around(rules: _StreamRules, function: Callable[..., Any]) -> Callable[..., Any]:
+def _around(rules: _StreamRules, function: Callable[..., object]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -159,7 +159,7 @@ def _around(rules: _StreamRules, function: Callable[..., Any]) -> Callable[..., 
 
 
 def fork_rngs(
-    tree: Any, *, split: Sizes = None, broadcast: Sizes = None, only: Filter = ...
+    tree: object, *, split: Sizes = None, broadcast: Sizes = None, only: Filter = ...
 ) -> contextlib.AbstractContextManager[None]:
     """Forks the random streams of a model for a block.
 
@@ -189,7 +189,7 @@ def fork_rngs(
 
 
 @contextlib.contextmanager
-def _replaced(tree: Any, rules: _StreamRules) -> Iterator[None]:
+def _replaced(tree: object, rules: _StreamRules) -> Iterator[None]:
     """Gives streams other keys in place, and the old ones back."""
     streams: dict[int, tuple[Path, RngStream]] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=flatten.is_object):

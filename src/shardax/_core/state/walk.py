@@ -28,7 +28,7 @@ T = TypeVar("T")
 PartFunction = Callable[[Path, Any], Any]
 
 
-def iter_graph(tree: Any) -> Iterator[tuple[Path, Any]]:
+def iter_graph(tree: object) -> Iterator[tuple[Path, Any]]:
     """Yields (path, part) of each Module, Variable and plain array once.
 
     Args:
@@ -88,7 +88,7 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
     return unbox_tree(decode(flat.graphdef.roots[0]))
 
 
-def recursive_map(fn: PartFunction, tree: Any) -> Any:
+def recursive_map(fn: PartFunction, tree: object) -> Any:
     """Makes a new model by a function of every part.
 
     Args:
@@ -147,7 +147,7 @@ def with_vars(tree: T, *, ref: bool, only: Filter = ...) -> T:
     """
     predicate = to_predicate(only)
 
-    def changed(path: Path, part: Any) -> Any:
+    def changed(path: Path, part: object) -> Any:
         if not isinstance(part, Variable) or not predicate(path, part):
             return part
         value = part.value
@@ -176,7 +176,7 @@ class _Rebuilding(flatten.ChildDecoder):
         self.inside: set[int] = set()  # positions of the objects that are being rebuilt
         self.objects: Any = {}  # what was made, by position
 
-    def __call__(self, child: Any) -> Any:
+    def __call__(self, child: object) -> Any:
         if type(child) is not flatten.Ref:
             return super().__call__(child)
         position = child.position

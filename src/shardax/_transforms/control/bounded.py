@@ -84,7 +84,7 @@ class _LoopState(NamedTuple):
     carry: Any
 
 
-def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) -> WhileResult:
+def run_bounded(loop: BoundedLoop, init: object, differentiable: Differentiable) -> WhileResult:
     """Runs a bounded loop."""
     active = loop.condition(init)
     start = _LoopState(active, scan.vary_alike(jnp.zeros((), jnp.int32), active), init)
@@ -97,7 +97,7 @@ def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) ->
     return WhileResult(last.carry, history, last.length, jnp.logical_not(last.active))
 
 
-def settled(body: Callable[[Any], Any], init: Any) -> Any:
+def settled(body: Callable[[Any], object], init: object) -> Any:
     """Returns the first carry as arrays of the body's dtypes."""
     arrays = jax.tree.map(jnp.asarray, init)
     for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
@@ -148,23 +148,23 @@ def _select(mine: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, old)
 
 
-def _repeated(rows: Any, count: int) -> Any:
+def _repeated(rows: object, count: int) -> Any:
     return jax.tree.map(lambda row: jax.lax.broadcast(row, (count,)), rows)
 
 
 @jax.custom_batching.custom_vmap
-def any_active(active: Any) -> Any:
+def any_active(active: object) -> Any:
     """Whether any batch element is active: one answer for all."""
     return active
 
 
 @any_active.def_vmap
-def _any_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+def _any_active_rule(axis_size: int, batched: object, active: Any) -> tuple[Any, bool]:
     return any_active(active.any(axis=0)), False
 
 
 @jax.custom_batching.custom_vmap
-def element_active(active: Any) -> Any:
+def element_active(active: object) -> Any:
     """Whether this batch element is active, given that any is."""
     # Without ``vmap`` there is one batch element, so the answer is a constant, and the compiler
     # drops what is selected by it.
@@ -172,7 +172,7 @@ def element_active(active: Any) -> Any:
 
 
 @element_active.def_vmap
-def _element_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+def _element_active_rule(axis_size: int, batched: object, active: object) -> tuple[Any, bool]:
     return active, True
 
 
@@ -187,10 +187,10 @@ def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_Loo
     def take_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
         return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
 
-    def skip_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
+    def skip_block(progress: _LoopState, first: object) -> tuple[_LoopState, Any]:
         return progress, _repeated(loop.padding, size)
 
-    def one_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
+    def one_block(progress: _LoopState, first: object) -> tuple[_LoopState, Any]:
         return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
 
     policy = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
@@ -224,7 +224,7 @@ def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tupl
     # what is kept inside a branch is kept by every turn of the scan.
     checkpointed = jax.checkpoint(one_step, prevent_cse=False)
 
-    def named_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
+    def named_step(progress: _LoopState, step: object) -> tuple[_LoopState, Any]:
         return checkpointed(checkpoint_name(progress, _GOES_IN), step)
 
     return named_step
@@ -235,14 +235,14 @@ _HISTORY = 2
 
 
 def bounded_while_loop(
-    cond_fun: Callable[[Any], Any],
-    body_fun: Callable[[Any], Any],
-    init: Any,
+    cond_fun: Callable[[Any], object],
+    body_fun: Callable[[Any], object],
+    init: object,
     *,
     max_steps: int,
-    history: Callable[[Any], Any] | None = None,
+    history: Callable[[Any], object] | None = None,
     differentiable: Differentiable = "no",
-    padding: Any = 0,
+    padding: object = 0,
 ) -> WhileResult:
     """Runs a function over Modules at most ``max_steps`` times.
 
@@ -292,7 +292,7 @@ def bounded_while_loop(
 
 def _bounded_while_loop(
     functions: Sequence[Any],
-    options: tuple[int, Differentiable, Any],
+    options: tuple[int, Differentiable, object],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> WhileResult:
@@ -345,10 +345,10 @@ def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
     return operator.index(max_steps)
 
 
-def _row_of(result: Any) -> Any:
+def _row_of(result: object) -> Any:
     """Returns what a history function returned as arrays."""
 
-    def as_array(path: Any, leaf: Any) -> Any:
+    def as_array(path: Any, leaf: object) -> Any:
         value = leaf.value if isinstance(leaf, Variable) else leaf
         if isinstance(value, ARRAY_OR_NUMBER):
             return jnp.asarray(value)
@@ -362,7 +362,7 @@ def _row_of(result: Any) -> Any:
     return jax.tree_util.tree_map_with_path(as_array, result, is_leaf=is_object)
 
 
-def padding_row(padding: Any, kinds: Any) -> Any:
+def padding_row(padding: object, kinds: object) -> Any:
     """Returns a row of padding."""
     rows = jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
@@ -400,7 +400,7 @@ def _filled(key_path: Any, value: Any, kind: Any) -> Any:
     return scan.vary_alike(_laid_out_alike(row, kind), kind)
 
 
-def _laid_out_alike(row: Any, kind: Any) -> Any:
+def _laid_out_alike(row: object, kind: object) -> Any:
     """Returns an array in another's layout over Explicit axes."""
     sharding = jax.typeof(kind).sharding
     if all(entry is None for entry in sharding.spec):

@@ -40,7 +40,7 @@ class BranchOutcome(NamedTuple):
     fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def _result_outline(result: Any, effects: binding.Effects) -> Any:
+def _result_outline(result: object, effects: binding.Effects) -> Any:
     leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     positions = {} if effects.result is None else dict(effects.result.roots)
     return treedef.unflatten([positions.get(place, scan.ARRAY) for place in range(len(leaves))])
@@ -93,7 +93,7 @@ class _Comparison:
                 "order), or change it before the choice and only write values inside.",
             )
 
-    def _describe_attributes(self, outcome: BranchOutcome, new: Any, against: Any) -> str:
+    def _describe_attributes(self, outcome: BranchOutcome, new: object, against: object) -> str:
         """Returns the attributes in which one definition differs from another."""
         mine, theirs = (
             {key: child for key, child in flatten.definition_children(item) if isinstance(key, str)}
@@ -185,7 +185,7 @@ class _Comparison:
             flatten.GraphDef((*objects, *outcome.effects.fresh), roots), names
         )
 
-    def _check_written(self, values: Sequence[Any]) -> None:
+    def _check_written(self, values: Sequence[object]) -> None:
         for position in sorted({p for outcome in self.both for p in outcome.written}):
             forms = [scan.form(item.written.get(position, values[position])) for item in self.both]
             if forms[0] != forms[1]:
@@ -199,7 +199,7 @@ class _Comparison:
                 )
 
 
-def _outline_leaves(outline: Any) -> list[tuple[Path, int]]:
+def _outline_leaves(outline: object) -> list[tuple[Path, int]]:
     pairs = jax.tree_util.tree_leaves_with_path(outline)
     return [(plain_path(keys), leaf) for keys, leaf in pairs]
 
@@ -209,11 +209,11 @@ def _at(path: Path) -> str:
 
 
 def cond(
-    pred: Any,
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
-    *operands: Any,
-    **named_operands: Any,
+    pred: object,
+    true_fun: Callable[..., object],
+    false_fun: Callable[..., object],
+    *operands: object,
+    **named_operands: object,
 ) -> Any:
     """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
 
@@ -251,7 +251,7 @@ def cond(
 
 
 def _cond(
-    functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
+    functions: Sequence[object], _: None, args: Sequence[object], named_operands: Mapping[str, object]
 ) -> Any:
     pred, *operands = args
     branches: dict[str, Any] = dict(zip(("true_fun", "false_fun"), functions, strict=True))
@@ -261,12 +261,12 @@ def _cond(
     return _run("cond", branches, (operands, named_operands), decision, choose)
 
 
-def _choose(decision: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+def _choose(decision: object, branches: Sequence[Callable[[], object]]) -> Any:
     return jax.lax.cond(decision, *branches)
 
 
 def switch(
-    index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, **named_operands: Any
+    index: object, branches: Sequence[Callable[..., object]], *operands: object, **named_operands: object
 ) -> Any:
     """Runs one of several functions over Modules, as ``jax.lax.switch`` does; see ``cond``.
 
@@ -306,7 +306,7 @@ def _switch(
     return _run("switch", branches, (operands, named_operands), decision, choose)
 
 
-def _check_callable(name: str, functions: Mapping[str, Any]) -> None:
+def _check_callable(name: str, functions: Mapping[str, object]) -> None:
     for label, function in functions.items():
         if not callable(function):
             raise BranchError(
@@ -318,9 +318,9 @@ def _check_callable(name: str, functions: Mapping[str, Any]) -> None:
 def _run(
     name: str,
     functions: Mapping[str, Callable[..., Any]],
-    operands: tuple[Sequence[Any], Mapping[str, Any]],
-    decision: Any,
-    choose: Callable[..., Any],
+    operands: tuple[Sequence[object], Mapping[str, object]],
+    decision: object,
+    choose: Callable[..., object],
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
         branches = [*functions.values()]
@@ -346,7 +346,7 @@ class _BranchingCall:
             for which in range(len(labels))
         ]
 
-    def _one(self, which: int, values: list[Any], plain: tuple[Any, dict[str, Any]]) -> Any:
+    def _one(self, which: int, values: list[object], plain: tuple[object, dict[str, object]]) -> Any:
         """Runs a branch; returns result arrays, written and new values."""
 
         def leave(context: engine.RunContext) -> Any:
@@ -362,7 +362,7 @@ class _BranchingCall:
             self.call.run, self.call, values, *plain, leave, which=which, otherwise=([], {}, [])
         )
 
-    def _branch(self, which: int, targets: Sequence[_OutputType], values: Any, plain: Any) -> Any:
+    def _branch(self, which: int, targets: Sequence[_OutputType], values: object, plain: object) -> Any:
         """Runs a branch and returns, flat, what leaves every branch."""
         leaves, written, fresh = self.ones[which](values, plain)
         everything = self._joined(leaves, written, fresh, values)

@@ -24,7 +24,7 @@ from shardax._transforms.lift import engine
 from shardax._transforms.lift.tracer_errors import naming
 
 
-def as_predicate(value: Any, name: str) -> Any:
+def as_predicate(value: object, name: str) -> Any:
     """Returns a predicate as a boolean of shape ()."""
     number = _one_number(value, name, "one boolean", "Reduce it: x.all(), x.any(), x[0] > 0.")
     kind = jnp.result_type(number)
@@ -35,7 +35,7 @@ def as_predicate(value: Any, name: str) -> Any:
     raise DecisionError(f"{name} must be one boolean, but has dtype {kind}. Compare it: x != y.")
 
 
-def as_integer(value: Any, name: str) -> Any:
+def as_integer(value: object, name: str) -> Any:
     """Returns an index or bound, an integer of shape ()."""
     number = _one_number(value, name, "one integer", "Take one of them: x[0].")
     kind = jnp.result_type(number)
@@ -45,7 +45,7 @@ def as_integer(value: Any, name: str) -> Any:
     raise DecisionError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
 
 
-def _one_number(value: Any, name: str, expected: str, hint: str) -> Any:
+def _one_number(value: object, name: str, expected: str, hint: str) -> Any:
     number = value.value if isinstance(value, Variable) else value
     if not isinstance(number, engine.ARRAY_OR_NUMBER):
         raise DecisionError(f"{name} must be {expected}, but is a {type(value).__name__}.")
@@ -55,7 +55,7 @@ def _one_number(value: Any, name: str, expected: str, hint: str) -> Any:
 
 
 def while_loop(
-    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
+    cond_fun: Callable[[Any], object], body_fun: Callable[[Any], object], init_val: object
 ) -> Any:
     """Runs a function over Modules while a condition holds, as ``jax.lax.while_loop`` does.
 
@@ -194,7 +194,7 @@ class ReadOnlyFunction:
     def __call__(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
         return self.one(*self.body.inputs(carry))
 
-    def _one(self, values: list[Any], plain: list[Any]) -> Any:
+    def _one(self, values: list[object], plain: list[object]) -> Any:
         positional, named = self.body.plain_tree.unflatten(plain)
         return self.body.call.run(values, positional, named, self._leave, which=self.which)
 
@@ -209,7 +209,7 @@ class ReadOnlyFunction:
             self._refuse(call.graph.objects()[index], call.graph.flat.paths[index])
         return self.finish(context.result)
 
-    def _refuse(self, item: Any, path: Path) -> None:
+    def _refuse(self, item: object, path: Path) -> None:
         raise DecisionError(
             f"The {self.role} of sx.{self.body.call.name} changes the {kind_of(item)} at "
             f"{format_path(path)}, but it only reads: it may be asked at other times than the body "

@@ -151,7 +151,7 @@ class _RuleRunner:
         self.nondiff = nondiff
         self.tangents: tuple[Any, ...] = ()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         primals = tuple(arg for i, arg in enumerate(args) if i not in self.nondiff)
         return self.rule(*(args[i] for i in self.nondiff), primals, self.tangents)
 
@@ -262,7 +262,7 @@ class _CustomJvpCall:
                         f"choosing it; or cut it before the call with jax.lax.stop_gradient."
                     )
 
-    def _record_effects(self, context: engine.RunContext, result: Any) -> binding.LiftedOutputs:
+    def _record_effects(self, context: engine.RunContext, result: object) -> binding.LiftedOutputs:
         refuse_objects(result, "custom_jvp")
         binding.check_result(result, "custom_jvp")
         if context.frame.captured:
@@ -287,7 +287,7 @@ def _did(effects: binding.Effects) -> Any:
     return effects.written, effects.updates, effects.fresh
 
 
-def _holds_data(value: Any) -> bool:
+def _holds_data(value: object) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=is_object)
     return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
 
@@ -310,7 +310,7 @@ def _zero_tangent(leaf: Any) -> Any:
     return np.zeros(np.shape(leaf), jax.dtypes.float0)
 
 
-def _tangent_like(result: Any, tangent: Any) -> Any:
+def _tangent_like(result: object, tangent: object) -> Any:
     """Returns a rule's tangent with zeros for None and integers."""
     leaves, treedef = jax.tree.flatten(result)
     try:

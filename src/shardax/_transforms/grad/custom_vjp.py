@@ -70,7 +70,7 @@ class PackedResiduals:
         return join_argument(self.template, self.plain, roots)
 
 
-def pack_residuals(item: Any) -> PackedResiduals:
+def pack_residuals(item: object) -> PackedResiduals:
     """Packs an item with the present values of its Variables."""
     roots: list[Any] = []
     template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
@@ -204,7 +204,7 @@ class CustomVjpCall:
         self.call.release(known)
         return out
 
-    def _explore(self, differentiable: Any, nondifferentiable: Any) -> list[bool]:
+    def _explore(self, differentiable: object, nondifferentiable: object) -> list[bool]:
         """Explores ``fwd``; returns which nondifferentiable arrays it uses."""
         count = len(jax.tree.leaves(nondifferentiable))
         frame = local.frame
@@ -270,7 +270,7 @@ class CustomVjpCall:
                 ways |= dict.fromkeys(lost, f"in the argument {label!r}")
         return ways
 
-    def _guarded_twice(self, values: Sequence[Any]) -> list[Any]:
+    def _guarded_twice(self, values: Sequence[object]) -> list[Any]:
         """Forbids gradients of Variables that arrive without one, too."""
         guarded = list(values)
         for place, index in enumerate(self.indices):
@@ -316,7 +316,7 @@ class CustomVjpCall:
         packed = pack_residuals([nondiff, result[1]])
         return self._record_effects(context, result[0]), packed
 
-    def _record_effects(self, context: engine.RunContext, result: Any) -> binding.LiftedOutputs:
+    def _record_effects(self, context: engine.RunContext, result: object) -> binding.LiftedOutputs:
         refuse_objects(result, "custom_vjp")
         binding.check_result(result, "custom_vjp")
         if context.frame.captured:
@@ -356,7 +356,7 @@ class CustomVjpCall:
             extra = [self._of_state(of_written, of_fresh)] if self.rule.state_cotangents else []
             return self._arrange(bwd(*nondiff, residuals, of_result, *extra)), None
 
-    def _of_state(self, of_written: Sequence[Any], of_fresh: Sequence[Any]) -> State:
+    def _of_state(self, of_written: Sequence[object], of_fresh: Sequence[object]) -> State:
         assert self.effects is not None
         paths = [self.written_paths[position] for position in self.effects.written]
         pairs = [
@@ -371,7 +371,7 @@ class CustomVjpCall:
             }
         )
 
-    def _arrange(self, gradients: Any) -> tuple[list[Any], list[Any]]:
+    def _arrange(self, gradients: object) -> tuple[list[Any], list[Any]]:
         """Returns what ``bwd`` returned like the moving inputs."""
         labels = [target.label for target in self.targets]
         if not isinstance(gradients, (tuple, list)) or len(gradients) != len(labels):
@@ -421,7 +421,7 @@ def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffSt
     return sorted(nondiff), chosen
 
 
-def _holds_data(value: Any) -> bool:
+def _holds_data(value: object) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=is_object)
     return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
 
@@ -430,7 +430,7 @@ def _like(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), diff.dtype_of(leaf))
 
 
-def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
+def _with_varying(axes: frozenset[str], gradient: object) -> Any:
     """Returns a gradient that varies over its input's manual axes."""
     # An input that all shards share has one gradient, the sum of what they give.
     if gradient is None:
@@ -470,7 +470,7 @@ _LOST_IN_PART = (
 )
 
 
-def forbid_gradient(value: Any, message: str) -> Any:
+def forbid_gradient(value: object, message: str) -> Any:
     """Returns a value that it is an error to differentiate."""
     if not isinstance(value, Tracer) or not diff.is_differentiable(value):
         return value
@@ -480,7 +480,7 @@ def forbid_gradient(value: Any, message: str) -> Any:
         return value
 
     @same.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
+    def refuse(primals: object, tangents: object) -> Any:
         raise DifferentiationError(message)
 
     return same(value)
@@ -615,7 +615,7 @@ class CustomVjp(PickledByName):
 
 
 def _custom_vjp(
-    _: Sequence[Any], rule: CustomVjp, args: Sequence[Any], kwargs: Mapping[str, Any]
+    _: Sequence[object], rule: CustomVjp, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:
     def attempt(captured: list[Variable[Any]]) -> Any:
         return CustomVjpCall(rule, args, kwargs, captured).run()

@@ -121,7 +121,7 @@ class Tangents:
         )
 
 
-def is_differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: object) -> bool:
     """Whether the dtype of an array has derivatives."""
     return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
@@ -223,7 +223,7 @@ class DiffArgument:
         """The chosen Variables of all its objects."""
         return [entry for item in self.objects for entry in item.entries]
 
-    def _describe_plain_arrays(self, roots: Sequence[Any]) -> str:
+    def _describe_plain_arrays(self, roots: Sequence[object]) -> str:
         texts = [describe_plain_arrays(roots[item.root], item.where) for item in self.objects]
         return next(filter(None, texts), "")
 
@@ -289,7 +289,7 @@ class DiffArgument:
                 f"The {noun} for the argument {self.label!r} is not arranged like it: {error}"
             ) from error
 
-    def _place_object(self, item: DiffObject, tangent: Any, tangents: Tangents) -> None:
+    def _place_object(self, item: DiffObject, tangent: object, tangents: Tangents) -> None:
         if item.is_variable and not item.entries:
             raise TangentError(
                 f"There is a {tangents.noun} for {format_path(item.where)}, which the filter does "
@@ -327,17 +327,17 @@ class DiffArgument:
             tangents.put(leaf_of[path], value, (*item.where, *path))
 
     @staticmethod
-    def _may_move(value: Any) -> bool:
+    def _may_move(value: object) -> bool:
         return any(map(is_differentiable, jax.tree.leaves(value)))
 
 
-def _holding(graphdef: GraphDef, by_path: Mapping[Path, Any]) -> Any:
+def _holding(graphdef: GraphDef, by_path: Mapping[Path, object]) -> Any:
     """Returns objects of a structure that hold values by path, else None."""
     values = [by_path.get(path) for path in graphdef.leaf_paths]
     return build(graphdef, values, owner_here())[0][0]
 
 
-def tangents_in(module: Any) -> State:
+def tangents_in(module: object) -> State:
     """Returns the gradients or tangents in a Module; None stands for none."""
     present = state(module)
     values = {path: v for path, v in present.flat().items() if jax.tree.leaves(v)}
@@ -347,8 +347,8 @@ def tangents_in(module: Any) -> State:
 def arrange_gradients(
     targets: Sequence[DiffArgument],
     indices: Sequence[int],
-    of_values: Sequence[Any],
-    of_plain: Mapping[int, Any],
+    of_values: Sequence[object],
+    of_plain: Mapping[int, object],
 ) -> tuple[Any, ...]:
     """Returns one gradient per argument, each Variable's at its first path."""
     left = dict(zip(indices, of_values, strict=True))
@@ -434,7 +434,7 @@ def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
         )
 
 
-def diff_states(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
+def diff_states(argnums: object, wrt: object) -> tuple[list[DiffState], bool]:
     """Returns what ``argnums`` chooses, and whether it is a sequence."""
     many = isinstance(argnums, (tuple, list))
     chosen = [_as_diff_state(item, wrt) for item in (argnums if many else [argnums])]
@@ -454,7 +454,7 @@ def diff_arguments(
     return targets
 
 
-def _scalar(value: Any, holomorphic: bool) -> Any:
+def _scalar(value: object, holomorphic: bool) -> Any:
     """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
     if axes_of(number) is not None:
@@ -479,9 +479,9 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
 def value_and_grad(
     function: Any = None,
     *,
-    argnums: Any = 0,
+    argnums: object = 0,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: object = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
     as_module: bool = False,
@@ -540,7 +540,7 @@ def value_and_grad(
         indices = sorted({entry.leaf for target in targets for entry in target.entries})
         positions = [target.position for target in targets if target.has_plain]
 
-        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+        def pure(some_values: list[object], some_plain: list[object]) -> tuple[Any, Any]:
             all_values = replaced(values, indices, some_values)
             all_plain = replaced(plain, positions, some_plain)
             return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
@@ -562,9 +562,9 @@ def value_and_grad(
 def grad(
     function: Any = None,
     *,
-    argnums: Any = 0,
+    argnums: object = 0,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: object = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
     as_module: bool = False,
@@ -607,14 +607,14 @@ def grad(
     )
 
     @wraps(function)
-    def grad_function(*args: Any, **kwargs: Any) -> Any:
+    def grad_function(*args: object, **kwargs: object) -> Any:
         value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_function
 
 
-def separate_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+def separate_aux(result: object, has_aux: bool, name: str) -> tuple[Any, Any]:
     """Returns (what is differentiated, aux) of what a function returned."""
     if not has_aux:
         return result, None

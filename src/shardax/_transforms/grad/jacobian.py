@@ -53,7 +53,7 @@ def _jacobian(
             of_result[:] = [jax.tree.structure(result)]
             return result, aux
 
-        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+        def pure(some_values: list[object], some_plain: list[object]) -> tuple[Any, Any]:
             all_values = diff.replaced(values, indices, some_values)
             all_plain = diff.replaced(plain, positions, some_plain)
             return once.run_once(all_values, all_plain, once.arguments.plain_named, split)

@@ -75,10 +75,10 @@ def vjp(
 
 def _vjp(
     function: Callable[..., Any],
-    primals: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    primals: Sequence[object],
+    kwargs: Mapping[str, object],
     has_aux: bool,
-    wrt: Any,
+    wrt: object,
     as_module: bool,
 ) -> Any:
     once = SingleRunCall("vjp", function, primals, kwargs)
@@ -87,7 +87,7 @@ def _vjp(
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
 
-    def pure(some_values: list[Any], all_plain: list[Any]) -> tuple[Any, Any]:
+    def pure(some_values: list[object], all_plain: list[object]) -> tuple[Any, Any]:
         all_values = diff.replaced(values, indices, some_values)
         named = once.arguments.plain_named
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
@@ -133,13 +133,13 @@ class _Arrange:
         return diff.arrange_gradients(self.targets, self.indices, values, of_plain)
 
 
-def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+def _split(result: object, has_aux: bool, name: str) -> tuple[Any, Any]:
     result, aux = diff.separate_aux(result, has_aux, name)
     refuse_objects(result, name)
     return result, aux
 
 
-def refuse_objects(result: Any, name: str) -> None:
+def refuse_objects(result: object, name: str) -> None:
     """Raises if a result that is differentiated holds objects."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if isinstance(leaf, Object):
@@ -202,10 +202,10 @@ def jvp(
 
 def _jvp(
     function: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any] | None,
+    primals: Sequence[object],
+    tangents: Sequence[object] | None,
     has_aux: bool,
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
 ) -> Any:
     _check_pairs(primals, tangents)
     once = SingleRunCall("jvp", function, primals, kwargs)
@@ -215,7 +215,7 @@ def _jvp(
     moves = _moves(once, values, tangents or ())
     moving = [place for place, tangent in enumerate(moves) if tangent is not None]
 
-    def pure(moved: list[Any]) -> tuple[Any, Any]:
+    def pure(moved: list[object]) -> tuple[Any, Any]:
         all_values, all_plain = treedef.unflatten(diff.replaced(leaves, moving, moved))
         named = once.arguments.plain_named
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
@@ -240,7 +240,7 @@ def _check_pairs(primals: Any, tangents: Any) -> None:
         )
 
 
-def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _moves(once: SingleRunCall, values: Sequence[object], tangents: Sequence[object]) -> list[Any]:
     """Returns the tangent of every array, or None."""
     all_tangents = diff.Tangents("tangent", values, strict=True)
     of_plain: list[Any] = []

@@ -43,7 +43,7 @@ class AbstractFrame(Frame):
         return stand_in
 
 
-def _filled(leaf: Any) -> Any:
+def _filled(leaf: object) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 

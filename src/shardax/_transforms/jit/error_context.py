@@ -28,7 +28,7 @@ _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
-def explain_error(error: Exception, program: Any, graph: Any) -> None:
+def explain_error(error: Exception, program: object, graph: object) -> None:
     """Raises a clearer error than JAX, or adds a note."""
     explain_values(error, program, graph)
     if isinstance(error, (ValueError, IndexError)):
@@ -99,7 +99,7 @@ def explain_places(error: Exception, program: Any) -> None:
     error.add_note(f"In the call of {_shown(program.function)}: {', '.join(dict.fromkeys(notes))}.")
 
 
-def in_user_terms(text: str, program: Any) -> str:
+def in_user_terms(text: str, program: object) -> str:
     """Replaces every place in a message of JAX by its name."""
     return _PLACE.sub(lambda place: place_name(place, program), text)
 

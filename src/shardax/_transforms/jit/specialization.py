@@ -96,7 +96,7 @@ class JitOptions:
         return name in inputs.as_tuple(self.donate_argnames)
 
 
-def check_compiler_options(options: Any) -> None:
+def check_compiler_options(options: object) -> None:
     """Raises unless compiler options are a mapping."""
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(
@@ -105,7 +105,7 @@ def check_compiler_options(options: Any) -> None:
         )
 
 
-def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) -> JitOptions:
+def with_resolved_donation(options: JitOptions, function: Callable[..., object]) -> JitOptions:
     """Returns the options with donated arguments by position and name."""
     positions, names = inputs.resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
@@ -122,7 +122,7 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) ->
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
 
-def _not_noted(_: Any) -> contextlib.AbstractContextManager[None]:
+def _not_noted(_: object) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -240,12 +240,12 @@ class Specialization:
             *self._separate_plain(list(arguments.plain), arguments.plain_named),
         )
 
-    def _separate_plain(self, plain: list[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _separate_plain(self, plain: list[object], named: Mapping[str, object]) -> tuple[Any, ...]:
         kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
         donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
         return *self._split_donated(plain), kept_named, donated_named
 
-    def _split_donated(self, plain: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _split_donated(self, plain: Sequence[object]) -> tuple[list[Any], list[Any]]:
         undonated = [None if i in self.donated else item for i, item in enumerate(plain)]
         return undonated, [item if i in self.donated else None for i, item in enumerate(plain)]
 
@@ -337,8 +337,8 @@ class Specialization:
     def _find_placement(
         self,
         frame: engine.CompiledFrame,
-        copies: Sequence[Any],
-        leaves: Sequence[Any],
+        copies: Sequence[object],
+        leaves: Sequence[object],
         written: Sequence[int],
     ) -> None:
         """Finds where Variables that are only read are to be moved."""
@@ -383,7 +383,7 @@ class Specialization:
         }
         return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
 
-    def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
+    def _emitted(self, result: object, copies: Sequence[object]) -> frozenset[int]:
         """Positions of Variables to return even if unchanged."""
         # They are the donated ones, and those in the result when its shardings are declared.
         if self.options.out_shardings is None:
@@ -437,10 +437,10 @@ class Specialization:
     def _declare_shardings(
         self,
         outputs: binding.LiftedOutputs,
-        copies: Sequence[Any],
-        result: Any,
-        plain: Sequence[Any],
-        objects: Sequence[Any],
+        copies: Sequence[object],
+        result: object,
+        plain: Sequence[object],
+        objects: Sequence[object],
     ) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
         effects = outputs.effects

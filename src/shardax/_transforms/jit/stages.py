@@ -30,7 +30,7 @@ from shardax._transforms.lift import binding, engine
 _INPUTS = "flat"
 
 
-def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> Traced:
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
         program, graph, arguments = jit.prepare(args, kwargs)

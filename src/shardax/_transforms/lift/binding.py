@@ -234,7 +234,7 @@ def record_effects(
     return LiftedOutputs(arrays, values, fresh, effects)
 
 
-def continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+def continue_walk(frame: frames.Frame, copies: Sequence[object]) -> graphs.GraphWalk:
     """Returns a walk over new objects that knows the copies."""
     walk = graphs.GraphWalk()
     walk.objects = list(copies)
@@ -292,7 +292,7 @@ def _belongs(item: Any, frame: frames.Frame) -> bool:
     return owner is frame or (owner is not None and owner.parent is frame)
 
 
-def same_value(bound: Any, current: Any) -> bool:
+def same_value(bound: object, current: object) -> bool:
     """Whether a Variable holds the arrays that were bound."""
     if bound is current:
         return True
@@ -396,7 +396,7 @@ def _store(variable: Any, value: Any) -> None:
         variable._value = value
 
 
-def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
+def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[object]) -> None:
     """Appends the new objects, owned by the calling frame."""
     count, owner = len(objects), frames.local.frame
     remaining = iter(values)
@@ -436,7 +436,7 @@ TEXTS = (str, bytes, enum.Enum)
 """What a compiled function may return besides arrays and objects, as it was when traced."""
 
 
-def check_result(result: Any, name: str, others: tuple[type, ...] = ()) -> None:
+def check_result(result: object, name: str, others: tuple[type, ...] = ()) -> None:
     """Raises if a function returned something that is neither arrays nor objects."""
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=graphs.is_object):
         if (

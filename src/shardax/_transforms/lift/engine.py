@@ -80,7 +80,7 @@ class CompiledFrame(frames.Frame):
         self.wanted: dict[int, Any] = {}
 
 
-def request_placement(variables: Sequence[Any], shardings: Sequence[Any]) -> None:
+def request_placement(variables: Sequence[object], shardings: Sequence[object]) -> None:
     """Asks the compiled function around to have Variables placed before it runs."""
     frame = frames.local.frame
     shardings_by_id = {
@@ -207,7 +207,7 @@ class LiftedCall:
             return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
 
     def _bind(
-        self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[Any]
+        self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[object]
     ) -> tuple[list[Any], list[Any]]:
         if self._late is None:
             return bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
@@ -279,7 +279,7 @@ class RunContext(NamedTuple):
 
 
 def ending_well(
-    run: Callable[..., Any], call: LiftedCall, *inputs: Any, otherwise: Any, **options: Any
+    run: Callable[..., object], call: LiftedCall, *inputs: object, otherwise: object, **options: object
 ) -> Any:
     """Returns a traced run's result, ``otherwise`` if it captured writes."""
     # An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in
@@ -297,7 +297,7 @@ def raise_new_captures(call: LiftedCall) -> None:
         raise RetraceRequest(call.new_captures)
 
 
-def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
+def retry_captured(attempt: Callable[[list[Variable[Any]]], object]) -> Any:
     """Runs ``attempt`` until no Variable is written that is not an input."""
     captured: list[Variable[Any]] = []
     while True:
@@ -311,7 +311,7 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
             captured = [*captured, *new]
 
 
-def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> Path:
+def path_of(functions: Sequence[Callable[..., object]], variable: Variable[Any]) -> Path:
     """Returns the path of a captured Variable, for messages."""
     for function in functions:
         for source in inputs.find_sources(function):
@@ -433,7 +433,7 @@ class SingleRunCall(LiftedCall):
             self._write_captured(leaving[3])
             return apply_effects(self.graph, outputs)
 
-    def _write_captured(self, values: Sequence[Any]) -> None:
+    def _write_captured(self, values: Sequence[object]) -> None:
         for item in self.captured:
             if item.outer._owner is None and item.outer._value is not item.value:
                 raise ConcurrentWriteError(

@@ -124,7 +124,7 @@ class SplitStreams:
         counters = {id(context.variable(s.key)): s.counter for s in self.streams}
         clones: dict[int, Any] = {}
 
-        def is_split(item: Any) -> bool:
+        def is_split(item: object) -> bool:
             if isinstance(item, Rngs):
                 return any(is_split(stream) for _, stream in item.streams())
             return isinstance(item, RngStream) and id(vars(item).get("key")) in counters
@@ -180,7 +180,7 @@ class SplitStreams:
         return prefix.add_written(outputs, counts)
 
 
-def _laid_out(array: Any, sharding: Any) -> Any:
+def _laid_out(array: object, sharding: object) -> Any:
     return array if sharding is None else jax.reshard(array, sharding)
 
 
@@ -404,11 +404,11 @@ def refuse_split(rows: Iterable[EnteringArray], name: str) -> None:
             )
 
 
-def _specs(leaf: Any) -> Sequence[Any]:
+def _specs(leaf: object) -> Sequence[Any]:
     return tuple(jax.typeof(leaf).sharding.spec)
 
 
-def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
+def mapped_name(metadata: Mapping[str, object] | None, name: str) -> Hashable:
     """Returns the name that ``metadata`` gives the mapped dimension."""
     if metadata is None:
         return None
@@ -425,7 +425,7 @@ def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
 
 
 def element_graphdef(
-    assignment: prefix.EntryAssignment, streams: SplitStreams, partition_name: Any
+    assignment: prefix.EntryAssignment, streams: SplitStreams, partition_name: object
 ) -> GraphDef:
     """Returns the structure of one batch element: mapped axes have no name."""
     graphdef = assignment.call.graph.flat.graphdef
@@ -529,9 +529,9 @@ class MappedBoxes:
         return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _map(
-        self, tree: Any, where: Path, axes: Mapping[Path, Any], change: Callable[[Any, int], Any]
+        self, tree: object, where: Path, axes: Mapping[Path, object], change: Callable[[Any, int], object]
     ) -> Any:
-        def visit(key_path: Any, leaf: Any) -> Any:
+        def visit(key_path: Any, leaf: object) -> Any:
             if not is_box(leaf):
                 return leaf
             path = (*where, *plain_path(key_path))
@@ -555,7 +555,7 @@ class MappedBoxes:
         )
 
 
-def is_box(value: Any) -> bool:
+def is_box(value: object) -> bool:
     """Whether a value has methods that add and remove a dimension."""
     kind = type(value)
     return (
@@ -565,7 +565,7 @@ def is_box(value: Any) -> bool:
     )
 
 
-def _changed(path: Path, box: Any, change: Callable[[Any], Any]) -> Any:
+def _changed(path: Path, box: object, change: Callable[[Any], object]) -> Any:
     """Changes a box and the boxes in it."""
     try:
         changed = change(box)

@@ -100,7 +100,7 @@ class BatchProblem:
         self._known: dict[int, int] = {}
         self._trees = [self._take_apart(where, tree) for where, tree in trees]
 
-    def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[PartPosition]]:
+    def _take_apart(self, where: Path, tree: object) -> tuple[Any, list[PartPosition]]:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(
             tree, is_leaf=lambda item: is_whole(item) or is_box(item)
         )
@@ -172,7 +172,7 @@ def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
     return StateAxes([(ExactPath(path), axis) for path, axis in entries.items()])
 
 
-def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _arrays_in(value: object) -> tuple[jax.ShapeDtypeStruct, ...]:
     leaves = [value] if isinstance(value, LazyValue) else jax.tree.leaves(value)
     shaped = [leaf for leaf in leaves if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
     numbers = [leaf for leaf in leaves if isinstance(leaf, (bool, int, float, complex))]
@@ -325,7 +325,7 @@ class Batch:
             lambda choices: (choices[:count], dict(zip(kwargs, choices[count:], strict=True))),
         )
 
-    def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
+    def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], object]) -> BatchAxes:
         chosen = _AxisFinder(self).decide(problem.parts)
         rows = [
             BatchRow(part.paths[0], part.what, *choice)
@@ -355,7 +355,7 @@ class Batch:
         return list(where.items())
 
 
-def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> BatchAxes:
+def batch_axes(tree: object, size: int, where: object = None, strict: bool = True) -> BatchAxes:
     """Finds the batch axes of the arrays of a nested problem.
 
     Args:

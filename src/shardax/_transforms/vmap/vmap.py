@@ -179,7 +179,7 @@ class _VmapCall(mapped.MappedCall):
         leave = functools.partial(self._leave, mark=mark)
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
-    def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
+    def _leave(self, context: RunContext, mark: object) -> tuple[list[Any], ...]:
         """Groups what leaves a batch element by axis."""
         axes = self.assignment.leaves
         outputs, leaving, sown = self.record(context, lambda position: axes[position] is None)
@@ -223,17 +223,17 @@ class _VmapCall(mapped.MappedCall):
         )
 
 
-def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
+def varies(mark: object, values: Sequence[object]) -> list[bool]:
     """Returns, inside ``vmap``, whether each value differs between batch elements."""
     # JAX tells a rule for batching which of its operands are batched; this one only listens.
     flags = [False] * len(values)
 
     @jax.custom_batching.custom_vmap
-    def look(mark: Any, values: list[Any]) -> Any:
+    def look(mark: object, values: list[object]) -> Any:
         return mark
 
     @look.def_vmap
-    def rule(axis_size: int, batched: Any, mark: Any, values: list[Any]) -> tuple[Any, bool]:
+    def rule(axis_size: int, batched: Any, mark: object, values: list[object]) -> tuple[Any, bool]:
         flags[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
         return mark, True
 

@@ -160,7 +160,7 @@ def export(
 
 
 def _traced(
-    compiled: Jit, args: Sequence[Any], kwargs: dict[str, Any], dynamic: Dynamic
+    compiled: Jit, args: Sequence[object], kwargs: dict[str, object], dynamic: Dynamic
 ) -> FlatProgram:
     try:
         return FlatProgram(compiled, args, kwargs)
@@ -299,7 +299,7 @@ class _DynamicSizes:
             )
 
 
-def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
+def _layout(leaf: object, shape: Sequence[object]) -> Any:
     """The sharding of an array, if it fits the shape."""
     # JAX does not split dynamic dimensions, because nobody knows that they divide. The compiler
     # then finds the layout, and callers may pass the array split.
@@ -339,7 +339,7 @@ def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
         ) from error
 
 
-def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
+def write_signature(folder: pathlib.Path, entries: Mapping[str, object]) -> None:
     """Write the signature of a folder with complete other files."""
     names = sorted(file.name for file in folder.iterdir() if file.name != signature.SIGNATURE)
     body = {
@@ -352,7 +352,7 @@ def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
     (folder / signature.SIGNATURE).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
-def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
+def write_weights(path: pathlib.Path, arrays: Mapping[str, object]) -> None:
     """Write arrays by name, as safetensors."""
     foreign = [
         name for name, array in arrays.items() if not getattr(array, "is_fully_addressable", True)
@@ -448,7 +448,7 @@ class FlatProgram:
 
 
 def _operands(
-    plan: Specialization, arguments: lift.SplitArguments, values: Sequence[Any]
+    plan: Specialization, arguments: lift.SplitArguments, values: Sequence[object]
 ) -> list[int]:
     """The number of each operand of a program among values and inputs."""
     leaves, treedef = jax.tree.flatten(values)
@@ -496,7 +496,7 @@ def _inputs(
 
 
 def _entries(
-    graph: InputGraph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
+    graph: InputGraph, values: Sequence[object], written: Sequence[int], results: Sequence[object]
 ) -> Iterator[StateEntry]:
     """Describe the arrays of a graph's Variables."""
     new_values = dict(zip(written, results, strict=True))
@@ -569,7 +569,7 @@ def check_effects(effects: Effects, graphdef: GraphDef) -> None:
         )
 
 
-def check_form_is_kept(path: Path, old: Any, new: Any) -> None:
+def check_form_is_kept(path: Path, old: object, new: object) -> None:
     """Raise if a call changes the form of a Variable."""
     forms = [[str(ArrayForm.of(leaf)) for leaf in jax.tree.leaves(value)] for value in (old, new)]
     if forms[0] != forms[1] or jax.tree.structure(old) != jax.tree.structure(new):

@@ -60,7 +60,7 @@ class LoadedProgram:
         program = jax.custom_jvp(lambda state, inputs: tuple(call(state, inputs)))
 
         @program.defjvp
-        def _refuse(primals: Any, tangents: Any) -> Any:
+        def _refuse(primals: object, tangents: object) -> Any:
             raise errors.ExportError(
                 f"{self.signature.name} was exported without derivatives. Export it with "
                 "vjp_order=1, or more for higher ones."
@@ -128,7 +128,7 @@ class LoadedFunction(Module):
         except (ValueError, NotImplementedError) as error:
             raise self.program.explained(error) from error
 
-    def _run(self, inputs: Sequence[Any]) -> Any:
+    def _run(self, inputs: Sequence[object]) -> Any:
         state = [signatures.to_words(variable.value) for variable in self.variables.values()]
         results, written = self.program.run(state, list(inputs))
         pairs = zip(self.signature.state, self.variables.values(), strict=True)
@@ -139,7 +139,7 @@ class LoadedFunction(Module):
         return signatures.structure(self.signature.output).unflatten(leaves)
 
 
-def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedFunction:
+def load(path: object, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedFunction:
     """Loads an artifact of ``export``, without its Python code.
 
     Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,
@@ -268,7 +268,7 @@ def _program(folder: Any, entries: Any) -> Any:
         ) from error
 
 
-def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
+def _devices(signature: Signature, mesh: object, where: str) -> list[Any]:
     """Return the devices to run on."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise MeshError(
@@ -299,7 +299,7 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
     return devices[:count]
 
 
-def _mesh(signature: Signature, devices: Sequence[Any], mesh: Any) -> Mesh | None:
+def _mesh(signature: Signature, devices: Sequence[object], mesh: object) -> Mesh | None:
     """The exporting mesh over other devices; None for the default device."""
     if signature.devices == 1 and mesh is None:
         return None

@@ -205,17 +205,17 @@ class BoxAttributes(Static):
         return ", ".join(f"{name}={item!r}" for name, item in self.value)
 
 
-def _attribute_names(box: Any) -> list[str]:
+def _attribute_names(box: object) -> list[str]:
     fields = dataclasses.fields(box) if dataclasses.is_dataclass(box) else ()
     return [field.name for field in fields] or list(vars(box))
 
 
-def _value_field(box: Any) -> str:
+def _value_field(box: object) -> str:
     names = _attribute_names(box)
     return "value" if "value" in names else names[0]
 
 
-def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
+def _attribute_items(box: object) -> tuple[tuple[str, Any], ...]:
     value = _value_field(box)
     return tuple((name, getattr(box, name)) for name in _attribute_names(box) if name != value)
 
@@ -234,7 +234,7 @@ def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
     return attributes
 
 
-def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
+def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: object) -> Any:
     """A box made without its constructor, around any object."""
     box = object.__new__(cls)
     object.__setattr__(box, attributes.field, value)
@@ -279,7 +279,7 @@ def value_in(box: Any) -> Any:
     return box.value if isinstance(box, AxisMetadata) else unboxed(box, False)
 
 
-def _contents(box: Any) -> tuple[Any, Metadata]:
+def _contents(box: object) -> tuple[Any, Metadata]:
     """The value of a box, and a Variable's metadata from it."""
     standard = standard_box(box)
     value = value_in(standard)
@@ -373,7 +373,7 @@ def _reaching(box: Any, names: Names, count: int) -> Names:
     return fitted(names, count) if len(names) < count <= rank else names
 
 
-def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+def inserted(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
     """The names with one inserted; negative positions count from the new end."""
     names = _reaching(box, names, index)
     rank = len(names) + 1
@@ -386,7 +386,7 @@ def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[A
     return (*names[:place], name, *names[place:])
 
 
-def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+def without(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
     """The names with one removed: the inverse of ``inserted``."""
     names = _reaching(box, names, index + 1)
     rank = len(names)
@@ -594,7 +594,7 @@ class Partitioned(AxisMetadata[T]):
             f"box rules=rules{way_out}."
         )
 
-    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, Any]) -> Any:
+    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, object]) -> Any:
         if PARTITION_NAME in params:
             return params[PARTITION_NAME]
         raise PartitioningUnspecifiedError(
@@ -661,7 +661,7 @@ BOX_ENTRY = "box"
 
 
 def layout_of_variable(
-    axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
+    axes: tuple[object, ...] | None, entries: Mapping[str, object]
 ) -> tuple[AnyMesh | None, Rules | None, frozenset[str]]:
     """Mesh, rules and added names of a Variable made of a box."""
     box: Any = entries.get(BOX_ENTRY)
@@ -704,8 +704,8 @@ def with_partitioning(
 
 
 def with_logical_partitioning(
-    init_fn: Callable[P, Any],
-    names: Any,
+    init_fn: Callable[P, object],
+    names: object,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
 ) -> Callable[P, LogicallyPartitioned[Any]]:
@@ -735,7 +735,7 @@ def with_logical_partitioning(
     return _boxed(init_fn, LogicallyPartitioned(None, names, mesh, rules))
 
 
-def _boxed(init_fn: Callable[P, Any], empty: B) -> Callable[P, B]:
+def _boxed(init_fn: Callable[P, object], empty: B) -> Callable[P, B]:
     @wraps(init_fn)
     def boxed(*args: P.args, **kwargs: P.kwargs) -> B:
         return empty.replace_boxed(init_fn(*args, **kwargs))
@@ -746,8 +746,8 @@ def _boxed(init_fn: Callable[P, Any], empty: B) -> Callable[P, B]:
 
 
 def with_logical_constraint(
-    x: Any,
-    names: Any,
+    x: object,
+    names: object,
     rules: RulesLike | None = None,
     mesh: AnyMesh | None = None,
     *,
@@ -802,7 +802,7 @@ def with_logical_constraint(
     return treedef.unflatten(map(laid_out, leaves, per_array))
 
 
-def _is_names(value: Any) -> bool:
+def _is_names(value: object) -> bool:
     if value is None or isinstance(value, PartitionSpec):
         return True
     return isinstance(value, tuple) and all(

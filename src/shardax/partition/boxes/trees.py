@@ -82,7 +82,7 @@ def _variable_of(box: VariableBox[Any]) -> Variable[Any]:
     return _new_variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
 
 
-def to_boxes(tree: Any) -> Any:
+def to_boxes(tree: object) -> Any:
     """Replaces the Variables of a pytree by boxes; the inverse of ``to_variables``.
 
     Args:
@@ -101,7 +101,7 @@ def to_boxes(tree: Any) -> Any:
         ('embed', 'mlp')
     """
 
-    def to_box(leaf: Any) -> Any:
+    def to_box(leaf: object) -> Any:
         if isinstance(leaf, Variable):
             box = _box_of(leaf)
             original = leaf.metadata.get(boxes.BOX_ENTRY)
@@ -123,7 +123,7 @@ def to_boxes(tree: Any) -> Any:
     return jax.tree.map(to_box, tree, is_leaf=_is_node)
 
 
-def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
+def to_variables(tree: object, variable_type: type[Variable[Any]] = Param) -> Any:
     """Replaces the boxes of a pytree by Variables; the inverse of ``to_boxes``.
 
     Args:
@@ -146,7 +146,7 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         ((None, 'model'), True)
     """
 
-    def to_variable(leaf: Any) -> Any:
+    def to_variable(leaf: object) -> Any:
         if not boxes.is_box(leaf):
             return leaf
         leaf = boxes.standard_box(leaf)
@@ -167,11 +167,11 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
     return jax.tree.map(to_variable, tree, is_leaf=_is_node)
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return boxes.is_box(value) or isinstance(value, Object)
 
 
-def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
+def _new_variable(kind: type[Variable[Any]], value: object, metadata: Metadata) -> Variable[Any]:
     """A new Variable; the axes may not fit the value."""
     return kind._make(as_value(value, kind.__name__), metadata, owner_here())
 
@@ -187,7 +187,7 @@ _LOCATED = (
 """Errors of one box, to which its path in the tree is added."""
 
 
-def is_box(value: Any) -> bool:
+def is_box(value: object) -> bool:
     """Whether a value is a box or a Variable.
 
     Args:
@@ -204,7 +204,7 @@ def is_box(value: Any) -> bool:
     return boxes.is_box(value) or isinstance(value, Variable)
 
 
-def is_axis_metadata(value: Any) -> bool:
+def is_axis_metadata(value: object) -> bool:
     """Whether a value is a box.
 
     Args:
@@ -222,7 +222,7 @@ def is_axis_metadata(value: Any) -> bool:
     return boxes.is_box(value)
 
 
-def map_axis_meta(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_axis_meta(function: Callable[[Any], object], tree: object) -> Any:
     """Calls a function on every box of a tree.
 
     Args:
@@ -275,7 +275,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     """
     in_scope = apply_constraint and resolve_mesh() is not None
 
-    def unboxed(path: Path, leaf: Any) -> Any:
+    def unboxed(path: Path, leaf: object) -> Any:
         if isinstance(leaf, Variable):
             leaf = _box_of(leaf).replace_boxed(leaf.value)
         if not boxes.is_box(leaf):
@@ -331,7 +331,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
     return treedef.unflatten(map(replaced, leaves, new_values))
 
 
-def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def add_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
     """Adds a new dimension's name to every box of a tree.
 
     Args:
@@ -359,7 +359,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     return _renamed(tree, lambda box: box.add_axis(index, params))
 
 
-def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def remove_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
     """Removes the name of a dimension from every box of a tree.
 
     The inverse of ``add_axis``, for every index.
@@ -386,18 +386,18 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     return _renamed(tree, lambda box: box.remove_axis(index, params))
 
 
-def _map(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+def _map(function: Callable[[Path, Any], object], tree: object, path: Path = ()) -> Any:
     """Maps over boxes, objects, States and other leaves, each with its path."""
     subtrees, treedef = walk(tree)
     return treedef.unflatten([function((*path, *below), leaf) for below, leaf in subtrees])
 
 
-def _has_boxes(box: Any) -> bool:
+def _has_boxes(box: object) -> bool:
     """Whether there are boxes in a box."""
     return any(is_box(leaf) for _, leaf in walk(boxes.value_in(box))[0])
 
 
-def _located(path: Path, function: Callable[[], Any]) -> Any:
+def _located(path: Path, function: Callable[[], object]) -> Any:
     """Calls a method of a box; errors get its path."""
     try:
         return function()
@@ -411,10 +411,10 @@ def _located(path: Path, function: Callable[[], Any]) -> Any:
         raise kind(f"{format_path(path)}: {error}") from error
 
 
-def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
+def _renamed(tree: object, rename: Callable[[Any], object]) -> Any:
     """Renames every box, also boxes in boxes, Variables and entries of States."""
 
-    def renamed(path: Path, leaf: Any) -> Any:
+    def renamed(path: Path, leaf: object) -> Any:
         if isinstance(leaf, State):
             origins: dict[Path, Origin] = {}
             for below, origin in leaf.origins().items():

@@ -316,7 +316,7 @@ def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
 def _carried(inputs: Inputs, placed: Placed) -> Any:
     """Result shardings: of an argument's next value, those of the argument."""
 
-    def form_of(tree: Any) -> tuple[Any, Any]:
+    def form_of(tree: object) -> tuple[Any, Any]:
         leaves, treedef = jax.tree.flatten(tree)
         return [(jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves], treedef
 
@@ -333,7 +333,7 @@ def _carried(inputs: Inputs, placed: Placed) -> Any:
     return type(result)(places) if several else places[0]
 
 
-def _paths(traced: Any, inputs: Inputs) -> dict[str, str]:
+def _paths(traced: object, inputs: Inputs) -> dict[str, str]:
     input_paths = getattr(traced, "input_paths", None) or {}
     return {
         name: label((inputs.names[path[0]] if isinstance(path[0], int) else path[0], *path[1:]))

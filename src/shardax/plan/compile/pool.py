@@ -227,7 +227,7 @@ class PoolEvaluator:
 
 
 def make_evaluator(
-    inputs: Inputs, target: Target, compiler: str, processes: int | None, cache: Any
+    inputs: Inputs, target: Target, compiler: str, processes: int | None, cache: object
 ) -> LocalEvaluator | PoolEvaluator:
     """Returns the evaluator for a target, a context manager."""
     needed = compiler_for(target, compiler=compiler).devices_needed

@@ -75,7 +75,7 @@ def search_space(
     *,
     activations: Iterable[str] = (),
     tie: Sequence[Sequence[str]] | None = None,
-    fix: Mapping[str, Any] | None = None,
+    fix: Mapping[str, object] | None = None,
 ) -> SearchSpace:
     """Sorts the names of a step into groups and fixed ones."""
     fix, ties = dict(fix or {}), [tuple(group) for group in tie or ()]
@@ -137,7 +137,7 @@ def _names_of_forms(dimensions: DimensionModel, meshes: Meshes) -> dict[str, lis
 def _check_names(
     dimensions: DimensionModel,
     ties: Sequence[Sequence[str]],
-    fix: Mapping[str, Any],
+    fix: Mapping[str, object],
     meshes: Meshes,
 ) -> None:
     step_names = dimensions.names
@@ -248,7 +248,7 @@ class LayoutCandidate(NamedTuple):
 
 
 def _keep_first(
-    first_by_key: dict[Any, LayoutCandidate], key: Any, candidate: LayoutCandidate
+    first_by_key: dict[Any, LayoutCandidate], key: object, candidate: LayoutCandidate
 ) -> None:
     if key not in first_by_key or candidate.order < first_by_key[key].order:
         first_by_key[key] = candidate
@@ -354,7 +354,7 @@ def find_candidates(
     space: SearchSpace,
     inputs: Inputs,
     limit_bytes: int | None,
-    settings: Mapping[str, Sequence[Any]] | None = None,
+    settings: Mapping[str, Sequence[object]] | None = None,
 ) -> Candidates:
     """Enumerates a search space, without candidates not worth compiling."""
     # With ``settings``, candidates are layouts under each of them.

@@ -161,7 +161,7 @@ def _fresh(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> lis
     return [classes.new(getattr(out.aval, "shape", ())) for out in eqn.outvars]
 
 
-def _elementwise(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _elementwise(classes: DimensionClasses, eqn: object, operands: Sequence[Dims]) -> list[Dims]:
     results = _fresh(classes, eqn, operands)
     for operand, out in itertools.product(operands, results):
         if len(operand) == len(out):
@@ -208,7 +208,7 @@ def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> l
     return [out]
 
 
-def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _resized(classes: DimensionClasses, eqn: object, operands: Sequence[Dims]) -> list[Dims]:
     """Slices, pads, concatenations: dimensions stay the same, sizes change."""
     results = _fresh(classes, eqn, operands)
     for operand, out in itertools.product(operands, results):
@@ -358,7 +358,7 @@ class JaxprWalk:
     def _new(self, item: Any, given: bool = False) -> TracedArray:
         return TracedArray(self.classes.new(getattr(item.aval, "shape", ())), given)
 
-    def _read(self, values: dict[int, TracedArray], item: Any) -> TracedArray:
+    def _read(self, values: dict[int, TracedArray], item: object) -> TracedArray:
         return values[id(item)] if id(item) in values else self._new(item)
 
     def _equation(

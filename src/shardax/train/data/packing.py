@@ -235,7 +235,7 @@ class PackedBatches:
         )
 
 
-def _is_sequence(documents: Any) -> bool:
+def _is_sequence(documents: object) -> bool:
     """Whether documents are read by number, in any order."""
     if type(documents).__module__.partition(".")[0] == "grain":
         return False  # which has an order of its own

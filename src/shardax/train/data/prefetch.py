@@ -149,7 +149,7 @@ def _require_own_rows(source: Any, sharding: Any) -> None:
             )
 
 
-def require_rows(source: Any) -> None:
+def require_rows(source: object) -> None:
     """Raises DataError unless the source can build some rows only."""
     if not isinstance(source, Rowwise):
         raise DataError(
@@ -171,7 +171,7 @@ def first_batch(source: Any) -> Any:
     else:
         batch = next(iter(source), None)
 
-    def struct(leaf: Any) -> Any:
+    def struct(leaf: object) -> Any:
         aval = jax.typeof(leaf)
         shape = aval.shape
         if shape and hasattr(source, "local_rows"):
@@ -184,7 +184,7 @@ def first_batch(source: Any) -> Any:
 
 
 def batch_shardings(
-    batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
+    batch: object, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
 ) -> Any:
     """Returns the shardings of a batch, or raises TrainError."""
     # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
@@ -374,7 +374,7 @@ def _no_position(method: str, source: object) -> DataError:
 
 
 @contextlib.contextmanager
-def in_device_memory(tree: Any) -> Iterator[None]:
+def in_device_memory(tree: object) -> Iterator[None]:
     """Moves values from host to device memory for a block.
 
     It works inside a compiled function.

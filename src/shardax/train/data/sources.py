@@ -55,7 +55,7 @@ class Positioned(Protocol):
         ...
 
 
-def with_position(source: Any) -> Any:
+def with_position(source: object) -> Any:
     """Returns the source as ``Positioned`` if it has a position, else itself."""
     # For datasets of grain this opens an iterator: call it once, and keep the returned source.
     if isinstance(source, Positioned):
@@ -88,7 +88,7 @@ class Held:
                 setattr(self, name, getattr(batches, name))
 
 
-def adapted(source: Any, resumable: bool) -> Any:
+def adapted(source: object, resumable: bool) -> Any:
     """Returns the batches of a run, with a position if possible."""
     positioned = with_position(source)
     inner = positioned.batches if isinstance(positioned, Held) else positioned
@@ -101,7 +101,7 @@ def adapted(source: Any, resumable: bool) -> Any:
     return positioned if hasattr(positioned, "by_rows") else _Unpositioned(positioned)
 
 
-def require_position(source: Any) -> None:
+def require_position(source: object) -> None:
     """Raises TrainError unless batches have a position, or need none."""
     if isinstance(source, Positioned):
         return
@@ -121,25 +121,25 @@ def require_position(source: Any) -> None:
     )
 
 
-def go_on_without_end(source: Any) -> None:
+def go_on_without_end(source: object) -> None:
     """Lets a data loader or dataset begin its next epoch by itself."""
     if isinstance(source, _StateDict):
         source.endless = True
 
 
-def is_resumable(source: Any) -> bool:
+def is_resumable(source: object) -> bool:
     """Whether a resumed run goes on in the data."""
     return not isinstance(source.batches if isinstance(source, Held) else source, _Unpositioned)
 
 
-def _has(source: Any, *names: str) -> bool:
+def _has(source: object, *names: str) -> bool:
     return all(callable(getattr(source, name, None)) for name in names)
 
 
 # --- positions in checkpoints ---------------------------------------------------------------------
 
 
-def saved_position(source: Any, state: Any) -> Any:
+def saved_position(source: object, state: object) -> Any:
     """Returns a position as JSON; every process must call it."""
     local = {_KIND: "none"} if not is_resumable(source) else _as_json(state, type(source).__name__)
     if not hasattr(source, "local_rows"):
@@ -192,7 +192,7 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
     return True
 
 
-def _has_no_position(saved: Any) -> bool:
+def _has_no_position(saved: object) -> bool:
     """Whether it was saved of batches without a position."""
     # The second form is that of versions in which it had no kind.
     if not isinstance(saved, Mapping):
@@ -201,14 +201,14 @@ def _has_no_position(saved: Any) -> bool:
     return is_old or saved.get(_KIND) == "none"
 
 
-def _refusal(source: Any, error: BaseException) -> DataError:
+def _refusal(source: object, error: BaseException) -> DataError:
     return DataError(
         f"The saved data position cannot be continued with this {type(source).__name__}: "
         f"{error!r}. Make it as in the run that saved the position."
     )
 
 
-def _as_json(state: Any, of: str) -> Any:
+def _as_json(state: object, of: str) -> Any:
     """Returns a state itself if JSON keeps it as it is."""
     try:
         if json.loads(json.dumps(state)) == state and not _has_no_position(state):
@@ -334,7 +334,7 @@ class _StateDict(_Adapted):
         """Returns the states of all random generators."""
         return [generator.get_state() for generator in self._random()]
 
-    def _set_generators(self, states: list[Any]) -> None:
+    def _set_generators(self, states: list[object]) -> None:
         for generator, state in zip(self._random(), states, strict=True):
             generator.set_state(state)
 
@@ -365,7 +365,7 @@ class _StateDict(_Adapted):
         return host_batch(batch)
 
 
-def _loses_examples(dataset: Any) -> bool:
+def _loses_examples(dataset: object) -> bool:
     """Whether a dataset's state lacks examples held by its iterator."""
     # In ``datasets``: shuffle buffers, and, as its documentation says, batched functions of tables;
     # those of ``batch()`` are exact.
@@ -419,10 +419,10 @@ class _Unpositioned:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def host_batch(batch: Any) -> Any:
+def host_batch(batch: object) -> Any:
     """Returns a batch with NumPy arrays for tensors and lists of numbers."""
 
-    def is_numbers(leaf: Any) -> bool:
+    def is_numbers(leaf: object) -> bool:
         while isinstance(leaf, list) and leaf:
             leaf = leaf[0]
         return isinstance(leaf, bool | int | float)
@@ -442,12 +442,12 @@ def host_batch(batch: Any) -> Any:
     return without_tensors(host_tree)
 
 
-def without_tensors(batch: Any) -> Any:
+def without_tensors(batch: object) -> Any:
     """Returns a batch with NumPy arrays for tensors of PyTorch."""
     return jax.tree.map(lambda leaf: _array_of(leaf) if _is_tensor(leaf) else leaf, batch)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
 
 
@@ -458,7 +458,7 @@ def _array_of(tensor: Any) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-def encoded(value: Any, of: str) -> Any:
+def encoded(value: object, of: str) -> Any:
     """Returns a state as JSON values."""
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -134,11 +134,11 @@ def data_parallel_value_and_grad(
     return reduced
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """Stands for a function."""
 
 
-def _trained(model: Any, wrt: Any) -> dict[Path, Variable[Any]]:
+def _trained(model: object, wrt: object) -> dict[Path, Variable[Any]]:
     if isinstance(model, Variable):
         return {(): model}
     if not has_objects(model):
@@ -202,7 +202,7 @@ class _DeviceCall:
         treedef, paths = self.structure
         return value, aux, treedef.unflatten([gradients[path] for path in paths])
 
-    def _check_rows(self, batch: Any) -> None:
+    def _check_rows(self, batch: object) -> None:
         region, parts = self.region, self.region.count * self.steps
         split_batch(batch, 1)
         sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
@@ -279,7 +279,7 @@ class _DeviceCall:
         value = jax.lax.psum(region.varying(value), region.over) / total.astype(value.dtype)
         return value, region.varying(aux), self._by_path(gradients), total, written
 
-    def _by_path(self, gradients: Any) -> dict[Path, Any]:
+    def _by_path(self, gradients: object) -> dict[Path, Any]:
         """Gradients by path, of the device as the first of its row."""
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
         leaves, treedef = jax.tree.flatten(gradients)
@@ -287,7 +287,7 @@ class _DeviceCall:
         self.structure = treedef, paths
         return {path: leaf[None] for path, leaf in zip(paths, leaves, strict=True)}
 
-    def _written(self, entering: Mapping[Path, Any], objects: Any) -> dict[Path, Any]:
+    def _written(self, entering: Mapping[Path, object], objects: object) -> dict[Path, Any]:
         """Values written by the function, the same on all devices, or raises."""
         leaving = {path: variable.value for path, variable in iter_variables(objects)}
         problems = [

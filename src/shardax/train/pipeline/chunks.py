@@ -186,7 +186,7 @@ class Chunk:
         self.y_tree = jax.tree.structure(y)
         return (floating, objective / self.microbatches), (nonfloating, written, sown)
 
-    def _written(self, model: Any, entering: Values) -> tuple[Values, dict[Path, Any]]:
+    def _written(self, model: object, entering: Values) -> tuple[Values, dict[Path, Any]]:
         stage_parts, written, sown = self.now(), Values(), dict[Path, Any]()
         final = {path: (variable, variable.value) for path, variable in iter_variables(model)}
         problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - final.keys()]
@@ -316,7 +316,7 @@ class ChunkProgram:
 # --- Values ---
 
 
-def apart(tree: Any) -> tuple[list[Any], list[Any]]:
+def apart(tree: object) -> tuple[list[Any], list[Any]]:
     """Leaves with a gradient, and the others."""
     leaves = [jnp.asarray(x) if not hasattr(x, "dtype") else x for x in jax.tree.leaves(tree)]
     return (
@@ -325,7 +325,7 @@ def apart(tree: Any) -> tuple[list[Any], list[Any]]:
     )
 
 
-def joined(treedef: Any, floating: list[Any], nonfloating: list[Any]) -> Any:
+def joined(treedef: object, floating: list[Any], nonfloating: list[Any]) -> Any:
     """The inverse of ``apart``, given the tree's structure."""
     leaves = [b if a is None else a for a, b in zip(floating, nonfloating, strict=True)]
     return jax.tree.unflatten(treedef, leaves)
@@ -345,15 +345,15 @@ def _folded(keys: Any, *numbers: Any) -> Any:
     return keys
 
 
-def _pairs(left: Any, right: Any) -> list[tuple[Any, Any]]:
+def _pairs(left: object, right: object) -> list[tuple[Any, Any]]:
     leaves = (jax.tree.leaves(left), jax.tree.leaves(right))
     same = len(leaves[0]) == len(leaves[1])
     return list(zip(*leaves, strict=True)) if same else [(left, right)]
 
 
-def _shapes(value: Any) -> Any:
+def _shapes(value: object) -> Any:
     return jax.tree.map(lambda x: (np.shape(x), x.dtype), value)
 
 
-def _types(value: Any) -> str:
+def _types(value: object) -> str:
     return ", ".join(str(jax.typeof(x)) for x in jax.tree.leaves(value)) or repr(value)

@@ -265,14 +265,14 @@ class PipelineStep:
 
 
 @functools.partial(jit, donate_argnums=(0,))
-def _update(optimizer: Any, gradients: Any, scale: Any) -> None:
+def _update(optimizer: Any, gradients: Any, scale: object) -> None:
     if scale is not None:
         gradients = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
     optimizer.update(gradients)
 
 
 @jax.jit
-def _squares(gradients: Any) -> jax.Array:
+def _squares(gradients: object) -> jax.Array:
     leaves = jax.tree.leaves(gradients)
     return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves), jnp.float32(0))
 
@@ -290,7 +290,7 @@ def _check_processes() -> None:
         )
 
 
-def _check_stages(stages: Sequence[Any]) -> None:
+def _check_stages(stages: Sequence[object]) -> None:
     wrong = [f"stages[{i}] of {type(s).__name__}" for i, s in enumerate(stages) if not callable(s)]
     if wrong or not stages:
         raise ParallelError(
@@ -341,14 +341,14 @@ def _moved(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, jax.tree.map(place, tree))
 
 
-def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+def _placed(tree: object, mesh: Mesh, rules: Rules) -> Any:
     """Lays rows out over a part of the mesh."""
     axes = [a for a in mesh_axes_of(rules.assign(("batch",)).entries[0]) if a in mesh.shape]
     spec = PartitionSpec(tuple(axes)) if axes else PartitionSpec()
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-def _weights_of(targets: list[Any], chunk: Chunk) -> list[Any]:
+def _weights_of(targets: list[object], chunk: Chunk) -> list[Any]:
     """Weights of microbatches by their targets; Nones if they count alike."""
     parts = [part if isinstance(part, Mapping) else {"targets": part} for part in targets]
     with chunk.scope():
@@ -357,7 +357,7 @@ def _weights_of(targets: list[Any], chunk: Chunk) -> list[Any]:
 
 
 @jax.jit
-def _relative_weights(parts: list[Any]) -> list[Any]:
+def _relative_weights(parts: list[object]) -> list[Any]:
     weights = [target_weights(part) for part in parts]
     if weights[0] is None:
         return weights
@@ -365,7 +365,7 @@ def _relative_weights(parts: list[Any]) -> list[Any]:
     return list(relative_weights(jnp.stack(counts)))
 
 
-def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
+def _microbatches(name: str, batch: object, count: int) -> list[Any]:
     """Cuts rows i, i + count, ... as microbatch i."""
     raise_if_any(
         ParallelError,
@@ -489,7 +489,7 @@ class _PipelineRun:
         if "inputs" in outputs:
             self.gradients[chunk - 1, number] = self._sent(outputs["inputs"], chunk - 1)
 
-    def _sent(self, tree: Any, chunk: int) -> Any:
+    def _sent(self, tree: object, chunk: int) -> Any:
         mesh = self.chunks[chunk].mesh
         if all(x.sharding.device_set == set(mesh.devices.flat) for x in jax.tree.leaves(tree)):
             return tree
@@ -540,7 +540,7 @@ def _sum(values: list[Any]) -> Any:
     return sum(values[1:], values[0])
 
 
-def _here(value: Any, mesh: Mesh) -> Any:
+def _here(value: object, mesh: Mesh) -> Any:
     """A value possibly shared by stages, on the devices of one."""
     devices = {device for x in jax.tree.leaves(value) for device in x.sharding.device_set}
     return value if devices == set(mesh.devices.flat) else _moved(value, mesh)
