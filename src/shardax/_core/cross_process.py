@@ -102,7 +102,11 @@ def reduced(array: jax.Array) -> Any:
 
 
 def _landed(
-    make: Callable[..., Any], arguments: Any, sharding: object, implementation: str | None, dtype: str
+    make: Callable[..., Any],
+    arguments: Any,
+    sharding: object,
+    implementation: str | None,
+    dtype: str,
 ) -> jax.Array:
     """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced

@@ -124,7 +124,9 @@ def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, so
         )
 
 
-def _out_of_box(kind: type[Variable[Any]], axes: object, value: object) -> tuple[Any, Metadata | None]:
+def _out_of_box(
+    kind: type[Variable[Any]], axes: object, value: object
+) -> tuple[Any, Metadata | None]:
     """The value in a box and its metadata; others as they are."""
     contents = handler_of(value).contents
     if contents is None or kind._holds_boxes:

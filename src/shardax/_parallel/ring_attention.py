@@ -161,7 +161,9 @@ class Saved(NamedTuple):
     total: Any
 
 
-def _specs(ring: Ring, query: object, part: Part, mask: object, segments: object) -> tuple[Any, ...]:
+def _specs(
+    ring: Ring, query: object, part: Part, mask: object, segments: object
+) -> tuple[Any, ...]:
     by_time = _split(ring, query, -3)
     by_segment = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
     of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), by_segment)
@@ -175,7 +177,9 @@ def _attend(ring: Ring, query: object, part: Part, mask: object, segments: objec
     return _forward(ring, query, part, mask, segments)[0]
 
 
-def _forward(ring: Ring, query: Any, part: Part, mask: object, segments: object) -> tuple[Any, Saved]:
+def _forward(
+    ring: Ring, query: Any, part: Part, mask: object, segments: object
+) -> tuple[Any, Saved]:
     specs = _specs(ring, query, part, mask, segments)
     numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
     saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)

@@ -51,7 +51,9 @@ def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[obj
     return pairs
 
 
-def check_count(child: places.Place, items: Sequence[object], content: object, removable: bool) -> None:
+def check_count(
+    child: places.Place, items: Sequence[object], content: object, removable: bool
+) -> None:
     """Raises if a place cannot hold so many items."""
     if len(items) == 1 or (not items and removable):
         return

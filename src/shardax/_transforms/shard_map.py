@@ -108,7 +108,10 @@ def spread(entry: object, value: object, path: Path, name: str) -> list[Partitio
 
 
 def assign(
-    function: Callable[..., Any], specs: object, args: Sequence[object], kwargs: Mapping[str, object]
+    function: Callable[..., Any],
+    specs: object,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> prefixes.AssignedPrefixes:
     """Finds the entry of every argument, by position or name."""
     by_name = prefixes.assign_by_name(function, specs, args, kwargs, "in_specs")
@@ -511,7 +514,9 @@ class _ShardMapCall(MappedCall):
             self.values[position] = variable._value
         self.call.graph.read = list(self.values)
 
-    def _rows(self, drawn: Mapping[int, object]) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
+    def _rows(
+        self, drawn: Mapping[int, object]
+    ) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
         """Returns (path, array, spec) of all that enters, and the treedef."""
         arguments, assignment = self.call.arguments, self.assignment
         plain = (list(arguments.plain), arguments.plain_named)

@@ -385,13 +385,19 @@ def _fitted(program: callback.HostProgram, returned: Any, results: Sequence[Any]
 # --- what rules that are host functions promise ---
 
 
-def tangent_like(args: tuple[object, ...], result: object, tangents: object, **kwargs: object) -> Any:
+def tangent_like(
+    args: tuple[object, ...], result: object, tangents: object, **kwargs: object
+) -> Any:
     """Shape rule of jvp rules: the tangent is like the result."""
     return if_differentiable(result)
 
 
 def gradients_like(
-    static: Container[int | str], args: tuple[object, ...], result: object, cotangent: object, **kwargs: object
+    static: Container[int | str],
+    args: tuple[object, ...],
+    result: object,
+    cotangent: object,
+    **kwargs: object,
 ) -> Any:
     """Shape rule of vjp rules: gradients are like arguments, dicts for Modules."""
     moving = tuple(arg for position, arg in enumerate(args) if position not in static)

@@ -407,7 +407,12 @@ class _Table:
         return table
 
     def add(
-        self, path: VariablePath, variable: object, place: str, layers: tuple[int, ...], stacked: bool
+        self,
+        path: VariablePath,
+        variable: object,
+        place: str,
+        layers: tuple[int, ...],
+        stacked: bool,
     ) -> None:
         """Adds a parameter by its path in the family's table."""
         tensor = self.tensors.get(place)

@@ -73,7 +73,9 @@ def parameter(
     return parameters.make_parameter(initializer, axes.sizes, dtype, axes.names, rngs)
 
 
-def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[object] = ()) -> NamedArray:
+def check_input(
+    layer: str, x: Any, expected: AxisSizes, absent: Iterable[object] = ()
+) -> NamedArray:
     """Returns an input with the expected axes, or raises LayerInputError."""
     if not isinstance(x, NamedArray):
         shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""

@@ -247,7 +247,9 @@ def uniform(
     return random(jax.random.uniform, key, axes, dtype=dtype, minval=minval, maxval=maxval)
 
 
-def randint(key: object, axes: base.Axes, minval: object, maxval: object, dtype: object = int) -> NamedArray:
+def randint(
+    key: object, axes: base.Axes, minval: object, maxval: object, dtype: object = int
+) -> NamedArray:
     """Draws integers evenly from ``[minval, maxval)``.
 
     Args:
@@ -293,7 +295,9 @@ def random_split(key: object, axes: base.Axes) -> NamedArray:
     return random(lambda key, shape: jax.random.split(key, shape), key, axes)
 
 
-def categorical(key: Any, logits: object, axis: object, axes: base.Axes | None = None) -> NamedArray:
+def categorical(
+    key: Any, logits: object, axis: object, axes: base.Axes | None = None
+) -> NamedArray:
     """Draws positions along an axis, by the logarithms of their probabilities.
 
     Args:

@@ -106,7 +106,12 @@ def contract(
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
 def _dot_general(
-    x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: object, precision: Any, wide: Any
+    x: jax.Array,
+    kernel: jax.Array,
+    contracted: Any,
+    out_sharding: object,
+    precision: Any,
+    wide: Any,
 ) -> jax.Array:
     return jax.lax.dot_general(
         x,

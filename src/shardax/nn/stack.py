@@ -219,7 +219,12 @@ class Stack(Module):
             self.schedule = schedule
 
     def _start(
-        self, layers: Sequence[Any], axis_name: str, remat: object, unroll: int, older: frozenset[int]
+        self,
+        layers: Sequence[Any],
+        axis_name: str,
+        remat: object,
+        unroll: int,
+        older: frozenset[int],
     ) -> None:
         _check_layers(layers)
         self.stacked, self.shared = stack_objects(layers, axis_name, older)
@@ -652,7 +657,9 @@ def _form(value: Any) -> str:
 
 
 def _gathered(
-    read: Callable[[tuple[int, ...]], object], levels: Sequence[_Level], indices: tuple[int, ...] = ()
+    read: Callable[[tuple[int, ...]], object],
+    levels: Sequence[_Level],
+    indices: tuple[int, ...] = (),
 ) -> Any:
     """Stacks values from the inside out."""
     if len(indices) == len(levels):

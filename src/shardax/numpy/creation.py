@@ -130,7 +130,9 @@ def eye(
     return _create("eye", (rows, columns, k), dtype, device, sharding)
 
 
-def identity(n: int, dtype: object = None, *, device: object = None, sharding: object = None) -> jax.Array:
+def identity(
+    n: int, dtype: object = None, *, device: object = None, sharding: object = None
+) -> jax.Array:
     """Returns an identity matrix.
 
     Args:

@@ -46,7 +46,11 @@ def key() -> jax.Array:
 
 
 def bits(
-    shape: object = (), dtype: object = jnp.uint32, *, device: object = None, sharding: object = None
+    shape: object = (),
+    dtype: object = jnp.uint32,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws random bits.
 
@@ -241,7 +245,12 @@ def bernoulli(
 
 
 def categorical(
-    logits: object, axis: int = -1, shape: object = None, *, device: object = None, sharding: object = None
+    logits: object,
+    axis: int = -1,
+    shape: object = None,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws positions along an axis, with the probabilities of logits.
 
@@ -309,7 +318,12 @@ def choice(
 
 
 def permutation(
-    x: object, axis: int = 0, independent: bool = False, *, device: object = None, sharding: object = None
+    x: object,
+    axis: int = 0,
+    independent: bool = False,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Shuffles an array along an axis.
 

@@ -481,7 +481,9 @@ class Stacked(NamedTuple):
     shared: tuple[Path, ...]  # paths, below it, of objects that are not stacked
 
 
-def stack_objects(roots: Sequence[Object], axis_name: object, older: Collection[int] = ()) -> Stacked:
+def stack_objects(
+    roots: Sequence[Object], axis_name: object, older: Collection[int] = ()
+) -> Stacked:
     """Stacks objects of one structure."""
     walks = [_walk(root) for root in roots]
     for number, walk in enumerate(walks):

@@ -287,7 +287,9 @@ def _first_open(flat: FlatTree) -> dict[Path, OpenSlot]:
     return slot_by_label
 
 
-def _matched(slots: Mapping[Path, OpenSlot], variables: object, allow_unused: bool) -> dict[Path, Any]:
+def _matched(
+    slots: Mapping[Path, OpenSlot], variables: object, allow_unused: bool
+) -> dict[Path, Any]:
     """Returns the Variable for every label that gets one."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         variables, is_leaf=lambda item: isinstance(item, Object)
@@ -373,7 +375,9 @@ def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
 # --- functional calls -----------------------------------------------------------------------------
 
 
-def stateless_call(tree: object, variables: object, /, *args: object, **kwargs: object) -> tuple[Any, Any]:
+def stateless_call(
+    tree: object, variables: object, /, *args: object, **kwargs: object
+) -> tuple[Any, Any]:
     """Calls a model as a pure function of values for its slots.
 
     Args:

@@ -251,7 +251,10 @@ def cond(
 
 
 def _cond(
-    functions: Sequence[object], _: None, args: Sequence[object], named_operands: Mapping[str, object]
+    functions: Sequence[object],
+    _: None,
+    args: Sequence[object],
+    named_operands: Mapping[str, object],
 ) -> Any:
     pred, *operands = args
     branches: dict[str, Any] = dict(zip(("true_fun", "false_fun"), functions, strict=True))
@@ -266,7 +269,10 @@ def _choose(decision: object, branches: Sequence[Callable[[], object]]) -> Any:
 
 
 def switch(
-    index: object, branches: Sequence[Callable[..., object]], *operands: object, **named_operands: object
+    index: object,
+    branches: Sequence[Callable[..., object]],
+    *operands: object,
+    **named_operands: object,
 ) -> Any:
     """Runs one of several functions over Modules, as ``jax.lax.switch`` does; see ``cond``.
 
@@ -346,7 +352,9 @@ class _BranchingCall:
             for which in range(len(labels))
         ]
 
-    def _one(self, which: int, values: list[object], plain: tuple[object, dict[str, object]]) -> Any:
+    def _one(
+        self, which: int, values: list[object], plain: tuple[object, dict[str, object]]
+    ) -> Any:
         """Runs a branch; returns result arrays, written and new values."""
 
         def leave(context: engine.RunContext) -> Any:
@@ -362,7 +370,9 @@ class _BranchingCall:
             self.call.run, self.call, values, *plain, leave, which=which, otherwise=([], {}, [])
         )
 
-    def _branch(self, which: int, targets: Sequence[_OutputType], values: object, plain: object) -> Any:
+    def _branch(
+        self, which: int, targets: Sequence[_OutputType], values: object, plain: object
+    ) -> Any:
         """Runs a branch and returns, flat, what leaves every branch."""
         leaves, written, fresh = self.ones[which](values, plain)
         everything = self._joined(leaves, written, fresh, values)

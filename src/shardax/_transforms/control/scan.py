@@ -89,7 +89,9 @@ class LoopBody:
         # of the loop, which is then smaller and quicker to differentiate.
         self.one = jax.jit(naming(self._one, call, "leaves"), inline=INLINE)
 
-    def _one(self, values: list[object], plain: list[object]) -> tuple[list[Any], dict[int, Any], Any]:
+    def _one(
+        self, values: list[object], plain: list[object]
+    ) -> tuple[list[Any], dict[int, Any], Any]:
         """Runs one iteration."""
         positional, named = self.plain_tree.unflatten(plain)
         return engine.ending_well(

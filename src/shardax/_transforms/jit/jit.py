@@ -396,7 +396,9 @@ class Jit(PickledByName, Wrapper):
         arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
         compare_arguments(arguments_by_name, f"a call of {self!r}")
 
-    def _call_flat(self, call: FlatCall, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def _call_flat(
+        self, call: FlatCall, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Any:
         """Calls with leaves that are static, found by type."""
         if self.memory.sources or self.memory.captured:
             call.key.extend(map(id, self.hidden_objects()))
@@ -479,7 +481,11 @@ class Jit(PickledByName, Wrapper):
             return self._trace(args, kwargs, races=1)
 
     def _trace(
-        self, args: Sequence[object], kwargs: Mapping[str, object], key: object = None, races: int = 0
+        self,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        key: object = None,
+        races: int = 0,
     ) -> Any:
         """Binds, traces, specializes, calls and applies effects: the slow way."""
         # Once a call has lost a race against other threads, their calls wait.

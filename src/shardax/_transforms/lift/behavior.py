@@ -203,7 +203,9 @@ class Behavior:
         if attributes:
             self._visit_items(value, attributes.items(), (*way, "__dict__"))
 
-    def _visit_items(self, value: object, items: Iterable[tuple[Hashable, object]], way: Way) -> None:
+    def _visit_items(
+        self, value: object, items: Iterable[tuple[Hashable, object]], way: Way
+    ) -> None:
         names: list[Hashable] = []
         for name, item in list(items):
             part = name if type(name) in _PLAIN else _constant_key(name)

@@ -279,7 +279,11 @@ class RunContext(NamedTuple):
 
 
 def ending_well(
-    run: Callable[..., object], call: LiftedCall, *inputs: object, otherwise: object, **options: object
+    run: Callable[..., object],
+    call: LiftedCall,
+    *inputs: object,
+    otherwise: object,
+    **options: object,
 ) -> Any:
     """Returns a traced run's result, ``otherwise`` if it captured writes."""
     # An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in

@@ -571,7 +571,9 @@ def _is_same(first: object, second: object) -> bool:
     return first is second or jax.tree.flatten(first) == jax.tree.flatten(second)
 
 
-def consistent(entries: Iterable[tuple[Path, object, object]], name: str) -> dict[int, tuple[Path, Any]]:
+def consistent(
+    entries: Iterable[tuple[Path, object, object]], name: str
+) -> dict[int, tuple[Path, Any]]:
     """Returns (path, entry) by ``id`` of Variable, one each."""
     entries_by_id: dict[int, tuple[Path, Any]] = {}
     for path, leaf, entry in entries:
@@ -744,7 +746,9 @@ def drop_written(
     return outputs._replace(written=[value for _, value in remaining])
 
 
-def add_written(outputs: binding.LiftedOutputs, more: Mapping[int, object]) -> binding.LiftedOutputs:
+def add_written(
+    outputs: binding.LiftedOutputs, more: Mapping[int, object]
+) -> binding.LiftedOutputs:
     """Returns, outside the transform, what left with more written Variables."""
     outputs.effects.written = (*outputs.effects.written, *more)
     return outputs._replace(written=[*outputs.written, *more.values()])

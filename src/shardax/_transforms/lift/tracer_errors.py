@@ -72,7 +72,9 @@ def add_advice(error: Exception) -> None:
 Form = Literal["arguments", "leaves", "pair"]
 
 
-def naming(pure: Callable[..., object], call: Any, form: Form, which: int = 0) -> Callable[..., Any]:
+def naming(
+    pure: Callable[..., object], call: Any, form: Form, which: int = 0
+) -> Callable[..., Any]:
     """Returns a pure function with tracer errors that name arguments."""
     # ``pure`` takes the values of Variables, and plain arguments in one of three forms: positional
     # and named, all leaves in one list, or both in one tuple.

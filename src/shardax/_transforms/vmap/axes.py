@@ -529,7 +529,11 @@ class MappedBoxes:
         return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _map(
-        self, tree: object, where: Path, axes: Mapping[Path, object], change: Callable[[Any, int], object]
+        self,
+        tree: object,
+        where: Path,
+        axes: Mapping[Path, object],
+        change: Callable[[Any, int], object],
     ) -> Any:
         def visit(key_path: Any, leaf: object) -> Any:
             if not is_box(leaf):

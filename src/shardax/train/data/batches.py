@@ -580,7 +580,10 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def require_same_data(
-    differing: Iterable[str], saved: Mapping[str, object], position: Mapping[str, object], remedy: str
+    differing: Iterable[str],
+    saved: Mapping[str, object],
+    position: Mapping[str, object],
+    remedy: str,
 ) -> None:
     """Refuses a saved position of other data; lists all differences."""
     raise_if_any(

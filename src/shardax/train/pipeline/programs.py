@@ -86,7 +86,9 @@ def cut(function: Callable[..., Any], args: Sequence[Any], constant_count: int) 
     return Cut(_programs(closed, parts, outputs), list(jaxpr.invars), results)
 
 
-def _programs(closed: object, parts: list[list[int]], outputs: list[list[Value]]) -> list[ProgramPart]:
+def _programs(
+    closed: object, parts: list[list[int]], outputs: list[list[Value]]
+) -> list[ProgramPart]:
     jaxpr = open_jaxpr(closed)
     consts = set(jaxpr.constvars)
     defs = [set(_made(jaxpr, part)) for part in parts]
