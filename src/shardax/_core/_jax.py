@@ -192,7 +192,7 @@ def jit_options(function: object) -> dict[str, Any]:
     if jit_info is None:
         raise TypeError("this version of JAX does not tell the options of a jitted function")
 
-    def options_of(kind: str) -> Any:
+    def options_of(kind: str):
         leaves, treedef = (getattr(jit_info, f"{kind}_{part}") for part in ("leaves", "treedef"))
         options_flat = [None if type(x).__name__ == "UnspecifiedValue" else x for x in leaves]
         return treedef.unflatten(options_flat)
@@ -223,7 +223,7 @@ def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return _wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
 
 
-def _wide_on_cpu(function: Any, x: jax.Array) -> jax.Array:
+def _wide_on_cpu(function, x: jax.Array) -> jax.Array:
     """Runs a function, and its transpose, in float32 on CPUs."""
     # XLA for CPU ends the process where narrow floats are summed over some of a mesh's axes while
     # it lays out the others ("Invalid binary instruction opcode copy"; 0.10 to 0.12).

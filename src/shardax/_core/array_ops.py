@@ -44,7 +44,7 @@ def as_value(value: object, owner: str) -> Any:
     )
 
 
-def _as_leaf(leaf: object, owner: str) -> Any:
+def _as_leaf(leaf: object, owner: str):
     if isinstance(leaf, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
         return leaf
     if isinstance(leaf, (np.ndarray, *_NUMBERS)):
@@ -119,7 +119,7 @@ def cast_part(old: jax.Array, new: object, owner: str) -> Any:
     return array.astype(old.dtype)
 
 
-def _refuse_assignment(old: Any, owner: str, problem: str) -> NoReturn:
+def _refuse_assignment(old, owner: str, problem: str) -> NoReturn:
     raise VariableValueError(
         f"v[...] = x keeps shape and dtype, but a {owner} of {old.dtype}{list(old.shape)} was "
         f"given {problem}; nothing was written. To replace the value write v.value = x."
@@ -129,7 +129,7 @@ def _refuse_assignment(old: Any, owner: str, problem: str) -> NoReturn:
 _ARRAYS = (jax.Array, np.ndarray, LazyValue, jax.ShapeDtypeStruct)
 
 
-def _assigned_tree(old: Any, new: Any, owner: str) -> Any:
+def _assigned_tree(old, new, owner: str):
     """Returns ``assigned`` of a pytree, leaf by leaf."""
     value = as_value(new, owner)
     leaves, structure = jax.tree.flatten(old)
@@ -146,7 +146,7 @@ def _assigned_tree(old: Any, new: Any, owner: str) -> Any:
     )
 
 
-def _misfit_of_shape(old: Any, value: Any) -> str | None:
+def _misfit_of_shape(old, value) -> str | None:
     """Describes a value that does not broadcast to an array."""
     if not isinstance(value, _ARRAYS):
         return f"a {type(value).__name__}"
@@ -156,7 +156,7 @@ def _misfit_of_shape(old: Any, value: Any) -> str | None:
     return None
 
 
-def _misfit_of_dtype(old: Any, new: Any, value: Any) -> str | None:
+def _misfit_of_dtype(old, new, value) -> str | None:
     """Describes numbers that an array's dtype cannot hold."""
     if value.dtype == old.dtype or _is_castable(new, value.dtype, old.dtype):
         return None
@@ -165,7 +165,7 @@ def _misfit_of_dtype(old: Any, new: Any, value: Any) -> str | None:
     return f"{value.dtype}, which it cannot hold (v[...] = x.astype(v.dtype) casts nevertheless)"
 
 
-def _is_castable(new: Any, dtype: Any, target: Any) -> bool:
+def _is_castable(new, dtype: jax.typing.DTypeLike, target) -> bool:
     """Whether a cast loses no kind of number."""
     if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in (dtype, target)):
         return False  # keys of random numbers
@@ -224,7 +224,7 @@ def leaf_of(value: object, owner: str) -> Any:
 
 
 def _binary(function: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
-    def method(self: ArrayLike, other: Any) -> Any:
+    def method(self: ArrayLike, other) -> Any:
         operand = other._operand() if isinstance(other, ArrayLike) else other
         return function(self._operand(), operand)
 
@@ -235,10 +235,10 @@ def _three_ways(function: Callable[[Any, Any], object]) -> tuple[Callable[[Any, 
     """Returns an operator's methods: plain, reflected and in place."""
     plain = _binary(function)
 
-    def reflected(self: ArrayLike, other: object) -> Any:
+    def reflected(self: ArrayLike, other: object):
         return function(other, self._operand())
 
-    def in_place(self: Any, other: Any) -> Any:
+    def in_place(self, other):
         with in_one_step():
             self[...] = plain(self, other)
         return self
@@ -272,7 +272,7 @@ class ArrayLike:
     __array_priority__ = 1000  # NumPy arrays on the left then ask the reflected operators below
     value: Any
 
-    def _operand(self) -> Any:
+    def _operand(self):
         value = self.value
         if isinstance(value, jax.ShapeDtypeStruct):
             raise AbstractValueError(
@@ -293,7 +293,9 @@ class ArrayLike:
         # JAX drops the error above where it looks from C++, and puts this into its own.
         return _jax.refused_argument(self) or repr(self)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: jax.typing.DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         array = np.asarray(fetchable(self._operand(), "np.asarray"), dtype)
         return array.copy() if copy else array
 

@@ -82,7 +82,7 @@ def box(value: Any, where: str) -> Any:
     return value
 
 
-def _box_arrays(value: object, where: str) -> ArrayAttribute[Any]:
+def _box_arrays(value: object, where: str) -> ArrayAttribute:
     try:
         return ArrayAttribute(value)
     except VariableValueError as error:
@@ -236,7 +236,7 @@ class ChangeableNode:
             return pair[1]._read_here()
         return self._read_here()
 
-    def _read_here(self) -> Any:
+    def _read_here(self):
         """Returns the node for the frame that it belongs to."""
         values = [unbox(child) for _, child in self.children()]
         if self._node is None or any(
@@ -295,7 +295,7 @@ def class_of(stored: object) -> type:
     return type(stored)
 
 
-def _with_fields_of(fresh: object, node: object) -> Any:
+def _with_fields_of(fresh: object, node: object):
     """Gives a node a fresh one's fields; else returns the fresh one."""
     names = {name for cls in type(node).__mro__ for name in getattr(cls, "__slots__", ())}
     fields = {name: getattr(fresh, name) for name in names if hasattr(fresh, name)}
@@ -329,7 +329,7 @@ class _Container(Object):
         register_graph(cls)
 
     @classmethod
-    def _allocate(cls, owner: Frame | None, lock: str | None) -> Any:
+    def _allocate(cls, owner: Frame | None, lock: str | None):
         container = object.__new__(cls)
         container._start(owner, lock)
         return container
@@ -347,7 +347,7 @@ class _Container(Object):
     def __copy__(self) -> Self:
         return type(self)(self)  # pyright: ignore[reportCallIssue] (both containers take their items)
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self):
         return self._items
 
     def __setstate__(self, items: object) -> None:
@@ -474,7 +474,7 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def _flatten(self, encode: Any) -> ListDef:
         return ListDef(type(self), tuple(encode(item, i) for i, item in enumerate(self._items)))
 
-    def _unflatten(self, definition: ListDef, decode: Any) -> None:
+    def _unflatten(self, definition: ListDef, decode) -> None:
         self._items = [decode(item) for item in definition.items]
 
 
@@ -584,7 +584,7 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
             type(self), tuple((Static(key), encode(item, key)) for key, item in self._items.items())
         )
 
-    def _unflatten(self, definition: DictDef, decode: Any) -> None:
+    def _unflatten(self, definition: DictDef, decode) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
 
 
@@ -625,7 +625,7 @@ handlers.register(
 )
 
 
-def _checked_key(key: object) -> Any:
+def _checked_key(key: object):
     """Checks that a dict key is configuration, and returns it."""
     _check_static(key, "a key of a dict in a model")
     return key

@@ -102,11 +102,7 @@ def reduced(array: jax.Array) -> Any:
 
 
 def _landed(
-    make: Callable[..., Any],
-    arguments: Any,
-    sharding: object,
-    implementation: str | None,
-    dtype: str,
+    make: Callable[..., Any], arguments, sharding: object, implementation: str | None, dtype: str
 ) -> jax.Array:
     """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
@@ -123,7 +119,7 @@ def _landed(
     return array
 
 
-def _laid_out(array: Any, sharding: Any) -> jax.Array:
+def _laid_out(array, sharding) -> jax.Array:
     if sharding is None or not isinstance(sharding.mesh, Mesh):
         return jnp.asarray(array)  # the warning came with the mesh
     try:
@@ -237,7 +233,7 @@ def name_of(item: object) -> str | None:
     return name if found is item else None
 
 
-def _reduce_rule(function: object) -> Any:
+def _reduce_rule(function: object):
     state = dict(vars(function))
     again = _rule, (type(function), state.pop("fun"), state.pop("nondiff_argnums")), state
     return name_of(function) or again
@@ -247,13 +243,13 @@ def _rule(kind: Callable[..., object], function: Callable[..., object], argnums:
     return kind(function, argnums)
 
 
-def _reduce_jitted(function: Any) -> Any:
+def _reduce_jitted(function):
     # JAX's own state of one leaves out what it traces with.
     name = name_of(function)
     return name or (_jitted, (function.__wrapped__, jit_options(function)))
 
 
-def _jitted(function: Any, options: dict[str, Any]) -> Any:
+def _jitted(function, options: dict[str, Any]):
     return jax.jit(function, **options)
 
 

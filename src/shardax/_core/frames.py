@@ -178,7 +178,7 @@ def note_read(target: Any) -> None:
     _remember(target, stamp)
 
 
-def _remember(target: Any, stamp: Stamp) -> None:
+def _remember(target, stamp: Stamp) -> None:
     reads, key = local.reads, id(target)
     reads.pop(key, None)
     reads[key] = stamp
@@ -264,7 +264,7 @@ class Blocked(NamedTuple):
     refuse: Callable[[Any], Any]  # called with the Variable, raises the error
 
 
-def _usable(pair: tuple[object, object]) -> Any:
+def _usable(pair: tuple[object, object]):
     return pair[1].refuse(pair[0]) if type(pair[1]) is Blocked else pair[1]
 
 

@@ -45,7 +45,7 @@ class FrozenMetadata(Metadata):
         self,
         axes: Axes | None,
         entries: Mapping[str, Any],
-        variable_type: type[Variable[Any]],
+        variable_type: type[Variable],
         label: Path,
     ) -> None:
         super().__init__(axes, entries)
@@ -102,7 +102,7 @@ class FrozenVariable(Variable[T]):
     def __init__(
         self,
         value: Any,
-        variable_type: type[Variable[Any]] = Variable,
+        variable_type: type[Variable] = Variable,
         *,
         label: Path = (),
         axes: Any = None,
@@ -113,7 +113,7 @@ class FrozenVariable(Variable[T]):
         self._metadata = FrozenMetadata(axes, entries, variable_type, label)
 
     @property
-    def variable_type(self) -> type[Variable[Any]]:
+    def variable_type(self) -> type[Variable]:
         """The type of the Variable that this is the value of."""
         return self._here()._metadata.variable_type
 
@@ -298,7 +298,7 @@ class Slot(ArrayLike, Placeholder, Shown):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def _key(self) -> Any:
+    def _key(self):
         return (self.variable_type, tuple((type(step), step) for step in self.label))
 
     def __copy__(self) -> Slot:

@@ -161,7 +161,7 @@ class Module(Object):
         boxed = tuple((name, encode(value, name)) for name, value in self._array_attributes.items())
         return ModuleDef(type(self), attributes, boxed)
 
-    def _unflatten(self, definition: ModuleDef, decode: Any) -> None:
+    def _unflatten(self, definition: ModuleDef, decode) -> None:
         attributes = self.__dict__
         attributes.clear()
         for name, child in definition.attributes:
@@ -201,7 +201,7 @@ class Module(Object):
         self,
         name: str,
         value: Any,
-        type: type[Variable[Any]] = Intermediate,
+        type: type[Variable] = Intermediate,
         *,
         reduce_fn: Callable[[Any, Any], Any] = _append,
         init_fn: Callable[[], Any] = tuple,
@@ -250,7 +250,7 @@ class Module(Object):
                     f"attribute first."
                 )
 
-    def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
+    def perturb(self, name: str, value: Any, type: type[Variable] = Perturbation) -> Any:
         """Adds a Variable of zeros, whose gradient is that of ``value``.
 
         Args:
@@ -375,7 +375,7 @@ def modules_in(root: object) -> Iterator[tuple[Path, Module]]:
             yield path, item
 
 
-def _matches(chosen: Any, path: object, module: Module) -> bool:
+def _matches(chosen, path: object, module: Module) -> bool:
     if isinstance(chosen, type):
         return isinstance(module, chosen)
     predicate: Callable[[Any, Module], Any] = chosen

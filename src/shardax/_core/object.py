@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _no_renderer() -> Any:
+def _no_renderer():
     raise LookupError("Nothing draws objects: shardax/__init__.py has not been run.")
 
 
@@ -34,7 +34,7 @@ class Shown:
     __slots__ = ()
 
     # This protocol and not _repr_html_, which treescope looks for on everything inside a drawing.
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> Any:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None):
         return renderer().mimebundle(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -64,11 +64,11 @@ class Object(Shown):
         raise NotImplementedError
 
     @classmethod
-    def _allocate(cls, owner: Any, lock: str | None) -> Any:
+    def _allocate(cls, owner, lock: str | None):
         """Makes an empty object, to be filled by ``_unflatten``."""
         raise NotImplementedError
 
-    def _unflatten(self, definition: Any, decode: Any) -> None:
+    def _unflatten(self, definition, decode) -> None:
         """Fills an object from its definition, calling ``decode(child)`` for each child."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ class Wrapper:
     __slots__ = ()
     __wrapped__: Any
 
-    def _wrapping(self) -> Any:
+    def _wrapping(self):
         """Returns what the wrapper adds, as hashable configuration."""
         raise NotImplementedError
 

@@ -87,7 +87,7 @@ class _VariableType(type):
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, object], **kwargs: object
-    ) -> Any:
+    ):
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 
@@ -116,7 +116,7 @@ def _with_box(kind: type, axes: object, entries: dict[str, object], init: Init) 
     return names, {**init.metadata.entries, **entries}
 
 
-def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, source: str) -> None:
+def _check_names_of_box(kind: type, axes, names: tuple[Any, ...] | None, source: str) -> None:
     if axes is not None and names is not None and tuple(axes) != names:
         raise MetadataError(
             f"A {kind.__name__} with axes={axes!r} was given {source} with the names "
@@ -124,9 +124,7 @@ def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, so
         )
 
 
-def _out_of_box(
-    kind: type[Variable[Any]], axes: object, value: object
-) -> tuple[Any, Metadata | None]:
+def _out_of_box(kind: type[Variable], axes: object, value: object) -> tuple[Any, Metadata | None]:
     """The value in a box and its metadata; others as they are."""
     contents = handler_of(value).contents
     if contents is None or kind._holds_boxes:
@@ -230,7 +228,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             value, _ = _out_of_box(type(self), self.axes or (), value)
         self._write(as_value(value, kind_of(self)), check=True)
 
-    def _real(self) -> Any:
+    def _real(self):
         """Returns the value, materialised once for all threads."""
         value = self._value
         if isinstance(value, (np.ndarray, LazyValue)):
@@ -396,7 +394,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def _here(self) -> Self:
         return self if self._owner is local.frame else resolve(self, local.frame)
 
-    def _leaf(self) -> Any:
+    def _leaf(self):
         return leaf_of(self._here()._value, type(self).__name__)
 
     # --- copies ----------------------------------------------------------------------------------
@@ -467,9 +465,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return frozen(self, getattr(self, "_labels", ((),))[-1])
 
     @classmethod
-    def _make(
-        cls, value: Any, metadata: Metadata, owner: Frame | None, lock: str | None = None
-    ) -> Self:
+    def _make(cls, value, metadata: Metadata, owner: Frame | None, lock: str | None = None) -> Self:
         """Makes a Variable from parts that are known to be valid."""
         variable = object.__new__(cls)
         variable._owner = owner
@@ -582,7 +578,7 @@ def copied_leaf(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def _check_rank(variable: Variable[Any], axes: tuple[object, ...] | None) -> None:
+def _check_rank(variable: Variable, axes: tuple[object, ...] | None) -> None:
     if axes is None or not hasattr(variable._value, "ndim"):
         return
     if axes_of(variable._value) is not None:
@@ -599,7 +595,7 @@ def _check_rank(variable: Variable[Any], axes: tuple[object, ...] | None) -> Non
         )
 
 
-def _check_frozen(variable: object, new_variable: Variable[Any]) -> None:
+def _check_frozen(variable: object, new_variable: Variable) -> None:
     problem = _frozen_mismatch(variable, new_variable)
     if problem:
         raise StateMismatchError(
@@ -608,7 +604,7 @@ def _check_frozen(variable: object, new_variable: Variable[Any]) -> None:
         )
 
 
-def _frozen_mismatch(variable: Any, new_variable: Variable[Any]) -> str | None:
+def _frozen_mismatch(variable, new_variable: Variable) -> str | None:
     """Returns what is wrong where a frozen value belongs to another Variable."""
     metadata: Any = new_variable._here()._metadata
     frozen_type = getattr(metadata, "variable_type", None)
@@ -660,7 +656,7 @@ register_variable(Variable)
 class Origin(NamedTuple):
     """What a value came from: Variable type and metadata."""
 
-    variable_type: type[Variable[Any]]
+    variable_type: type[Variable]
     all_metadata: Metadata
 
     @property

@@ -73,7 +73,7 @@ class Region:
     def varying(self, tree: Any) -> Any:
         """Marks equal values of devices as possibly different."""
 
-        def mark(x: object) -> Any:
+        def mark(x: object):
             missing = tuple(axis for axis in self.over if axis not in varying_axes(x))
             return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -108,7 +108,7 @@ class GradientPlan:
         return PartitionSpec(*lead, *(axes or None for axes in parts))
 
 
-def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) -> GradientPlan:
+def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> GradientPlan:
     """Plans the gradient of a parameter."""
     value, where = variable.value, format_path(path)
     if not isinstance(value, jax.Array):
@@ -149,7 +149,7 @@ def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) ->
     return GradientPlan(tuple(unsummed_axes), leaving, final)
 
 
-def _by_dimension(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+def _by_dimension(spec, ndim: int) -> tuple[tuple[str, ...], ...]:
     entries = [mesh_axes_of(entry) for entry in spec]
     return (*entries, *[()] * (ndim - len(entries)))
 

@@ -17,7 +17,7 @@ import numpy as np
 def cut(batch: Any, count: int) -> Any:
     """Cuts arrays into (count, rows / count, ...)."""
 
-    def parts(leaf: Any) -> jax.Array:
+    def parts(leaf) -> jax.Array:
         rows = jnp.asarray(leaf)
         return jnp.swapaxes(rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]), 0, 1)
 

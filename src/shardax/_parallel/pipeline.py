@@ -76,7 +76,7 @@ class Stages:
             return tree
         axis = self.axis
 
-        def marked(x: Any) -> Any:
+        def marked(x):
             return x if axis in varying_axes(x) else varying(jnp.asarray(x), (axis,))
 
         return jax.tree.map(marked, tree)
@@ -84,7 +84,7 @@ class Stages:
     def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
         """Returns values whole along the axis, if their type has it."""
 
-        def whole(x: Any) -> Any:
+        def whole(x) -> Any:
             sharding = jax.typeof(x).sharding
             if self.axis is None or (*sharding.spec, None)[0] != self.axis:
                 return x
@@ -101,7 +101,7 @@ class Stages:
         """The inverse of ``to_rounds``."""
         return self._exchanged(tree, rounds, dim, in_order=False)
 
-    def _exchanged(self, tree: object, rounds: int, dim: int, *, in_order: bool) -> Any:
+    def _exchanged(self, tree: object, rounds: int, dim: int, *, in_order: bool):
         if rounds == 1 or self.axis is None:
             return tree
         # Permutations send no padding. Many of them take compilers long, and an exchange of many
@@ -293,10 +293,10 @@ def _fits(
 ) -> bool:
     """Whether layers take these arguments cut, those whole."""
 
-    def first(item: Any) -> Any:
+    def first(item):
         return jax.tree.map(lambda part: part[0], cut(item, count))
 
-    def one(x: Any, arguments: list[Any]) -> Any:
+    def one(x, arguments: list[Any]) -> Any:
         mine = [first(g) if trial.get(place) else g for place, g in enumerate(arguments)]
         return first(x), run(first(x), mine)
 
@@ -374,13 +374,13 @@ def _same(left: object, right: object) -> bool:
     return len(pairs[0]) == len(pairs[1]) and all(map(lambda a, b: a is b, *pairs))
 
 
-def _added(start: Any, end: Any) -> Any:
+def _added(start, end):
     """Returns the appended items of a tuple, else all."""
     grown = isinstance(start, tuple) and isinstance(end, tuple) and len(end) > len(start)
     return end[len(start) :] if grown else end
 
 
-def _listed(paths: Any) -> str:
+def _listed(paths) -> str:
     return ", ".join(map(format_path, sorted(paths, key=str)))
 
 
@@ -409,7 +409,7 @@ def run_pipeline(
     step = Step(stacked, run_whole if in_rounds else run, is_shared, microbatches)
     rows = check_rows(x, microbatches)
 
-    def whole(x: Any, arguments: list[Any]) -> Any:
+    def whole(x, arguments: list[Any]) -> Any:
         return step(stages.gathered(step.values), x, arguments, length, 0)
 
     rowwise = find_rowwise(
@@ -418,7 +418,7 @@ def run_pipeline(
     shapes = abstract_eval(whole, x, arguments)
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
 
-    def compute(values: dict[Path, Any], x: Any, arguments: list[Any]) -> Any:
+    def compute(values: dict[Path, Any], x, arguments: list[Any]):
         call = _Pipeline(step, stages, length, microbatches, schedule, policy)
         pairs = list(zip(arguments, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
@@ -454,7 +454,7 @@ class _Pipeline:
     """One call: the work of each stage at each tick."""
 
     def __init__(
-        self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str, policy: Any
+        self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str, policy
     ) -> None:
         self.step = step
         self.stages = stages
@@ -492,9 +492,7 @@ class _Pipeline:
         with jax.named_scope(self.name):
             return region(own_values, shared, x, parts, same)
 
-    def _region(
-        self, own_values: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]
-    ) -> Any:
+    def _region(self, own_values, shared, x, parts: list[Any], same: list[Any]):
         stages, step = self.stages, self.step
         stage, rounds = stages.index(), self.rounds
         # Marked here, so that their gradients are summed as ``varying`` says.
@@ -505,14 +503,7 @@ class _Pipeline:
         own_values = stages.to_rounds(jax.tree.map(jnp.asarray, own_values), rounds)
         written = {path: own_values[path] for path in step.written}
 
-        def work(
-            own_values: Any,
-            present: Any,
-            entering: Any,
-            arguments: list[Any],
-            turn: Any,
-            number: Any,
-        ) -> Any:
+        def work(own_values, present, entering, arguments: list[Any], turn, number):
             layers, state = self._of_round(own_values, turn), self._of_round(present, turn)
             values = {**layers, **state, **shared, **entering[1]}
             values |= {path: layers[path] for path in fresh}
@@ -523,7 +514,7 @@ class _Pipeline:
             # be a copy of them for each.
             work = jax.checkpoint(work, policy=_keeping(self.policy), prevent_cse=False)
 
-        def tick(carry: Any, time: object) -> Any:
+        def tick(carry, time: object):
             arriving, waiting, present, results = carry
             begun, ended = time - stage, time - stage - (rounds - 1) * self.period
             turn = jnp.clip(begun // self.period, 0, rounds - 1)
@@ -564,7 +555,7 @@ class _Pipeline:
         written = stages.to_layers(written, rounds)
         return y, (final, written), stages.to_layers(mine, rounds, dim=1)
 
-    def _wait(self, stage: object, time: Any, arriving: object, waiting: object) -> tuple[Any, Any]:
+    def _wait(self, stage: object, time, arriving: object, waiting: object) -> tuple[Any, Any]:
         """Keeps arrivals of the first stage until its next round begins."""
         if waiting is None:
             return arriving, None
@@ -572,20 +563,20 @@ class _Pipeline:
         oldest = _part(waiting, place)
         return _choose(stage == 0, oldest, arriving), _with_part(waiting, place, arriving)
 
-    def _of_round(self, values: dict[Path, Any], turn: Any) -> dict[Path, Any]:
+    def _of_round(self, values: dict[Path, Any], turn) -> dict[Path, Any]:
         """The layers of a round, of those of a stage."""
         if self.rounds == 1:
             return values
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, turn, self.length, 0), values)
 
-    def _with_round(self, values: dict[Path, Any], turn: Any, new_values: dict[Path, Any]) -> Any:
+    def _with_round(self, values: dict[Path, Any], turn, new_values: dict[Path, Any]):
         if self.rounds == 1:
             return new_values
         return jax.tree.map(
             lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, turn, 0), values, new_values
         )
 
-    def _of_stage(self, by_tick: jax.Array, stage: Any) -> jax.Array:
+    def _of_stage(self, by_tick: jax.Array, stage) -> jax.Array:
         """Sown values of the ticks of a stage, (microbatches, layers, ...)."""
         if self.rounds == 1:
             return jax.lax.dynamic_slice_in_dim(by_tick, stage, self.microbatches)
@@ -597,12 +588,12 @@ class _Pipeline:
 _TAKEN = frozenset({"dynamic_slice", "squeeze", "reshape", "convert_element_type", "transpose"})
 
 
-def _keeping(policy: Any) -> Any:
+def _keeping(policy):
     """Returns a policy without saved layers of a round."""
     if policy is None:
         return None
 
-    def keeps(primitive: Any, *arrays: Any, **options: Any) -> Any:
+    def keeps(primitive, *arrays, **options):
         return primitive.name not in _TAKEN and policy(primitive, *arrays, **options)
 
     return keeps
@@ -618,17 +609,17 @@ def bubble_share(schedule: str, stages: int, microbatches: int, rounds: int) -> 
     return 1 - rounds * microbatches / _ticks(stages, microbatches, rounds)
 
 
-def _part(tree: object, index: object) -> Any:
+def _part(tree: object, index: object):
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _with_part(tree: object, index: object, part: object) -> Any:
+def _with_part(tree: object, index: object, part: object):
     return jax.tree.map(
         lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, part
     )
 
 
-def _choose(condition: Any, left: Any, right: Any) -> Any:
+def _choose(condition, left, right):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)
 
 
@@ -660,7 +651,7 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
     )
 
 
-def _write(stacked: Any, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
+def _write(stacked, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
     variables = dict(iter_variables(stacked))
     owners = dict(iter_modules(stacked))
     for path, value in state.items():

@@ -200,7 +200,7 @@ class _Merge:
         for key, below in _aligned(present, path):
             self._group(below, _step(path, key))
 
-    def merged(self, values: tuple[object, ...], path: Path) -> Any:
+    def merged(self, values: tuple[object, ...], path: Path):
         """Returns the merged value of a place."""
         present = _distinct(values)
         if len(present) == 1:
@@ -229,7 +229,7 @@ class _Merge:
         handler.fill(merged_value, self._below(present, path))
         return merged_value
 
-    def _immutable(self, present: tuple[object, ...], path: Path) -> Any:
+    def _immutable(self, present: tuple[object, ...], path: Path):
         old = _aligned(present, path)
         pairs = [(key, self.merged(below, _step(path, key))) for key, below in old]
         same = all(new is below[0] for (_, new), (_, below) in zip(pairs, old, strict=True))
@@ -307,9 +307,7 @@ def edit_tree(
 class _Edit:
     """One edit of one tree, base of both ways."""
 
-    def __init__(
-        self, tree: Any, edits: Sequence[tuple[places.Place, Items]], every_path: bool
-    ) -> None:
+    def __init__(self, tree, edits: Sequence[tuple[places.Place, Items]], every_path: bool) -> None:
         self.tree = tree
         self.every_path = every_path
         self.items: Mapping[Hashable, Items] = {p.key(every_path): items for p, items in edits}
@@ -358,12 +356,12 @@ class _Edit:
                 _check_no_loss(child, item)
         return [self._item(node, child, item) for item in items]
 
-    def _item(self, node: places.Holder, child: places.Place, item: object) -> Any:
+    def _item(self, node: places.Holder, child: places.Place, item: object):
         if item is OLD:
             return self._old(node, child)
         return hole_for(child.stored) if item is HOLE else item
 
-    def _old(self, node: places.Holder, child: places.Place) -> Any:
+    def _old(self, node: places.Holder, child: places.Place):
         return self.result(node.below[child.path]) if child.is_holder else self.content(node, child)
 
 
@@ -405,14 +403,14 @@ def _check_no_loss(child: places.Place, item: object) -> None:
         )
 
 
-def _stored(child: places.Place, item: object) -> Any:
+def _stored(child: places.Place, item: object):
     """Returns an item as the model stores it."""
     if item is child.stored or item is HOLE or isinstance(item, Object):
         return item
     return box(item, f"what stands at {format_path(child.path)}")
 
 
-def _like(variable: Variable[Any], value: object) -> Variable[Any]:
+def _like(variable: Variable, value: object) -> Variable:
     """Returns a Variable of the same type and metadata with another value."""
     if isinstance(variable, ArrayAttribute):
         return variable._make(as_value(value, "array"), variable._metadata, owner_here())
@@ -458,7 +456,7 @@ class _Copying(_Edit):
             new_variable = self._made[id(node)] = self._variable(node)
         return new_variable
 
-    def _variable(self, node: places.Holder) -> Any:
+    def _variable(self, node: places.Holder):
         stored = node.place.stored
         if isinstance(stored, Variable) and node.leads:
             return _like(stored, self.value(node))
@@ -473,7 +471,7 @@ class _Changing(_Edit):
     def run(self, journal: Journal) -> Any:
         """Changes the tree, with notes in the journal for undoing."""
         self._check_single()
-        self._writes: list[tuple[Variable[Any], Any]] = []
+        self._writes: list[tuple[Variable, Any]] = []
         changes: list[tuple[places.Place, Pairs]] = []
         for node in self.graph.nodes:
             stored = node.place.stored
@@ -548,7 +546,7 @@ def _differ(holder: object, pairs: Pairs) -> bool:
     )
 
 
-def _write(variable: Variable[Any], value: object, done: Journal) -> None:
+def _write(variable: Variable, value: object, done: Journal) -> None:
     old = variable._here()._value
     variable._write(value)
     done.append(lambda: variable._write(old))

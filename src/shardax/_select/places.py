@@ -79,7 +79,7 @@ def root_place(tree: object) -> Place:
     return Place((), tree, tree, ())
 
 
-def content_of(variable: Variable[Any]) -> Any:
+def content_of(variable: Variable) -> Any:
     """Returns a Variable's value here, without materialising it."""
     value = variable._here()._value
     return variable.value if isinstance(value, np.ndarray) else value

@@ -126,7 +126,7 @@ def equals(target: object) -> Test:
     return test
 
 
-def _same_array(value: Any, target: Any) -> bool:
+def _same_array(value, target) -> bool:
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return False
     same_form = value.dtype == target.dtype and value.shape == target.shape
@@ -186,7 +186,7 @@ def place_of(stand_in: object) -> Place:
     return object.__getattribute__(stand_in, "_place")
 
 
-def _value(item: Any) -> Any:
+def _value(item):
     return read(place_of(item)) if type(item) is StandIn else item
 
 

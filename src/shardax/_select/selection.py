@@ -665,7 +665,7 @@ class Selection(Shown):
         selected, remaining = split_places(self._tree, self._places, self._every_path)
         return self._without(remaining), self._without(selected)
 
-    def _without(self, places: Iterable[Place]) -> Any:
+    def _without(self, places: Iterable[Place]):
         """Returns the tree with holes at some places."""
         edits = [(place, [HOLE]) for place in places]
         return edit_tree(self._tree, edits, self._every_path) if edits else self._tree
@@ -743,7 +743,7 @@ class Selection(Shown):
         arrange: Callable[[Any], Items],
         inplace: bool,
         allow_empty: bool,
-    ) -> Any:
+    ):
         if (value is _UNSET) == (make is None):
             raise SelectionError(
                 "Say what to insert either as a value, which is then the same object everywhere: "
@@ -757,7 +757,7 @@ class Selection(Shown):
             lambda place: arrange(make_one(place.path, self._read(place))), inplace, allow_empty
         )
 
-    def _edit(self, items: Callable[[Place], Items], inplace: bool, allow_empty: bool) -> Any:
+    def _edit(self, items: Callable[[Place], Items], inplace: bool, allow_empty: bool):
         if not self._places:
             if allow_empty:
                 return self._tree

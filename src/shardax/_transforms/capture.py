@@ -98,7 +98,7 @@ def capture(
         )
 
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs) -> Any:
         model = owner if owner is not None else args[0] if args else None
         if not isinstance(model, Object):
             raise ArgumentError(
@@ -115,7 +115,7 @@ def capture(
     return run
 
 
-def _capture_decorated(kinds: Any, function: Any, **options: Any) -> Any:
+def _capture_decorated(kinds, function, **options):
     return capture(function, *kinds, **options)
 
 
@@ -191,7 +191,7 @@ def _only_during(
                 variable.value = value
 
 
-def _new_part(old: Any, new: Any) -> Any:
+def _new_part(old, new):
     """Returns what was appended to a tuple, or the new value."""
     is_longer = isinstance(old, tuple) and isinstance(new, tuple) and len(new) > len(old)
     if is_longer and all(a is b for a, b in zip(old, new, strict=False)):
@@ -255,7 +255,7 @@ def _sowing_class(plain: type[Module], kind: VariableType) -> type[Module]:
         attribute = "output" if name == "__call__" else f"{name}_output"
 
         @wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self, *args, **kwargs):
             result = method(self, *args, **kwargs)
             leaves = jax.tree.leaves(result, is_leaf=lambda item: isinstance(item, Object))
             if _sowing.get() and leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):

@@ -41,7 +41,7 @@ def checkify(function: Any = None, *, errors: Any = jax_checkify.user_checks) ->
     """
 
     @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args, **kwargs) -> Any:
         once = SingleRunCall("checkify", function, args, kwargs)
         check_operands(once)
         arguments = once.arguments

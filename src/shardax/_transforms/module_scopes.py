@@ -84,7 +84,7 @@ def compiled_with_names() -> Iterator[None]:
 
 def _in_scope(method: Callable[..., object]) -> Callable[..., Any]:
     @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         place = vars(self).get(_PLACE)
         if not isinstance(place, tuple):  # a fixed name, or a Module made in the block
             with jax.named_scope(place) if place else contextlib.nullcontext():

@@ -51,7 +51,7 @@ WHOLE = PartitionSpec()
 def canonical(prefix: object, name: str) -> Any:
     """Returns a prefix with every spec in its one form."""
 
-    def convert(leaf: object) -> Any:
+    def convert(leaf: object):
         if leaf is None:
             return WHOLE
         if isinstance(leaf, prefixes.FilterMapping) and not isinstance(leaf, prefixes.StateAxes):
@@ -366,7 +366,7 @@ def shard_map(
     options = (mesh, in_specs, out_specs, axis_names, check_vma)
 
     @engine.wraps(function)
-    def sharded(*args: Any, **kwargs: Any) -> Any:
+    def sharded(*args, **kwargs) -> Any:
         return eager.run(_shard_map, (function,), options, args, kwargs)
 
     return sharded
@@ -377,14 +377,14 @@ def _shard_map(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     mesh, in_specs, out_specs, axis_names, check_vma = options
     region = find_region(mesh, axis_names)
     check_axes(region, specs_in(in_specs), "in_specs")
     check_axes(region, specs_in(out_specs), "out_specs")
     assigned = assign(functions[0], in_specs, args, kwargs)
 
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    def attempt(captured: list[Variable]):
         call = _ShardMapCall(functions[0], (in_specs, out_specs), region, assigned, captured)
         return call.run({"axis_names": axis_names, "check_vma": check_vma})
 
@@ -396,7 +396,7 @@ class _ShardFrame(engine.SealedFrame):
 
     __slots__ = ()
 
-    def capture(self, outer: Any) -> Any:
+    def capture(self, outer):
         """Asks for the Variable as an input, and for its likely followers."""
         by_id = {id(outer): outer}
         for source in (source for f in self.functions for source in inputs.find_sources(f)):
@@ -417,7 +417,7 @@ class _ShardMapCall(MappedCall):
         specs: tuple[Any, Any],
         region: ManualRegion,
         assigned: prefixes.AssignedPrefixes,
-        captured: Sequence[Variable[Any]],
+        captured: Sequence[Variable],
     ) -> None:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
         self.region = region
@@ -535,7 +535,7 @@ class _ShardMapCall(MappedCall):
         rows += zip(assignment.plain_paths, jax.tree.leaves(plain), assignment.plain, strict=True)
         return rows, jax.tree.structure((values, plain))
 
-    def _pure(self, treedef: Any, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
+    def _pure(self, treedef, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
         values, (positional, named) = treedef.unflatten(entering_arrays)
         for stream in self.streams.streams:
             shard = jax.lax.axis_index(axes_of(self.assignment.leaves[stream.key]))
@@ -553,7 +553,7 @@ class _ShardMapCall(MappedCall):
             entries += specs
         return self.group(outputs, sown, entries)
 
-    def _check_leaving(self, item: LeavingValue, leaf: Any, spec: PartitionSpec) -> None:
+    def _check_leaving(self, item: LeavingValue, leaf, spec: PartitionSpec) -> None:
         """Checks that shards can be put together to one array."""
         if len(spec) > jnp.ndim(leaf):
             described = f"new {item.new}" if item.new else item.kind

@@ -86,7 +86,7 @@ def remat(
     options = (fixed, static, policy, prevent_cse)
 
     @wraps(function)
-    def rematerialised(*args: Any, **kwargs: Any) -> Any:
+    def rematerialised(*args, **kwargs):
         if fixed or static is not None:  # a call by values, which ``eager`` does not compare
             return _remat((function,), options, args, kwargs)
         return eager.run(_remat, (function,), options, args, kwargs)
@@ -99,7 +99,7 @@ def _remat(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     fixed, static, policy, prevent_cse = options
     arguments.check_static(functions[0], fixed, args, kwargs)
     once = SingleRunCall(
@@ -268,7 +268,7 @@ class CallCompiler:
 _compiled: dict[Any, Jit] = {}
 
 
-def _key(name: str, option: object) -> Any:
+def _key(name: str, option: object):
     """Returns what an option compares by."""
     try:
         return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)

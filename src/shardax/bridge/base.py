@@ -109,7 +109,7 @@ class Bridged(Module):
 
     variables: Dict[Any, Any]
 
-    def __init__(self, peer: Any, variables: Mapping[Path, Variable[Any]]) -> None:
+    def __init__(self, peer: Any, variables: Mapping[Path, Variable]) -> None:
         self.peer = PeerStructure(peer)
         self.variables = Dict()
         for path, variable in variables.items():
@@ -199,7 +199,7 @@ def write_back(
     holder: Dict[Any, Any],
     old: Mapping[Path, object],
     new: Mapping[Path, object],
-    make: Callable[[Path], Variable[Any]],
+    make: Callable[[Path], Variable],
 ) -> None:
     """Writes changed values, adds new ones and removes others."""
     variables = dict(leaves_of(holder))

@@ -32,7 +32,7 @@ class _Structure(PeerStructure):
 
     __slots__ = ()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         # Equinox reads its own pickled definitions wrongly.
         treedef, paths, leaves, state = self.value
         trees = [
@@ -50,9 +50,7 @@ def _read(module: object, paths: object, leaves: object, state: object) -> _Stru
 class _FromEquinox(Bridged):
     deterministic: bool | None = None
 
-    def __init__(
-        self, peer: Any, variables: Mapping[Path, Variable[Any]], state: Any, rngs: Any
-    ) -> None:
+    def __init__(self, peer, variables: Mapping[Path, Variable], state, rngs) -> None:
         super().__init__(None, variables)
         self.peer = _Structure(peer)
         self.state = Dict()
@@ -61,7 +59,7 @@ class _FromEquinox(Bridged):
         self.rngs = rngs
         self.deterministic = None
 
-    def _merged(self) -> Any:
+    def _merged(self):
         treedef, paths, leaves, _ = self.peer.value
         variables = dict(leaves_of(self.variables))
         values = [
@@ -70,7 +68,7 @@ class _FromEquinox(Bridged):
         ]
         return jax.tree.unflatten(treedef, values)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args, **kwargs):
         function = getattr(self._merged(), method)
         takes = inspect.signature(function).parameters
         if self.rngs is not None and "key" in takes and "key" not in kwargs:
@@ -160,12 +158,12 @@ def from_equinox(module: object, state: Any = None, *, rngs: object = None) -> B
                 f"Pass on what it returned: sx.bridge.from_equinox(module, state)."
             ) from error
     structure, arrays = _taken_apart(module)
-    leaves: dict[Path, Variable[Any]] = {
+    leaves: dict[Path, Variable] = {
         path: (Param if eqx.is_inexact_array(leaf) else Variable)(leaf)
         for path, leaf in arrays.items()
     }
     values, names = state.tree_flatten()
-    stats: dict[Path, Variable[Any]] = {
+    stats: dict[Path, Variable] = {
         (name, *plain_path(key_path)): BatchStat(leaf)
         for name, value in zip(names, values, strict=True)
         for key_path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]

@@ -45,7 +45,7 @@ class _FromNNX(Bridged):
     deterministic: bool | None = None
     use_running_average: bool | None = None
 
-    def __init__(self, peer: Any, variables: Mapping[Path, Variable[Any]]) -> None:
+    def __init__(self, peer, variables: Mapping[Path, Variable]) -> None:
         super().__init__(peer, variables)
         self.deterministic = None
         self.use_running_average = None
@@ -55,7 +55,7 @@ class _FromNNX(Bridged):
         old = {path: leaf.value for path, leaf in leaves if not isinstance(leaf, Intermediate)}
         return library("flax.nnx", "from_nnx").merge(self.peer.value, nested(old)), old
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args, **kwargs):
         nnx = library("flax.nnx", "from_nnx")
         module, old = self._merged()
         result = getattr(module, method)(*args, **kwargs)
@@ -77,11 +77,11 @@ class _FromNNX(Bridged):
         self._keep(library("flax.nnx", "from_nnx").graphdef(module))
 
 
-def _nnx_value(leaf: Any) -> Any:
+def _nnx_value(leaf):
     return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
 
 
-def _of_nnx(peer: Any) -> Variable[Any]:
+def _of_nnx(peer) -> Variable:
     """Returns a Variable like one of NNX."""
     nnx = library("flax.nnx", "from_nnx")
     value = _nnx_value(peer)
@@ -156,19 +156,19 @@ def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
 
 
 @functools.cache
-def _part_class() -> Any:
+def _part_class():
     """Returns the class of holders of Variables under names."""
     nnx = library("flax.nnx", "to_nnx")
     return type("Part", (nnx.Module,), {"__module__": __name__})
 
 
 @functools.cache
-def _nnx_class() -> Any:
+def _nnx_class():
     """Returns the class of NNX modules around models."""
     nnx = library("flax.nnx", "to_nnx")
 
     class FromShardax(nnx.Module):
-        def __init__(self, model: Any) -> None:
+        def __init__(self, model) -> None:
             self.variables = _part_class()()
             self._take(split_merge.clone(model), {})
 
@@ -200,7 +200,7 @@ def _nnx_class() -> Any:
     return FromShardax
 
 
-def _to_nnx(nnx: Any, variable: Variable[Any]) -> Any:
+def _to_nnx(nnx, variable: Variable):
     table = {base: getattr(nnx, base.__name__, nnx.Variable) for base in _KINDS}
     bases = type(variable).__mro__
     kind = next((table[base] for base in bases if base in table), nnx.Variable)
@@ -220,7 +220,7 @@ def _nest(holder: object, path: Path, variable: object) -> None:
     setattr(holder, str(path[-1]), variable)
 
 
-def _at(holder: Any, path: Path) -> Any:
+def _at(holder, path: Path) -> Any:
     # Not getattr, which finds methods too: a layer may be called "items".
     return functools.reduce(
         lambda part, key: None if part is None else vars(part).get(str(key)), path, holder

@@ -169,13 +169,13 @@ def _run(words: list[str]) -> int:
     return _finished(command)
 
 
-def _finished(command: Any) -> int:
+def _finished(command) -> int:
     status = command.run()
     sys.stdout.flush()
     return status
 
 
-def _parsed(kind: Any, words: Sequence[str], name: str) -> Any:
+def _parsed(kind, words: Sequence[str], name: str):
     """Makes a command of its words, or raises CommandError."""
     import tyro
 

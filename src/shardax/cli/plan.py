@@ -260,7 +260,7 @@ class PlanCommand:
         )
         return plan.Plan(target.text, tuple(reports))
 
-    def _print(self, layout_plan: Any) -> None:
+    def _print(self, layout_plan) -> None:
         """Prints a plan, and writes the files asked for."""
         show(layout_plan, top=self.top if self.rules is None else len(layout_plan))
         if self.json is not None:

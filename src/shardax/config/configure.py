@@ -102,7 +102,7 @@ def configure(
     devices: int | Sequence[int] | None = None,
     platform: str | None = None,
     x64: bool | None = None,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     create_on: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     cache_min_seconds: float | None = None,
@@ -291,7 +291,7 @@ def _backend(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Probl
         yield f"devices={devices!r}: JAX does not choose among the devices of {name!r}."
 
 
-def _platform_of(settings: Mapping[str, object]) -> Any:
+def _platform_of(settings: Mapping[str, object]):
     """The platform asked for; a number of devices alone means the processor."""
     return settings.get("platform", "cpu" if _is_count(settings.get("devices")) else "gpu")
 

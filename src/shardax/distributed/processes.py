@@ -218,7 +218,7 @@ def _is_listening(address: str, deadline: float) -> bool:
 
 
 def _end_on_error(
-    old_hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    old_hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     old_hook(kind, error, trace)
     if jax.distributed.is_initialized():
@@ -396,7 +396,7 @@ def explain_ended_process() -> Iterator[None]:
         ) from error
 
 
-def _rows_of_all(content: bytes, name: str) -> np.ndarray[Any, Any]:
+def _rows_of_all(content: bytes, name: str) -> np.ndarray:
     """Returns as many bytes of every process, or raises in time."""
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
@@ -488,7 +488,7 @@ def gather(x: object) -> Any:
     return jax.tree.map(_gathered, x, is_leaf=lambda leaf: isinstance(leaf, Object))
 
 
-def _gathered(leaf: object) -> Any:
+def _gathered(leaf: object):
     if isinstance(leaf, Variable):
         return gather(leaf.value)
     if isinstance(leaf, Object):
@@ -510,7 +510,7 @@ def array_text(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)} {_digest(array).hex()}"
 
 
-def _digest(array: Any) -> bytes:
+def _digest(array) -> bytes:
     if is_prng_key(array):
         array = jax.random.key_data(array)
     content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -562,5 +562,5 @@ def compare_replicas(tree: object, at: str) -> None:
     )
 
 
-def _key(index: Any) -> tuple[Any, ...]:
+def _key(index) -> tuple[Any, ...]:
     return tuple((part.start or 0, part.stop if part.stop is not None else -1) for part in index)

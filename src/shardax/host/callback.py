@@ -72,7 +72,7 @@ def _has_form(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
+def _form(name: str, path: Path, leaf) -> jax.ShapeDtypeStruct:
     if not _has_form(leaf) or isinstance(leaf, type):
         raise HostFunctionError(
             f"out of the host function {name} promises {leaf!r}{_at(path)}, which has no shape and "
@@ -91,7 +91,7 @@ def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
-def _kind(dtype: Any) -> int:
+def _kind(dtype: jax.typing.DTypeLike) -> int:
     for rank, kind in enumerate(_KINDS):
         if jnp.issubdtype(dtype, kind):
             return rank
@@ -145,7 +145,7 @@ class Promised:
         for (step, child), value in zip(below, items, strict=True):
             yield from self._matched((*path, *step), child, value)
 
-    def _leaf(self, path: Path, form: Any, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def _leaf(self, path: Path, form, leaf, shape: tuple[int, ...]) -> np.ndarray:
         expected = f"{form.dtype}{list(shape)}"
         if leaf is None and self.fills:
             return np.zeros(shape, form.dtype)
@@ -182,7 +182,7 @@ def _children(node: object) -> list[tuple[Path, Any]]:
     return [(plain_path(keys), child) for keys, child in pairs]
 
 
-def _shown(promised: Any) -> str:
+def _shown(promised) -> str:
     if isinstance(promised, dict):
         return f"a dict with the keys {list(promised)}"
     if promised is None:
@@ -297,7 +297,7 @@ def on_host(graphdef: GraphDef) -> GraphDef:
     return GraphDef(tuple(_definition(node) for node in graphdef.objects), graphdef.roots)
 
 
-def _definition(definition: object) -> Any:
+def _definition(definition: object):
     if type(definition) is not VariableDef:
         return definition
     kind = HostAttribute if issubclass(definition.type, ArrayAttribute) else HostVariable
@@ -372,7 +372,7 @@ class HostProgram:
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 
     def _by_buffers(self, *leaves: object) -> list[Any]:
-        def callback(context: Any, outs: Sequence[Any], *buffers: Any) -> None:
+        def callback(context, outs: Sequence[Any], *buffers) -> None:
             results = self.run_in_program([np.asarray(buffer).copy() for buffer in buffers])
             for out, result in zip(outs, results, strict=True):
                 np.asarray(out)[...] = result
@@ -382,7 +382,7 @@ class HostProgram:
         return buffer_callback(callback, list(self.out_forms), vmap_method=method)(*leaves)
 
     def _by_callback(self, *leaves: object) -> list[Any]:
-        def callback(*arrays: Any) -> list[np.ndarray]:
+        def callback(*arrays) -> list[np.ndarray]:
             return self.run_in_program([np.array(array) for array in arrays])
 
         callback.__qualname__ = self.name
@@ -408,7 +408,7 @@ def take(
     return program, leaves, paths
 
 
-def _form_on_host(name: str, leaf: Any, path: Path) -> jax.ShapeDtypeStruct:
+def _form_on_host(name: str, leaf, path: Path) -> jax.ShapeDtypeStruct:
     dtype = dtype_of(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, leaf)
@@ -462,7 +462,7 @@ def _run_now(program: HostProgram, leaves: Sequence[object]) -> list[np.ndarray]
         raise
 
 
-def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
+def _shipped(leaf, form: jax.ShapeDtypeStruct):
     """Return a leaf in sendable form: random keys as their words."""
     if form.dtype == jax.dtypes.float0:
         return np.zeros(form.shape, bool)
@@ -471,7 +471,7 @@ def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
     return leaf
 
 
-def _arrived(array: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _arrived(array: np.ndarray, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Return a leaf as the function sees it."""
     if dtype == jax.dtypes.float0:
         return np.zeros(shape, dtype)

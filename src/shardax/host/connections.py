@@ -225,7 +225,7 @@ class Connection:
             )
         self.max_message: int = hello["max_message"]
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _run(self, coroutine: Coroutine[Any, Any, Any]):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -430,7 +430,7 @@ class WorkerProcess:
         self._popen.returncode = 0  # not ours to wait for: silences Popen's warning
 
 
-def _first_answer(ready: Any, seconds: float, log: str | None) -> dict[str, Any]:
+def _first_answer(ready, seconds: float, log: str | None) -> dict[str, Any]:
     readable, _, _ = select.select([ready], [], [], seconds)
     if not readable:
         raise errors.WorkerError(

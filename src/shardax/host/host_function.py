@@ -224,7 +224,7 @@ class HostFunction(PickledByName):
             bound.apply_defaults()
         return bound.args, bound.kwargs
 
-    def _call(self, /, *args: object, **kwargs: object) -> Any:
+    def _call(self, /, *args: object, **kwargs: object):
         args, kwargs = _with_arrays((args, kwargs))
         keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
         static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
@@ -247,8 +247,8 @@ class HostFunction(PickledByName):
         self,
         call: LiftedCall,
         program: callback.HostProgram,
-        leaves: Any,
-        paths: Any,
+        leaves,
+        paths,
         run: Callable[..., Any],
     ) -> list[Any]:
         derivative = self.derivative
@@ -261,11 +261,11 @@ class HostFunction(PickledByName):
             return run(leaves)
         return run(refused(self.name, leaves, paths))
 
-    def _forward(self, /, *args: object, **kwargs: object) -> Any:
+    def _forward(self, /, *args: object, **kwargs: object):
         result = self(*args, **kwargs)
         return result, (args, kwargs, result)
 
-    def _backward(self, static: int, /, *values: Any) -> tuple[Any, ...]:
+    def _backward(self, static: int, /, *values) -> tuple[Any, ...]:
         assert self.derivative.vjp is not None
         (args, kwargs, result), cotangent = values[static:]
         gradients = self.derivative.vjp(args, result, jax.tree.map(_some, cotangent), **kwargs)
@@ -282,10 +282,10 @@ def _rule(rule: object, out: Callable[..., object]) -> Any:
     return rule.with_out(out) if isinstance(rule, HostFunction) and rule.out is None else rule
 
 
-def _with_arrays(args: object) -> Any:
+def _with_arrays(args: object):
     """Replace Variables outside of Modules, and JAX's literals, by arrays."""
 
-    def array(leaf: Any) -> Any:
+    def array(leaf) -> Any:
         if isinstance(leaf, Variable):
             return leaf.value
         dtype = getattr(leaf, "dtype", None) if isinstance(leaf, (int, float, complex)) else None
@@ -306,10 +306,10 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
     """Return leaves with an error on differentiation."""
 
     @jax.custom_jvp
-    def same(*leaves: Any) -> Any:
+    def same(*leaves) -> Any:
         return leaves
 
-    def refuse(primals: object, tangents: Any) -> Any:
+    def refuse(primals: object, tangents):
         zero = jax.custom_derivatives.SymbolicZero
         moving = [p for p, t in zip(paths, tangents, strict=True) if not isinstance(t, zero)]
         names = ", ".join(format_path(path) for path in dict.fromkeys(moving))
@@ -340,11 +340,11 @@ def forward(
     targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
 
     @jax.custom_jvp
-    def apply(*leaves: Any) -> list[Any]:
+    def apply(*leaves) -> list[Any]:
         return run(leaves)
 
     @apply.defjvp
-    def moved(primals: Any, tangents: Any) -> Any:
+    def moved(primals, tangents):
         results = apply(*primals)
         with LateFrame("host_function") as frame:
             _, args, kwargs = program.restore(primals, frame)
@@ -357,11 +357,11 @@ def forward(
     return apply(*(leaf if is_differentiable(leaf) else stopped(leaf) for leaf in leaves))
 
 
-def _some(tangent: Any) -> Any:
+def _some(tangent):
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
 
 
-def _fitted(program: callback.HostProgram, returned: Any, results: Sequence[Any]) -> list[Any]:
+def _fitted(program: callback.HostProgram, returned, results: Sequence[Any]) -> list[Any]:
     """Flatten the tangents of a jvp rule like the result."""
     try:
         parts = program.out_tree.flatten_up_to(returned)
@@ -404,7 +404,7 @@ def gradients_like(
     return if_differentiable(jax.tree.map(_by_path, moving, is_leaf=is_object))
 
 
-def _by_path(leaf: Any) -> Any:
+def _by_path(leaf):
     if not is_object(leaf):
         return leaf
     flat = flatten(leaf)

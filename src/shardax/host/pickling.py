@@ -186,7 +186,7 @@ def _with_arrays(base: type[Any]) -> type[Any]:
 
         wrote_code = False
 
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj):
             if isinstance(obj, jax.Array):
                 return reduced(obj)
             if isinstance(obj, jax.Device):
@@ -200,7 +200,7 @@ def _with_arrays(base: type[Any]) -> type[Any]:
     return TreePickler
 
 
-def _device(platform: str, number: int) -> Any:
+def _device(platform: str, number: int):
     """Return the device here in place of a pickled one."""
     matching = [d for d in jax.devices() if (d.platform, d.id) == (platform, number)]
     return matching[0] if matching else jax.devices()[0]

@@ -62,7 +62,7 @@ def from_torch(
     return _hosted(function, _loss_form if out is None else out, vmap)
 
 
-def _torch() -> Any:
+def _torch():
     # No extra of this package brings it, so type checkers miss it.
     try:
         return importlib.import_module("torch")
@@ -83,7 +83,7 @@ def _hosted(function: Callable[..., object], out: object, vmap: str) -> HostFunc
     """Make a host function of a torch function, with its gradient."""
 
     @wraps(function)
-    def on_arrays(*args: object, **kwargs: object) -> Any:
+    def on_arrays(*args: object, **kwargs: object):
         torch = _torch()
         with torch.no_grad():
             args, kwargs = jax.tree.map(to_tensor, (args, kwargs))
@@ -106,7 +106,7 @@ def _hosted(function: Callable[..., object], out: object, vmap: str) -> HostFunc
 def gradient_of(function: Callable[..., object]) -> Callable[..., Any]:
     """Return the gradient of a torch function as a torch function."""
 
-    def gradient(args: tuple[Any, ...], cotangent: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def gradient(args: tuple[Any, ...], cotangent, **kwargs) -> tuple[Any, ...]:
         torch = _torch()
         create_graph = torch.is_grad_enabled()  # whether this is differentiated in turn
         leaves, treedef = jax.tree.flatten(args)
@@ -140,7 +140,7 @@ def gradient_of(function: Callable[..., object]) -> Callable[..., Any]:
     return gradient
 
 
-def _has_gradient(leaf: Any) -> bool:
+def _has_gradient(leaf) -> bool:
     return hasattr(leaf, "is_floating_point") and (leaf.is_floating_point() or leaf.is_complex())
 
 

@@ -21,7 +21,7 @@ RETRIES = 2  # how often a call marked idempotent is run again
 INFO_SECONDS = 10.0
 
 
-def _identity(value: object) -> Any:
+def _identity(value: object):
     return value
 
 
@@ -237,7 +237,7 @@ class Worker(concurrent.futures.Executor):
         head, parts = pack(function, args, kwargs or {}, self._refer)
         check_size(parts, self._connection.max_message)
 
-        def receive(reply: dict[str, Any]) -> Any:
+        def receive(reply: dict[str, Any]):
             self._restarts_left = self._restarts
             if keep is False:
                 return decode(reply["parts"])
@@ -266,7 +266,7 @@ class Worker(concurrent.futures.Executor):
                     return
                 self._changed.wait()  # until the worker runs again
 
-    def _refer(self, obj: object) -> Any:
+    def _refer(self, obj: object):
         if type(obj) is not Remote:
             return None
         if obj.worker is not self:

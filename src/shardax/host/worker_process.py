@@ -231,7 +231,7 @@ class CallServer(Server):
             call.raised = True
             raise CallInterrupted(call.reason)
 
-    def _answer(self, call: _Call, **request: Any) -> dict[str, Any]:
+    def _answer(self, call: _Call, **request) -> dict[str, Any]:
         try:
             try:
                 self._interruptible = call
@@ -272,7 +272,7 @@ class CallServer(Server):
         text = text if len(text) <= 200 else f"{text[:200]}..."
         return {"error": None, "kept": key, "text": text}
 
-    def _value(self, key: int | str) -> Any:
+    def _value(self, key: int | str):
         try:
             return self._values[key][0]
         except KeyError:
@@ -301,7 +301,7 @@ def main(options: Mapping[str, Any]) -> None:
     def end() -> None:
         asyncio.run_coroutine_threadsafe(server.stop_process(), loop)
 
-    def answer(**facts: Any) -> None:
+    def answer(**facts) -> None:
         # Who starts it may have ended meanwhile.
         with contextlib.suppress(BrokenPipeError), os.fdopen(options["ready"], "w") as ready:
             json.dump(facts, ready)

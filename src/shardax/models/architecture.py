@@ -229,7 +229,7 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
 _NONE = object()
 
 
-def _attempt(read: Callable[[Any], object], part: object) -> Any:
+def _attempt(read: Callable[[Any], object], part: object):
     """Reads a part, unless somebody has put another in its place."""
     try:
         value = read(part)
@@ -238,12 +238,12 @@ def _attempt(read: Callable[[Any], object], part: object) -> Any:
     return _NONE if value is None and read in _NEVER_NONE else value
 
 
-def _size(variable: Any, axis: int, place: object = None) -> int:
+def _size(variable, axis: int, place: object = None) -> int:
     stacked = isinstance(place, LayerPlace) and place.position is not None
     return int(variable.shape[axis + stacked if axis >= 0 else axis])
 
 
-def _activation(place: Any) -> str | None:
+def _activation(place) -> str | None:
     return activation_name(place.module.mlp.activation)
 
 
@@ -524,8 +524,8 @@ class _ArchitectureCheck:
 
     def compare(
         self,
-        module: Any,
-        built: Any,
+        module,
+        built,
         place: LayerPlace,
         passed_over: tuple[str, ...] = (),
         path: Path = (),
@@ -552,9 +552,7 @@ class _ArchitectureCheck:
             if hasattr(type(built), name) and name not in self.free:
                 self.wrong[*where, name] = "replaces what is computed"
 
-    def _take(
-        self, variable: Any, expected: Any, place: LayerPlace, path: Path, within: Path
-    ) -> None:
+    def _take(self, variable, expected, place: LayerPlace, path: Path, within: Path) -> None:
         """Notes a parameter, or its fault."""
         where = (*place.path, *within)
         if not isinstance(variable, Variable):
@@ -617,7 +615,7 @@ def _is_same(name: str, value: object, expected: object) -> bool:
     )
 
 
-def _function_of(activation: object) -> Any:
+def _function_of(activation: object):
     if not isinstance(activation, str):
         return activation
     try:

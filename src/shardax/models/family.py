@@ -335,7 +335,7 @@ class _Reading:
         self.advice: list[str] = []
         self.config = self._read()
 
-    def take(self, name: str, *default: Any, kind: Kind = ANYTHING) -> Any:
+    def take(self, name: str, *default, kind: Kind = ANYTHING) -> Any:
         """Returns the value of a field, or its default."""
         self.read_names.add(name)
         if name in self.content:

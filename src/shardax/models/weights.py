@@ -65,8 +65,8 @@ def from_pretrained(
     *,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
-    dtype: Any = None,
-    param_dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    param_dtype: jax.typing.DTypeLike | None = None,
     strict: bool = True,
     head: bool = True,
     scan_layers: bool = False,
@@ -359,7 +359,7 @@ class _Entry(NamedTuple):
 class _Table:
     """Places of the parameters of a model in the files."""
 
-    def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
+    def __init__(self, config: TransformerConfig, family: Family, names) -> None:
         head_tensors = family.head_tensors.get(config.head, ())
         self.tensors = {tensor.to: tensor for tensor in (*family.tensors, *head_tensors)}
         self.tied = config.tied_head and config.head == "tokens"
@@ -536,7 +536,7 @@ class _Table:
             if files.equal(*names):
                 yield names[0]
 
-    def tensor(self, name: str, whole: Any) -> np.ndarray:
+    def tensor(self, name: str, whole) -> np.ndarray:
         """Puts a tensor together from parameters."""
         places = self.by_name[name]
         result: np.ndarray | None = None
@@ -558,7 +558,7 @@ def _layer_of(entry: _Entry) -> tuple[Any, ...]:
 
 
 def _place(
-    path: VariablePath, model: Any, config: TransformerConfig
+    path: VariablePath, model, config: TransformerConfig
 ) -> tuple[str, tuple[int, ...], bool]:
     """Returns a path's name in a table, its layers, and if stacked."""
     count = config.num_layers
@@ -605,7 +605,7 @@ class _Files(contextlib.ExitStack):
                 if name not in self.names or by_name.get(stored) == title:
                     self.names[name], self._stored_names[name] = file, stored
 
-    def slice(self, name: str) -> Any:
+    def slice(self, name: str):
         """Returns a reader of parts of a tensor."""
         return self.names[name].get_slice(self._stored_names[name])
 
@@ -697,7 +697,7 @@ def _check_inside(folder: Path, title: str) -> None:
         )
 
 
-def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
+def _read(entry: _Entry, files: _Files, place, cast) -> jax.Array:
     """Reads a parameter, each device its own part."""
     shape = tuple(entry.variable.shape)
 
@@ -727,7 +727,7 @@ def _read_block(entry: _Entry, files: _Files, bounds: Sequence[tuple[int, int]])
     return _read_layer(entry, files, bounds, (entry.layers or (0,))[0])
 
 
-def _stacked(blocks: Sequence[np.ndarray], bounds: Any) -> np.ndarray:
+def _stacked(blocks: Sequence[np.ndarray], bounds) -> np.ndarray:
     return np.stack(blocks) if blocks else np.empty((0, *(b - a for a, b in bounds)), np.float32)
 
 
@@ -822,7 +822,7 @@ def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequenc
         result[tuple(index)] = view.reshape(block.shape)
 
 
-def _whole(variable: Any) -> np.ndarray:
+def _whole(variable) -> np.ndarray:
     value = variable.value
     if not getattr(value, "is_fully_addressable", True):
         value = distributed.gather(value)

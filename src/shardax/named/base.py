@@ -196,7 +196,7 @@ class NamedStorage:
         self._form: Form | None = None
 
     @classmethod
-    def _make(cls, data: Any, dims: Dims) -> Self:
+    def _make(cls, data, dims: Dims) -> Self:
         """Makes an array of fitting parts."""
         array = object.__new__(cls)
         array._data, array._dims, array._form = data, dims, None
@@ -362,7 +362,7 @@ def _flatten_with_keys(array: NamedStorage) -> tuple[tuple[tuple[Any, Any]], For
     return ((jax.tree_util.GetAttrKey("data"), leaf),), form
 
 
-def _rebuilt(cls: type[NamedStorage], form: Form, leaf: object) -> Any:
+def _rebuilt(cls: type[NamedStorage], form: Form, leaf: object):
     array = object.__new__(cls)
     array._data, array._dims, array._form = leaf, None, form
     return array

@@ -142,7 +142,7 @@ def operand_of(value: object, mate: Operand) -> Any:
 def binary(function: Callable[[Any, Any], object], reflected: bool = False) -> Callable[..., Any]:
     """Returns the method for a binary operator, reflected or not."""
 
-    def method(self: NamedStorage, other: Any) -> Any:
+    def method(self: NamedStorage, other) -> Any:
         mine = Operand(*self._parts())
         operand = operand_of(other, mine)
         if operand is NotImplemented:
@@ -243,12 +243,7 @@ def _reduction(function: Callable[..., object]) -> Callable[..., Any]:
     """Returns a method for removing axes."""
 
     def method(
-        self: NamedStorage,
-        axis: Any = None,
-        *,
-        keepdims: bool = False,
-        where: Any = None,
-        **options: Any,
+        self: NamedStorage, axis=None, *, keepdims: bool = False, where=None, **options
     ) -> Any:
         data, dims = self._parts()
         places = places_of(dims, axis)
@@ -269,7 +264,7 @@ def _reduction(function: Callable[..., object]) -> Callable[..., Any]:
     return method
 
 
-def _mask(where: object, reduced: Operand) -> Any:
+def _mask(where: object, reduced: Operand):
     mask = operand_of(where, reduced)
     if not isinstance(mask, Operand):
         return mask
@@ -286,7 +281,7 @@ def _mask(where: object, reduced: Operand) -> Any:
 def _along(function: Callable[..., object], removes: bool = False) -> Callable[..., Any]:
     """Returns a method along one axis."""
 
-    def method(self: NamedStorage, axis: Any = None, **options: Any) -> Any:
+    def method(self: NamedStorage, axis=None, **options) -> Any:
         data, dims = self._parts()
         places = places_of(dims, axis)
         if len(places) != 1:

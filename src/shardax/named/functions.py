@@ -29,7 +29,9 @@ from shardax.nn.arithmetic import cast_all
 from shardax.partition.explicit import joined_sharding
 
 
-def dot(x: NamedArray, y: NamedArray, axes: object, *, dtype: Any = None) -> NamedArray:
+def dot(
+    x: NamedArray, y: NamedArray, axes: object, *, dtype: jax.typing.DTypeLike | None = None
+) -> NamedArray:
     """Sums products of two arrays over names; other common names go together.
 
     It is ``(x * y).sum(axes)`` as one contraction.
@@ -88,7 +90,7 @@ def dot(x: NamedArray, y: NamedArray, axes: object, *, dtype: Any = None) -> Nam
 _DOTS = "..."
 
 
-def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
+def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Sums products of arrays over names, given as a text.
 
     Args:
@@ -159,7 +161,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
     return NamedArray._make(jnp.einsum(*interleaved, out, preferred_element_type=dtype), dims)
 
 
-def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
+def _names(axes, *dims: Dims) -> tuple[Any, ...]:
     single = isinstance(axes, str) or not isinstance(axes, Iterable)
     if isinstance(axes, tuple) and any(axes in array_dims for array_dims in dims):
         single = True  # a name that is a tuple
@@ -286,7 +288,7 @@ def nmap(function: Callable[..., object]) -> Callable[..., Any]:
     """
 
     @wraps(function)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args, **kwargs):
         return run_lifted(NamedArray._make, function, args, kwargs)
 
     return mapped
@@ -396,7 +398,7 @@ class _ScanCarry(NamedTuple):
     paths: list[str]
 
     @classmethod
-    def of(cls, init: Any) -> _ScanCarry:
+    def of(cls, init) -> _ScanCarry:
         leaves, treedef = jax.tree.flatten_with_path(init, is_leaf=is_whole)
         values: list[Any] = []
         dims: list[Dims | None] = []
@@ -407,7 +409,7 @@ class _ScanCarry(NamedTuple):
         paths = [f"carry{jax.tree_util.keystr(path)}" for path, _ in leaves]
         return cls(values, dims, treedef, paths)
 
-    def filled(self, values: Sequence[object]) -> Any:
+    def filled(self, values: Sequence[object]):
         """Returns the carry as the function knows it."""
         return self.treedef.unflatten(
             value if dims is None else NamedArray._make(value, dims)
@@ -424,7 +426,7 @@ class _ScanCarry(NamedTuple):
             )
         return [self._checked(place, leaf) for place, leaf in enumerate(leaves)]
 
-    def _checked(self, place: int, leaf: Any) -> Any:
+    def _checked(self, place: int, leaf):
         start, dims = self.values[place], self.dims[place]
         if isinstance(leaf, Object) or isinstance(start, Object):
             return leaf
@@ -460,13 +462,13 @@ class _ScanCarry(NamedTuple):
         )
 
 
-def _kind(value: Any) -> str:
+def _kind(value) -> str:
     if isinstance(value, NamedArray):
         return f"{value.dtype}{shown(value.dims, value.shape)}"
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
-def _operand(leaf: Any) -> Operand:
+def _operand(leaf) -> Operand:
     if isinstance(leaf, NamedArray):
         return Operand(*leaf._parts())
     array = jnp.asarray(leaf)

@@ -144,7 +144,7 @@ def _by_place(array: elementwise.Operand, index: object) -> dict[int, Any]:
     return {**dict(zip(places, items[:ellipsis_at], strict=False)), **dict(pairs)}
 
 
-def _resolve(array: elementwise.Operand, place: int, entry: object) -> Any:
+def _resolve(array: elementwise.Operand, place: int, entry: object):
     """Returns an integer, a slice, or an ``Operand`` of positions."""
     name, size = array.dims[place], int(array.data.shape[place])
     if isinstance(entry, ArrayLike):
@@ -178,7 +178,7 @@ def _resolve(array: elementwise.Operand, place: int, entry: object) -> Any:
     return operand
 
 
-def _unnamed(name: Any, positions: Any) -> elementwise.Operand:
+def _unnamed(name, positions) -> elementwise.Operand:
     if positions.ndim > 1 or (name is None and positions.ndim):
         raise base.NamedAxesError(
             f"The axis {name!r} is indexed by an array of shape {tuple(positions.shape)}, whose "
@@ -213,7 +213,7 @@ def _check_slice(name: object, entry: slice) -> slice:
     )
 
 
-def _masked(name: Any, mask: Any, dims: base.Dims, size: int) -> elementwise.Operand:
+def _masked(name, mask, dims: base.Dims, size: int) -> elementwise.Operand:
     if isinstance(mask, Tracer):
         raise base.NamedAxesError(
             f"The axis {name!r} is indexed by booleans inside a trace, where how many are true is "
@@ -281,8 +281,8 @@ class At:
 
 
 def _update(name: str) -> Callable[..., Any]:
-    def method(self: Update, value: Any, **options: Any) -> Any:
-        def change(array: Any, at: Any, new_values: Any) -> Any:
+    def method(self: Update, value, **options) -> Any:
+        def change(array, at, new_values):
             # Over Explicit mesh axes the result is laid out as the array is.
             place = explicit_sharding(array)
             layout_option = {} if place is None else {"out_sharding": place}
@@ -314,7 +314,7 @@ class Update:
         """Returns the part, with JAX's options for positions out of range."""
         return self._part(lambda array, at: array.at[at].get(**options))
 
-    def _part(self, get: Callable[[Any, Any], Any]) -> Any:
+    def _part(self, get: Callable[[Any, Any], Any]):
         array = elementwise.Operand(*self.array._parts())
         index = _take_apart(array, self.index)
         if index.is_lifted:
@@ -325,7 +325,7 @@ class Update:
             data = jax.lax.expand_dims(data, range(len(index.added)))
         return self.array._make(data, (*index.added, *resolved.dims))
 
-    def _run(self, change: Change, value: object, mode: object = None) -> Any:
+    def _run(self, change: Change, value: object, mode: object = None):
         array = elementwise.Operand(*self.array._parts())
         index = _take_apart(array, self.index)
         if index.is_lifted:
@@ -344,8 +344,8 @@ class Update:
         return self.array._make(data, array.dims)
 
     def _run_lifted(
-        self, array: elementwise.Operand, index: object, change: Change, value: object, mode: Any
-    ) -> Any:
+        self, array: elementwise.Operand, index: object, change: Change, value: object, mode
+    ):
         """Changes the elements at the positions of the index."""
         # Names of the index that the array lacks are further positions, not further arrays. A
         # position out of range stays so, for JAX to treat by the mode.
@@ -366,7 +366,7 @@ class Update:
         return self.array._make(data, array.dims)
 
 
-def _fitting(value: object, part: elementwise.Operand) -> Any:
+def _fitting(value: object, part: elementwise.Operand):
     """Returns a value with the dimensions of its part."""
     operand = elementwise.operand_of(value, part)
     if operand is NotImplemented:

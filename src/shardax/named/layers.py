@@ -67,8 +67,8 @@ def check_axes(layer: str, option: str, axes: object, *, empty: bool = False) ->
 
 
 def parameter(
-    initializer: Initializer, axes: AxisSizes, dtype: Any, rngs: Rngs | None
-) -> Param[Any]:
+    initializer: Initializer, axes: AxisSizes, dtype: jax.typing.DTypeLike, rngs: Rngs | None
+) -> Param:
     """Makes a lazy parameter with the given names and sizes."""
     return parameters.make_parameter(initializer, axes.sizes, dtype, axes.names, rngs)
 
@@ -103,7 +103,7 @@ def check_input(
     return x
 
 
-def beside(variable: Param[Any], axes: AxisSizes, x: NamedArray) -> NamedArray:
+def beside(variable: Param, axes: AxisSizes, x: NamedArray) -> NamedArray:
     """Returns a parameter, laid out and cast for elementwise use."""
     places = [x.dims.index(name) for name in axes.names]
     return NamedArray._make(align(variable.value.astype(x.dtype), x.data, places), axes.names)
@@ -149,8 +149,8 @@ class Linear(Module):
         *,
         batch_axes: Axes | None = None,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         rngs: Rngs | None,
@@ -243,8 +243,8 @@ class Embed(Module):
         vocab_axis: Axes,
         output_axes: Axes,
         *,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         embedding_init: Initializer | None = None,
         rngs: Rngs | None,
     ) -> None:
@@ -312,8 +312,8 @@ class Embed(Module):
 class _Normalization(Module):
     """Division by the root of the mean square along axes."""
 
-    scale: Param[Any] | None
-    bias: Param[Any] | None = None
+    scale: Param | None
+    bias: Param | None = None
     _centred = False
     _direct_inputs = frozenset({"mask"})  # as of nn's norms
 
@@ -321,8 +321,8 @@ class _Normalization(Module):
         self,
         axes: Axes,
         epsilon: float,
-        dtype: object,
-        param_dtype: object,
+        dtype: jax.typing.DTypeLike | None,
+        param_dtype: jax.typing.DTypeLike,
         rngs: Rngs | None,
         **initializers: Initializer | None,
     ) -> None:
@@ -396,8 +396,8 @@ class RMSNorm(_Normalization):
         *,
         epsilon: float = 1e-6,
         use_scale: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         rngs: Rngs | None = None,
     ) -> None:
@@ -462,8 +462,8 @@ class LayerNorm(_Normalization):
         epsilon: float = 1e-6,
         use_scale: bool = True,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         bias_init: Initializer = parameters.zeros,
         rngs: Rngs | None = None,
@@ -539,8 +539,8 @@ class Attention(Module):
         along: Any = "time",
         causal: bool = False,
         use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         rngs: Rngs | None,
     ) -> None:

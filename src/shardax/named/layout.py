@@ -99,7 +99,7 @@ def constrain(
         _check_known(mapping, _names_in(tree))
     rules = _rules(mapping)
 
-    def visit(leaf: object, mapped: Sequence[object] = ()) -> Any:
+    def visit(leaf: object, mapped: Sequence[object] = ()):
         if isinstance(leaf, NamedArray):
             (data,), treedef = jax.tree.flatten(leaf)
             names = with_mapped_axes(mapped, leaf.partition_axes or (None,) * leaf.ndim)
@@ -113,7 +113,7 @@ def constrain(
                     variable.value = constrain_array(value, axes, mesh, rules)
         return leaf
 
-    def visit_tree(tree: object, mapped: Sequence[object] = ()) -> Any:
+    def visit_tree(tree: object, mapped: Sequence[object] = ()):
         return jax.tree.map(lambda leaf: visit(leaf, mapped), tree, is_leaf=is_whole)
 
     return visit_tree(tree)

@@ -72,7 +72,7 @@ def _take_apart(
     named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
     whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
 
-    def rebuild(datas: Sequence[object], objects: Sequence[object]) -> Any:
+    def rebuild(datas: Sequence[object], objects: Sequence[object]):
         filled = list(leaves)
         for place, value in zip((*named, *whole), (*datas, *objects), strict=True):
             filled[place] = value
@@ -112,7 +112,7 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
     return laid_out
 
 
-def _named_value(variable: Variable[Any]) -> Any:
+def _named_value(variable: Variable):
     """Returns the named array of a Variable, or the Variable."""
     if variable.is_lazy:
         return variable
@@ -129,7 +129,7 @@ def is_whole(value: object) -> bool:
     return isinstance(value, (NamedStorage, Object))
 
 
-def _result(leaf: Any, names: Sequence[Name]) -> Operand:
+def _result(leaf, names: Sequence[Name]) -> Operand:
     """Returns an array of the result, and its dims besides the names."""
     if not isinstance(leaf, NamedStorage):
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
@@ -153,10 +153,10 @@ def _result(leaf: Any, names: Sequence[Name]) -> Operand:
 def lifted_method(name: str) -> Callable[..., Any]:
     """Returns the method of plain arrays, run along the names."""
 
-    def run(array: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(array, *args, **kwargs) -> Any:
         return getattr(array, name)(*args, **kwargs)
 
-    def method(self: NamedStorage, *args: Any, **kwargs: Any) -> Any:
+    def method(self: NamedStorage, *args, **kwargs) -> Any:
         return run_lifted(self._make, run, (self, *args), kwargs)
 
     method.__name__ = name
@@ -166,7 +166,7 @@ def lifted_method(name: str) -> Callable[..., Any]:
 def lifted_operator(function: Callable[[Any, Any], object], reflected: bool) -> Callable[..., Any]:
     """Returns a binary operator on positional dimensions, run along the names."""
 
-    def method(self: NamedStorage, other: Any) -> Any:
+    def method(self: NamedStorage, other) -> Any:
         pair = (other, self) if reflected else (self, other)
         return run_lifted(self._make, function, pair, {})
 

@@ -54,7 +54,7 @@ def wrap(array: Any, *names: Any) -> NamedArray:
     return NamedArray(array, names)
 
 
-def full(axes: base.Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
+def full(axes: base.Axes, fill_value: Any, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Returns an array of one number.
 
     Args:
@@ -71,7 +71,7 @@ def full(axes: base.Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
     return NamedArray(jnp.full(shape, fill_value, dtype), names)
 
 
-def zeros(axes: base.Axes, dtype: Any = None) -> NamedArray:
+def zeros(axes: base.Axes, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Returns an array of zeros.
 
     Args:
@@ -87,7 +87,7 @@ def zeros(axes: base.Axes, dtype: Any = None) -> NamedArray:
     return NamedArray(jnp.zeros(shape, dtype), names)
 
 
-def ones(axes: base.Axes, dtype: Any = None) -> NamedArray:
+def ones(axes: base.Axes, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Returns an array of ones.
 
     Args:
@@ -103,7 +103,9 @@ def ones(axes: base.Axes, dtype: Any = None) -> NamedArray:
     return NamedArray(jnp.ones(shape, dtype), names)
 
 
-def arange(axes: base.Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
+def arange(
+    axes: base.Axes, start: Any = 0, step: Any = 1, dtype: jax.typing.DTypeLike | None = None
+) -> NamedArray:
     """Returns numbers in equal steps along one axis.
 
     Args:
@@ -203,7 +205,7 @@ def _beside(
     return NamedArray(data, (*of_keys, *(None,) * len(names)))
 
 
-def normal(key: object, axes: base.Axes, dtype: object = float) -> NamedArray:
+def normal(key: object, axes: base.Axes, dtype: jax.typing.DTypeLike = float) -> NamedArray:
     """Draws numbers of the standard normal distribution.
 
     Args:
@@ -225,7 +227,11 @@ def normal(key: object, axes: base.Axes, dtype: object = float) -> NamedArray:
 
 
 def uniform(
-    key: object, axes: base.Axes, dtype: object = float, minval: object = 0.0, maxval: object = 1.0
+    key: object,
+    axes: base.Axes,
+    dtype: jax.typing.DTypeLike = float,
+    minval: object = 0.0,
+    maxval: object = 1.0,
 ) -> NamedArray:
     """Draws numbers evenly from ``[minval, maxval)``.
 
@@ -248,7 +254,7 @@ def uniform(
 
 
 def randint(
-    key: object, axes: base.Axes, minval: object, maxval: object, dtype: object = int
+    key: object, axes: base.Axes, minval: object, maxval: object, dtype: jax.typing.DTypeLike = int
 ) -> NamedArray:
     """Draws integers evenly from ``[minval, maxval)``.
 
@@ -459,7 +465,7 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
                 f"{base.shown(dims, data.shape)}. Every array needs it; stack makes a new axis."
             )
 
-    def narrowed(data: Any, place: int) -> tuple[int, ...]:
+    def narrowed(data, place: int) -> tuple[int, ...]:
         return (*data.shape[:place], 1, *data.shape[place + 1 :])  # along the axis sizes may differ
 
     structs = (

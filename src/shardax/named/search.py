@@ -24,7 +24,7 @@ from shardax.nn.parameters import canonical_dtype
 from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
 
 
-def one_hot(x: object, axes: base.Axes, dtype: object = float) -> NamedArray:
+def one_hot(x: object, axes: base.Axes, dtype: jax.typing.DTypeLike = float) -> NamedArray:
     """Returns vectors of one at a position and zero elsewhere.
 
     Args:

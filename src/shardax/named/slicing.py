@@ -161,7 +161,7 @@ def _checked_starts(
     return values
 
 
-def _along_starts(function: Any, arrays: tuple[NamedArray, ...], values: Mapping[Any, Any]) -> Any:
+def _along_starts(function, arrays: tuple[NamedArray, ...], values: Mapping[Any, Any]):
     """Runs a function of data, the places of names, and starts."""
     array, names, starts = arrays[0], list(values), list(values.values())
     if not any(isinstance(start, NamedArray) and start.axes for start in starts):

@@ -48,7 +48,7 @@ def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...
     )
 
 
-def at_least_float32(dtype: Any) -> np.dtype:
+def at_least_float32(dtype: jax.typing.DTypeLike) -> np.dtype:
     """Returns the dtype of statistics over an array."""
     # Not by JAX's promotion, which a user may forbid: these casts are meant.
     dtype = jnp.dtype(dtype)
@@ -56,7 +56,9 @@ def at_least_float32(dtype: Any) -> np.dtype:
     return dtype if is_wide else jnp.dtype(jnp.float32)
 
 
-def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
+def result_dtype(
+    dtype: jax.typing.DTypeLike | None, x: jax.Array, *parameters: jax.Array | None
+) -> Any:
     """Returns the compute dtype; without one, the promoted dtype."""
     if dtype is not None:
         return dtype
@@ -64,7 +66,9 @@ def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any
     return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
 
 
-def take_precision(layer: Module, precision: object, preferred_element_type: object) -> None:
+def take_precision(
+    layer: Module, precision: object, preferred_element_type: jax.typing.DTypeLike | None
+) -> None:
     """Sets the precision of a layer, or raises if not valid."""
     # Set only where given: a layer that has the defaults looks as it did before there were others.
     if precision is not None:
@@ -106,12 +110,7 @@ def contract(
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
 def _dot_general(
-    x: jax.Array,
-    kernel: jax.Array,
-    contracted: Any,
-    out_sharding: object,
-    precision: Any,
-    wide: Any,
+    x: jax.Array, kernel: jax.Array, contracted, out_sharding: object, precision, wide
 ) -> jax.Array:
     return jax.lax.dot_general(
         x,

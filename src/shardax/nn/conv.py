@@ -43,7 +43,7 @@ class ConvBase(Module):
     precision: Any = None
     preferred_element_type: Any = None
     input_dilation: tuple[int, ...] | None = None
-    mask: Variable[Any] | None = None
+    mask: Variable | None = None
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class ConvBase(Module):
         input_dilation: Window = 1,
         groups: int = 1,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
         mask: Any = None,
         precision: Any = None,
-        preferred_element_type: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         name = type(self).__name__
@@ -172,7 +172,7 @@ class ConvBase(Module):
         )
         return y.reshape((*front, *y.shape[1:]))
 
-    def _extended(self, x: jax.Array, pairs: Any) -> jax.Array:
+    def _extended(self, x: jax.Array, pairs) -> jax.Array:
         """Pads with the input's own ends."""
         for size, (low, high) in zip(x.shape[1:-1], pairs, strict=True):
             most = size if self.padding == "CIRCULAR" else size - 1
@@ -321,7 +321,7 @@ def _per_dimension(layer: str, name: str, sizes: object, rank: int) -> tuple[int
     return all_sizes
 
 
-def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) -> Any:
+def _check_padding(layer: str, padding, rank: int, named: tuple[str, ...]):
     """Returns a padding's name, or its pairs."""
     if isinstance(padding, str) and padding in named:
         if padding == "CAUSAL" and rank > 1:
@@ -395,7 +395,7 @@ def max_pool(
     return _pooled("max_pool", x, window, strides, padding, jax.lax.max, _least(x.dtype))
 
 
-def _least(dtype: Any) -> Any:
+def _least(dtype: jax.typing.DTypeLike):
     """Returns the least number of a dtype."""
     if dtype == jnp.bool_:
         return False

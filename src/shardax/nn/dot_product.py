@@ -299,15 +299,7 @@ def _fused(
 # Units, as eager arrays over Explicit axes need their mesh where masks are broadcast.
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8), inline=INLINE)
 def _dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    mask: Any,
-    causal: bool,
-    scale: Any,
-    near: Any,
-    how: Any,
+    query: jax.Array, key, value, bias, mask, causal: bool, scale, near, how
 ) -> jax.Array:
     # All three have one dtype; what JAX promotes within, also where a user forbids it, are scores.
     with jax.numpy_dtype_promotion("standard"):

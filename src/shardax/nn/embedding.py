@@ -63,12 +63,12 @@ class Embed(Module):
         num_embeddings: int,
         features: int,
         *,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         embedding_init: Initializer = default_embedding_init,
         axes: Sequence[str | None] = ("vocab", "embed"),
         precision: Any = None,
-        preferred_element_type: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         shape = (
@@ -141,7 +141,7 @@ def look_up(table: jax.Array, indices: jax.Array, out_sharding: object = None) -
 
 # A unit as ``jnp.take`` is, so that lookups of one shape are traced once.
 @functools.partial(jax.jit, static_argnums=2, inline=INLINE)
-def _rows(table: jax.Array, indices: jax.Array, out_sharding: Any) -> jax.Array:
+def _rows(table: jax.Array, indices: jax.Array, out_sharding) -> jax.Array:
     options = {} if out_sharding is None else {"out_sharding": out_sharding}
     return table.at[indices].get(mode="fill", wrap_negative_indices=False, **options)
 

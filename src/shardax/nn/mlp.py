@@ -76,13 +76,13 @@ class MLP(Module):
         activation: Activation = "silu",
         gated: bool = True,
         use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros,
         axes: Sequence[str | None] = ("embed", "mlp"),
         precision: Any = None,
-        preferred_element_type: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         features = as_size("MLP", "features", features)
@@ -157,8 +157,8 @@ class PReLU(Module):
         negative_slope_init: float = 0.01,
         *,
         features: int | None = None,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         axes: Sequence[str | None] = ("embed",),
     ) -> None:
         shape = () if features is None else (as_size("PReLU", "features", features),)

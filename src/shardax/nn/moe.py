@@ -118,8 +118,8 @@ class MoE(Module):
         normalise: bool = True,
         activation: Activation = "silu",
         deterministic: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         axes: Sequence[str | None] = ("expert", "embed", "mlp"),
         rngs: Rngs | None,
@@ -251,7 +251,7 @@ class MoE(Module):
         """Does the same with experts over a mesh axis."""
         count = len(kernels[0][0])
 
-        def region(x: Any, logits: Any, counted: Any, *kernels: Kernel) -> Any:
+        def region(x: jax.Array, logits: jax.Array, counted, *kernels: Kernel):
             everywhere = partial(jax.lax.psum, axis_name=split.axes)
             weights, experts, loss = self._route(logits, counted, x.shape[:-1], count, everywhere)
             places = None
@@ -359,7 +359,7 @@ class MoE(Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _compiled(compute: Static, *arguments: object) -> Any:
+def _compiled(compute: Static, *arguments: object):
     return compute.value(*arguments)
 
 

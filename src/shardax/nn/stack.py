@@ -97,7 +97,7 @@ def check_policy(layer: str, policy: Any, names: Sequence[str] | None = None) ->
     )
 
 
-def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
+def _kinds_by_name(policy) -> tuple[tuple[str, str], ...] | None:
     """Returns pairs of a name and a memory kind, or None."""
     pairs = policy.items() if isinstance(policy, Mapping) else policy
     try:
@@ -126,7 +126,7 @@ def _jax_policy(policy: Policy) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _by_name(kinds: tuple[tuple[str, str], ...]) -> Any:
+def _by_name(kinds: tuple[tuple[str, str], ...]):
     """Returns the policy of memory kinds by name."""
     saved, hosted = ([n for n, memory in kinds if memory == kind] for kind in MEMORY_KINDS)
     if not hosted:
@@ -302,7 +302,7 @@ class Stack(Module):
         return (self[i] for i in range(self.length))
 
 
-def _static(leaf: object) -> Any:
+def _static(leaf: object):
     try:
         return Static(leaf)
     except TypeError as error:
@@ -312,12 +312,12 @@ def _static(leaf: object) -> Any:
         ) from error
 
 
-def _run(stack: Stack, x: Any, arguments: list[object], structure: Any) -> Any:
+def _run(stack: Stack, x: jax.Array, arguments: list[object], structure):
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = structure
     is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
 
-    def body(x: Any, layer: Any, arguments: list[Any]) -> Any:
+    def body(x: jax.Array, layer, arguments: list[Any]):
         leaves = [
             argument if item is None else item.value
             for argument, item in zip(arguments, static, strict=True)
@@ -326,7 +326,7 @@ def _run(stack: Stack, x: Any, arguments: list[object], structure: Any) -> Any:
         return layer(x, *args, **kwargs)
 
     def run(
-        stacked: Any, x: Any, arguments: list[Any], length: int, policy: Policy = stack.remat
+        stacked, x: jax.Array, arguments: list[Any], length: int, policy: Policy = stack.remat
     ) -> Any:
         by_layer = [0 if _is_stacked(argument, stack.axis_name) else None for argument in arguments]
         of_layer = StateAxes({is_shared: None, ...: 0}) if stack.shared else 0
@@ -399,7 +399,7 @@ class _IsShared:
 class _SharedObjects:
     """Shared objects of a stack, for its views."""
 
-    def __init__(self, root: Any, paths: tuple[Path, ...]) -> None:
+    def __init__(self, root, paths: tuple[Path, ...]) -> None:
         self.root = root
         self.paths = frozenset(paths)
         self.found: dict[int, Any] = {}
@@ -600,7 +600,7 @@ class _Level(NamedTuple):
 class _Stacks:
     """Stacks of a tree with a model."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree) -> None:
         modules = dict(iter_modules(tree))
         self.modules = modules.keys()
         self.stacks = {path: item for path, item in modules.items() if isinstance(item, Stack)}
@@ -650,7 +650,7 @@ def _unrolled(path: Path, levels: Sequence[_Level], indices: Sequence[int]) -> P
     return tuple(steps)
 
 
-def _form(value: Any) -> str:
+def _form(value) -> str:
     if hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     return str(jax.tree.map(_form, value))
@@ -660,7 +660,7 @@ def _gathered(
     read: Callable[[tuple[int, ...]], object],
     levels: Sequence[_Level],
     indices: tuple[int, ...] = (),
-) -> Any:
+):
     """Stacks values from the inside out."""
     if len(indices) == len(levels):
         return read(indices)

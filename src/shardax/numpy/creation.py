@@ -24,7 +24,13 @@ from shardax._core.init.defaults import creation_device, exact_dtype, float_dtyp
 from shardax.random.stream import placement
 
 
-def zeros(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def zeros(
+    shape: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
     """Returns an array of zeros.
 
     Args:
@@ -49,7 +55,13 @@ def zeros(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = 
     return _create("zeros", (shape,), dtype, device, sharding)
 
 
-def ones(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def ones(
+    shape: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
     """Returns an array of ones.
 
     Args:
@@ -66,7 +78,13 @@ def ones(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = N
     return _create("ones", (shape,), dtype, device, sharding)
 
 
-def empty(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def empty(
+    shape: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
     """Returns an array of any content.
 
     Args:
@@ -84,7 +102,12 @@ def empty(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = 
 
 
 def full(
-    shape: Any, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None
+    shape: Any,
+    fill_value: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
 ) -> jax.Array:
     """Returns an array of one value.
 
@@ -107,7 +130,7 @@ def eye(
     rows: int,
     columns: int | None = None,
     k: int = 0,
-    dtype: object = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     device: object = None,
     sharding: object = None,
@@ -131,7 +154,11 @@ def eye(
 
 
 def identity(
-    n: int, dtype: object = None, *, device: object = None, sharding: object = None
+    n: int,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Returns an identity matrix.
 
@@ -153,7 +180,7 @@ def arange(
     start: Any,
     stop: Any = None,
     step: Any = None,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     device: Any = None,
     sharding: Any = None,
@@ -182,7 +209,7 @@ def linspace(
     stop: object,
     num: int = 50,
     endpoint: bool = True,
-    dtype: object = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     axis: int = 0,
     device: object = None,
@@ -211,7 +238,7 @@ def linspace(
 
 def array(
     value: Any,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     copy: bool = True,
     ndmin: int = 0,
@@ -239,7 +266,11 @@ def array(
 
 
 def asarray(
-    value: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None
+    value: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
 ) -> jax.Array:
     """Returns a value as an array, not copied if it is one.
 
@@ -270,7 +301,7 @@ def _has_floats(value: object) -> bool:
 def _create(
     name: str,
     arguments: tuple[object, ...],
-    dtype: object,
+    dtype: jax.typing.DTypeLike | None,
     device: object,
     sharding: object,
     floats: bool = True,

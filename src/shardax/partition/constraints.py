@@ -173,7 +173,7 @@ def _as_array(x: object, names: Names) -> jax.Array:
         ) from error
 
 
-def _intro(array: Any, names: Names) -> str:
+def _intro(array, names: Names) -> str:
     return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
 
 

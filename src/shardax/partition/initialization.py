@@ -122,7 +122,7 @@ def initialise(
     if automatic == where:
         return result
 
-    def over_given(leaf: Any) -> Any:  # of the same devices: nothing is moved
+    def over_given(leaf):  # of the same devices: nothing is moved
         if is_object(leaf):
             return shard(leaf, where, rules)
         return jax.device_put(leaf, NamedSharding(where, leaf.sharding.spec))
@@ -239,7 +239,7 @@ def _automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def _over_automatic(array: object) -> Any:
+def _over_automatic(array: object):
     """Declares an input over Auto axes, as in the program; moves nothing."""
     now = array.sharding if isinstance(array, jax.Array) else None
     if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):

@@ -89,7 +89,7 @@ class LeafInfo(NamedTuple):
     axes: Any  # one name per dimension, or None; of a user's own box, a PartitionSpec
     arrays: tuple[ArrayInfo, ...]  # of its value, in the order of leaves
     treedef: Any  # of the value; None for the usual value of one array
-    variable: Variable[Any] | None  # as seen from the current frame
+    variable: Variable | None  # as seen from the current frame
     held: Any  # the value of what is no Variable
     box: AxisMetadata[Any] | None = None  # empty
     rules: Rules | None = None  # of its own, instead of the layout's
@@ -202,7 +202,7 @@ class TreeInventory:
             return Subtree(value, path, (self._add(path, EMPTY, value),), None)
         return Subtree(value, path, (), None)
 
-    def _add_variable(self, path: Path, variable: Variable[Any]) -> int:
+    def _add_variable(self, path: Path, variable: Variable) -> int:
         target = resolve(variable, local.frame)
         position = self._positions.get(id(target))
         if position is None:
@@ -211,7 +211,7 @@ class TreeInventory:
         return position
 
     def _add(
-        self, path: Path, metadata: Metadata, value: object, variable: Variable[Any] | None = None
+        self, path: Path, metadata: Metadata, value: object, variable: Variable | None = None
     ) -> int:
         plain_value = value if variable is None else None
         if is_box(value):
@@ -242,7 +242,7 @@ class TreeInventory:
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
-    def position(self, variable: Variable[Any]) -> int:
+    def position(self, variable: Variable) -> int:
         """The position of a Variable's leaf."""
         return self._positions[id(resolve(variable, local.frame))]
 
@@ -276,7 +276,7 @@ class TreeInventory:
 
 
 def _box_leaf(
-    path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None, plain_value: object
+    path: Path, box: AxisMetadata[Any], variable: Variable | None, plain_value: object
 ) -> LeafInfo:
     names, rules = box.layout()
     return LeafInfo(
@@ -308,7 +308,7 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     return Origin(kind, Metadata(names, entries.entries if isinstance(entries, Metadata) else {}))
 
 
-def _array_info(path: Path, value: Any) -> ArrayInfo:
+def _array_info(path: Path, value) -> ArrayInfo:
     axes = axes_of(value)
     if axes is not None:
         (value,) = jax.tree.leaves(value)

@@ -143,7 +143,7 @@ def unshard(model: T, device: object = None) -> T:
     return _place(inventory, model, destinations)
 
 
-def _one_device(device: object) -> Any:
+def _one_device(device: object):
     if device is None:
         default = getattr(jax.config, "jax_default_device", None)  # a device or a platform's name
         if isinstance(default, jax.Device):
@@ -331,7 +331,7 @@ def _is_at(array: object, to: object) -> bool:
     return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.sharding == to
 
 
-def _moved(array: Any, to: Any) -> Any:
+def _moved(array, to):
     if to is None or _is_at(array, to):
         return array
     if isinstance(array, LazyValue):

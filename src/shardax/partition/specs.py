@@ -179,7 +179,7 @@ def abstract(
     leaf_values = [values[inventory.position(variable)] for variable in flat.leaves]
     copies = iter(build(flat.graphdef, leaf_values, owner_here())[0])
 
-    def fill(subtree: Subtree) -> Any:
+    def fill(subtree: Subtree):
         return next(copies) if isinstance(subtree.value, Object) else subtree.filled(values)
 
     return inventory.unflatten(fill)
@@ -334,7 +334,7 @@ def get_sharding(tree: object, mesh: AnyMesh | None = None, rules: RulesLike | N
     return layout.entries(layout.shardings())
 
 
-def _boxed(tree: object) -> Any:
+def _boxed(tree: object):
     """The tree with empty boxes of the same names for specs."""
     return jax.tree.map(
         lambda x: LogicallyPartitioned(None, tuple(x)) if isinstance(x, PartitionSpec) else x,

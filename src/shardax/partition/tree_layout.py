@@ -103,7 +103,7 @@ def overrides_of(
 class _FilterTable:
     """Pairs of filter and value; ``convert`` checks one value of ``option``."""
 
-    def __init__(self, option: str, option_value: Any, convert: Callable[[Any, str], Any]) -> None:
+    def __init__(self, option: str, option_value, convert: Callable[[Any, str], Any]) -> None:
         self.option = option
         pairs = _pairs(option, option_value)
         self.predicates = to_predicates([item for item, _ in pairs])
@@ -152,7 +152,7 @@ class _FilterTable:
 _EXAMPLE = "overrides={sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
 
 
-def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
+def _pairs(option: str, option_value) -> list[tuple[Any, Any]]:
     if isinstance(option_value, State):
         option_value = StateSharding(option_value)
     if isinstance(option_value, FilterMapping):
@@ -175,7 +175,7 @@ def _filter_text(item: object) -> str:
     return item.__name__ if isinstance(item, type) else repr(item)
 
 
-def _checked_value(value: object, text: str) -> Any:
+def _checked_value(value: object, text: str):
     if value is None or isinstance(value, (PartitionSpec, NamedSharding, logical.Rules)):
         return value
     if isinstance(value, (Mapping, list)):
@@ -436,7 +436,7 @@ class TreeLayout:
         return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
 
 
-def _names_in(axes: Any) -> set[str]:
+def _names_in(axes) -> set[str]:
     """Names among possibly malformed entries."""
     parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
     return {part for part in parts if isinstance(part, str)}

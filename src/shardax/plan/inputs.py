@@ -322,7 +322,7 @@ def _optax_states(tree: object) -> list[Path]:
     return [plain_path(path) for path, leaf in leaves if is_state(leaf)]
 
 
-def _kind(leaf: LeafInfo, like: Any, states: Sequence[Path]) -> str:
+def _kind(leaf: LeafInfo, like, states: Sequence[Path]) -> str:
     kind = like.variable_type if isinstance(like, Origin) else type(like)
     if issubclass(kind, OptState) or any(leaf.path[: len(path)] == path for path in states):
         return "optimizer"
@@ -331,7 +331,7 @@ def _kind(leaf: LeafInfo, like: Any, states: Sequence[Path]) -> str:
     return "parameters" if issubclass(kind, (Param, AxisMetadata)) else "other"
 
 
-def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec: Any) -> ArrayLayout:
+def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec) -> ArrayLayout:
     missing = (None,) * (len(info.shape) - len(spec))
     return ArrayLayout(
         label(info.path),

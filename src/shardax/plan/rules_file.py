@@ -310,7 +310,7 @@ def _pairs(value: object) -> Any:
     ]
 
 
-def _target(axes: Any) -> Any:
+def _target(axes):
     if axes is UNCONSTRAINED:
         return {"unconstrained": True}
     return axes if isinstance(axes, str) else list(axes or ())

@@ -47,7 +47,7 @@ def key() -> jax.Array:
 
 def bits(
     shape: object = (),
-    dtype: object = jnp.uint32,
+    dtype: jax.typing.DTypeLike = jnp.uint32,
     *,
     device: object = None,
     sharding: object = None,
@@ -77,7 +77,7 @@ def bits(
 
 def uniform(
     shape: object = (),
-    dtype: object = None,
+    dtype: jax.typing.DTypeLike | None = None,
     minval: object = 0.0,
     maxval: object = 1.0,
     *,
@@ -115,7 +115,11 @@ def uniform(
 
 
 def normal(
-    shape: object = (), dtype: object = None, *, device: object = None, sharding: object = None
+    shape: object = (),
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws numbers from the normal distribution of mean 0 and variance 1.
 
@@ -146,7 +150,7 @@ def truncated_normal(
     lower: object,
     upper: object,
     shape: object = None,
-    dtype: object = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     device: object = None,
     sharding: object = None,
@@ -185,7 +189,7 @@ def randint(
     shape: object,
     minval: object,
     maxval: object,
-    dtype: object = int,
+    dtype: jax.typing.DTypeLike = int,
     *,
     device: object = None,
     sharding: object = None,
@@ -350,7 +354,7 @@ def permutation(
     return draw("permutation", operands, device=device, sharding=sharding, **options)
 
 
-def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _entries(name: str, array) -> tuple[dict[str, Any], dict[str, Any]]:
     """Operands and options of an array or a number of entries."""
     return ({}, {name: int(array)}) if is_integer(array) else ({name: _operand(array)}, {})
 
@@ -358,7 +362,7 @@ def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 # --- Arguments ---
 
 
-def _operand(value: Any, dtype: Any = None) -> Any:
+def _operand(value, dtype: jax.typing.DTypeLike | None = None):
     """An operand as an array, a NumPy one on the host."""
     if isinstance(value, (bool, int, float, complex, list, tuple, np.ndarray, np.generic)):
         array = np.asarray(value)
@@ -376,7 +380,7 @@ def _check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, 
         )
 
 
-def _is_finite_interval(low: Any, high: Any) -> Any:
+def _is_finite_interval(low, high):
     """Whether numbers can be spread evenly from one to the other."""
     with np.errstate(over="ignore", invalid="ignore"):
         return (low <= high) & np.isfinite(high - low)
@@ -410,7 +414,7 @@ def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> di
     return given
 
 
-def _probabilities(name: str, p: object, total: bool = False) -> Any:
+def _probabilities(name: str, p: object, total: bool = False):
     """Probabilities as an operand; under ``total`` they must add up to 1."""
     operand = _operand(p)
     if not jnp.issubdtype(operand.dtype, jnp.floating):

@@ -310,7 +310,7 @@ def draw(
         return program(given)
 
 
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
+def _shape(name: str, shape) -> tuple[int, ...]:
     """A shape as a tuple."""
     sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
     with contextlib.suppress(TypeError):

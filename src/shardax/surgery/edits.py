@@ -57,7 +57,7 @@ class LayerWrapper(ModuleWrapper):
         self.body = layer
 
 
-def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], object]) -> Any:
+def _wrapped(edit: str, selection: Selection, wrap: Callable[[Path, Any], object]):
     """Replace the selection by a function of path and value."""
     wrappers: list[Any] = []
     for path, value in _checked(edit, selection).get_by_path().items():
@@ -191,7 +191,7 @@ class LoRA(LayerWrapper):
         *,
         in_features: int | None = None,
         out_features: int | None = None,
-        param_dtype: Any = np.float32,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         rngs: Rngs | None = None,
     ) -> None:
         rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
@@ -218,14 +218,14 @@ class LoRA(LayerWrapper):
             ((self.a, self.b),) = pairs.values()
         self.scale = float(scale)
 
-    def _pair(self, name: str, rank: int, rngs: Rngs) -> tuple[Param[Any], Param[Any]]:
+    def _pair(self, name: str, rank: int, rngs: Rngs) -> tuple[Param, Param]:
         """Makes ``a`` and ``b`` of a kernel."""
         kernel, terms = getattr(self.body, name), _Terms.of(self.body)
         lead = kernel.ndim - len(terms.whole.kernel)  # dimensions of stacks
         sizes = dict(zip(terms.whole.kernel, kernel.shape[lead:], strict=True))
         names = dict(zip(terms.whole.kernel, (kernel.axes or ())[lead:], strict=False))
 
-        def make(letters: str, initializer: Initializer) -> Param[Any]:
+        def make(letters: str, initializer: Initializer) -> Param:
             shape = (*kernel.shape[:lead], *(sizes.get(letter, rank) for letter in letters))
             axes = (*(kernel.axes or (None,) * lead)[:lead], *map(names.get, letters))
             init = Init(initializer, shape, kernel.dtype, rngs=rngs)
@@ -262,7 +262,7 @@ class LoRA(LayerWrapper):
         y = as_array(self.body(x, *args, **options))
         return y + align(term.astype(y.dtype), y)
 
-    def _adapted(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> Any:
+    def _adapted(self, x, *, mask=None, out_sharding=None):
         """Adds the term of a known kernel."""
         if isinstance(self.body, NamedLinear):
             y = self.body(x)
@@ -335,7 +335,7 @@ class LoRA(LayerWrapper):
             layer = select(layer).at_keypaths((name,)).set(total)
         return layer
 
-    def _sum(self, kernel: Any, a: Any, b: Any) -> Any:
+    def _sum(self, kernel, a, b):
         """Returns a kernel with its term added."""
         terms = _Terms.of(self.body)
         parts = (terms.first.kernel, terms.second.kernel, terms.whole.kernel)
@@ -441,7 +441,7 @@ class _Terms(NamedTuple):
         return cls(whole, first, second, sizes)
 
 
-def _as_tuple(sizes: Any) -> tuple[int, ...]:
+def _as_tuple(sizes) -> tuple[int, ...]:
     return tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
 
 
@@ -489,7 +489,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
     streams = rngs or Rngs(0)
 
-    def adapt(path: Path, layer: Any) -> LoRA:
+    def adapt(path: Path, layer) -> LoRA:
         _refuse_unknown(layer, format_path(path))
         if id(layer) in adapted:
             raise SelectionError(
@@ -608,7 +608,7 @@ def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
     recording(*args, **kwargs)
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 
-    def replace(path: Path, layer: Any) -> Linearised:
+    def replace(path: Path, layer) -> Linearised:
         seen = recorders[path].__dict__.get("inputs")
         inputs = () if seen is None else seen.value
         if len(inputs) != 1 or not all(map(is_differentiable, jax.tree.leaves(inputs))):

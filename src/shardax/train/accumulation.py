@@ -106,21 +106,21 @@ def accumulate(
     scale = 1.0 if reduce == "sum" else 1.0 / steps
 
     @functools.wraps(function)
-    def accumulated(model: Any, batch: Any, *args: Any) -> Any:
+    def accumulated(model, batch, *args):
         parts = split_batch(batch, steps)
         weights = _weights_of(parts, count) if reduce == "mean" else None
         # Arguments without Variables are closed over: they may be static, such as texts.
         lifted = [index for index, arg in enumerate(args) if has_objects(arg)]
 
         @functools.partial(jit, inline=INLINE)  # traced once, for its shapes and for the loop
-        def once(model: Any, microbatch: Any, *objects: Any) -> Any:
+        def once(model, microbatch, *objects) -> Any:
             by_index = dict(zip(lifted, objects, strict=True))
             items = (by_index.get(index, arg) for index, arg in enumerate(args))
             value, gradient = function(model, microbatch, *items)
             value, aux = value if has_aux else (value, None)
             return (value, gradient), aux
 
-        def body(total: Any, part: Any, *objects: Any) -> Any:
+        def body(total, part, *objects):
             microbatch, weight = part
             head, aux = once(objects[0], microbatch, *objects[1:])
             head = head if weight is None else weighted(head, weight)
@@ -176,7 +176,7 @@ def _zeros_for_sum(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _with_leading_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def with_stacked_aux(*args: Any) -> Any:
+    def with_stacked_aux(*args):
         (value, aux), gradient = function(*args)
         return (value, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux)), gradient
 

@@ -125,7 +125,7 @@ def _initial_values(tree: object) -> dict[str, str]:
     return facts
 
 
-def _batch_text(source: Any) -> str:
+def _batch_text(source) -> str:
     """Returns shapes, dtypes and digests of a batch."""
     prefetch.require_rows(source)
     restore = getattr(source, "restore", None)
@@ -165,7 +165,7 @@ def compare_copies(trainer: Any, when: str) -> None:
     processes.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
 
 
-def _digest(value: Any) -> str:
+def _digest(value) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

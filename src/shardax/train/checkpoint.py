@@ -239,7 +239,7 @@ def _present_layout(contents: Contents) -> list[Any] | None:
     return [replicated if sharding is None else sharding for sharding in present]
 
 
-def _in_order_of(tree: Any, copy: Any) -> Any:
+def _in_order_of(tree, copy):
     """Returns a copy with dicts in the order of the original."""
     # JAX sorts them where it rebuilds a dict.
     if isinstance(tree, dict):
@@ -249,7 +249,7 @@ def _in_order_of(tree: Any, copy: Any) -> Any:
     return copy
 
 
-def _restore_positions(contents: Contents, saved: Any) -> None:
+def _restore_positions(contents: Contents, saved) -> None:
     """Restores all positions, or none."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
     moved: list[tuple[Any, Any]] = []

@@ -37,7 +37,7 @@ class ModelArray(NamedTuple):
     """One array of a tree, as a checkpoint names it."""
 
     path: str
-    variable: Variable[Any]
+    variable: Variable
     value: Any  # a stand-in while the Variable is lazy or abstract
 
     @property
@@ -70,13 +70,13 @@ class ArraySlot(NamedTuple):
 
     container: Any
     key: Any
-    variables: list[Variable[Any]]  # stand for its arrays, in their order
+    variables: list[Variable]  # stand for its arrays, in their order
 
     def write(self) -> None:
         """Replaces the entry by one with the values of the Variables."""
         variables = iter(self.variables)
 
-        def replaced(leaf: Any) -> Any:
+        def replaced(leaf):
             if not _is_array(leaf):
                 return leaf
             value = next(variables).value
@@ -122,7 +122,7 @@ class _Walk:
         self.positions: dict[str, Any] = {}
         self.slots: list[ArraySlot] = []
 
-    def without_positions(self, tree: object, path: Path, slot: ArraySlot | None) -> Any:
+    def without_positions(self, tree: object, path: Path, slot: ArraySlot | None):
         """Returns the tree with None for positions and Variables for arrays."""
         handler = handler_of(tree)
         if tree is None or isinstance(tree, Object):
@@ -157,7 +157,7 @@ class _Walk:
             "texts into extra=."
         )
 
-    def _variable_of(self, array: object, path: Path, slot: ArraySlot | None) -> Variable[Any]:
+    def _variable_of(self, array: object, path: Path, slot: ArraySlot | None) -> Variable:
         if slot is None:
             place = f"The array at {format_path(path)}" if path else "The tree"
             remedy = (
@@ -170,7 +170,7 @@ class _Walk:
                 "the values of Variables. Of the arrays of other trees made of Modules, Variables "
                 f"or arrays, {remedy}."
             )
-        variable: Variable[Any] = Variable(array)
+        variable: Variable = Variable(array)
         slot.variables.append(variable)
         return variable
 
@@ -188,7 +188,7 @@ def _is_stateful(value: object) -> bool:
     return callable(getattr(value, "state", None)) and callable(getattr(value, "restore", None))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value) -> Iterator[Any]:
     """Yields the objects, arrays and stateful things in a pytree."""
     if isinstance(value, Object) or _is_array(value) or _is_stateful(value):
         yield value
@@ -303,7 +303,7 @@ def check_fit(
     )
 
 
-def _near(path: str, candidates: Any) -> str:
+def _near(path: str, candidates) -> str:
     matches = difflib.get_close_matches(path, list(candidates), n=1, cutoff=0.8)
     return f" (near: {matches[0]})" if matches else ""
 

@@ -115,23 +115,23 @@ class _MovingAverage(NamedTuple):
 
     decay: Any  # a number, or a function of the number of updates
 
-    def init(self, params: object) -> Any:
+    def init(self, params: object):
         """Returns the number of updates, if the decay depends on it."""
         return jnp.zeros((), jnp.int32) if callable(self.decay) else ()
 
-    def update(self, values: Any, count: Any, params: Any) -> tuple[Any, Any]:
+    def update(self, values, count, params) -> tuple[Any, Any]:
         """Returns the steps from the averages towards values, and the count."""
         decay: Any = self.decay(count) if callable(self.decay) else self.decay
         share = 1 - decay
 
-        def step(value: Any, average: Any) -> Any:
+        def step(value, average) -> Any:
             gap = jnp.asarray(value, average.dtype) - average
             return gap * share if jnp.issubdtype(gap.dtype, jnp.inexact) else gap
 
         return jax.tree.map(step, values, params), count + 1 if callable(self.decay) else ()
 
 
-def _form(value: object) -> Any:
+def _form(value: object):
     """The structure, shapes and dtypes of a Variable's arrays."""
     leaves, structure = jax.tree.flatten(value)
     return structure, [(jnp.shape(leaf), leaf.dtype) for leaf in leaves]

@@ -265,14 +265,14 @@ class TensorBoardLog:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _writer(self) -> Any:
+    def _writer(self):
         if self._file is None:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self._file = EventFileWriter(str(self.directory))
         return self._file
 
-    def _event(self, **fields: object) -> Any:
+    def _event(self, **fields: object):
         return self._packages()[0].Event(wall_time=time.time(), **fields)
 
     def _packages(self) -> tuple[Any, Any]:
@@ -364,7 +364,7 @@ def _step_of(record: Mapping[str, object], path: Path) -> int | None:
     return step
 
 
-def _to_json(value: object, where: str) -> Any:
+def _to_json(value: object, where: str):
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -90,7 +90,7 @@ class Welford(Metric):
         spread = (weights * (values - mean) ** 2).sum()
         self._combine(weight, mean, spread)
 
-    def _combine(self, weight: Any, mean: object, spread: object) -> None:
+    def _combine(self, weight, mean: object, spread: object) -> None:
         total = self.weight + weight
         share = weight / jnp.where(total == 0, 1, total)
         difference = mean - self.mean
@@ -210,7 +210,7 @@ class Accuracy(Average):
         correct = jnp.argmax(logits, axis=-1) == labels
         super().update(values=correct, weights=_weights_and_mask(kwargs))
 
-    def _update_binary(self, logits: Any, labels: Any, kwargs: Mapping[str, Any]) -> None:
+    def _update_binary(self, logits, labels, kwargs: Mapping[str, Any]) -> None:
         kinds = (jnp.integer, jnp.bool_)
         is_class = any(jnp.issubdtype(labels.dtype, kind) for kind in kinds)
         if logits.shape != labels.shape or not is_class:
@@ -347,7 +347,7 @@ def relative_weights(counts: jax.Array) -> jax.Array:
 def weighted(tree: Any, weight: Any) -> Any:
     """Arrays times a weight; zeros for weight 0, also of NaN."""
 
-    def times_weight(x: Any) -> Any:
+    def times_weight(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         wide = x.astype(at_least_float32(x.dtype))
@@ -356,7 +356,7 @@ def weighted(tree: Any, weight: Any) -> Any:
     return jax.tree.map(times_weight, tree)
 
 
-def _known_keywords(metric: Any) -> set[str] | None:
+def _known_keywords(metric) -> set[str] | None:
     """Returns the keywords of a metric's ``update``; None for any."""
     owner = next(kind for kind in type(metric).__mro__ if "update" in vars(kind))
     if owner is Welford:
@@ -383,7 +383,7 @@ def _refuse_unknown(metric: Metric, kwargs: Mapping[str, object], words: set[str
 _WEIGHTS = ("weights", "mask")
 
 
-def _weights_and_mask(kwargs: Mapping[str, object]) -> Any:
+def _weights_and_mask(kwargs: Mapping[str, object]):
     """Returns weights with zeros for masked values."""
     weights, mask = kwargs.get("weights"), kwargs.get("mask")
     if mask is None:

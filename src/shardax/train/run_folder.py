@@ -64,7 +64,7 @@ class RunFolder:
             finally:
                 self._lock = None
 
-    def _open_lock(self) -> Any:
+    def _open_lock(self):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             return open(self.path / LOCK, "a+", encoding="utf-8")
@@ -75,7 +75,7 @@ class RunFolder:
                 "--out)."
             ) from error
 
-    def _take(self, lock: Any) -> None:
+    def _take(self, lock) -> None:
         try:
             import fcntl
 
@@ -129,7 +129,7 @@ def settings_of(model: object, optimizer: object, ema: Any = None) -> dict[str, 
     return settings
 
 
-def _static_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _static_values(value, path: str) -> Iterator[tuple[str, Any]]:
     """Yields an attribute's values other than objects and arrays."""
     if isinstance(value, (List, Dict)) or (has_objects(value) and not isinstance(value, Object)):
         items = value.items() if isinstance(value, (Dict, Mapping)) else enumerate(value)
@@ -163,7 +163,7 @@ def _texts(value: object, path: str, above: tuple[int, ...]) -> Iterator[tuple[s
         yield from _texts(part, f"{path}{step}", (*above, id(value)))
 
 
-def _parts(value: Any) -> tuple[str | None, Iterable[tuple[str, Any]]]:
+def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     """Returns the text of a value itself, and its parts."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(value), ()
@@ -225,5 +225,5 @@ def _numbered(values: Iterable[object]) -> list[tuple[str, Any]]:
     return [(f"[{position}]", value) for position, value in enumerate(values)]
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value) -> str:
     return f"{value.__module__}.{value.__qualname__}"

@@ -65,7 +65,7 @@ def with_counts(
     """Makes any loss return (loss, (metrics, weight of its targets))."""
     loss_and_metrics = with_metrics(loss)
 
-    def counted(model: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], jax.Array]]:
+    def counted(model, batch) -> tuple[Any, tuple[dict[str, Any], jax.Array]]:
         value, metrics = loss_and_metrics(model, batch)
         if count is not None:
             return value, (metrics, counted_by(count, batch))
@@ -126,11 +126,11 @@ def learning_rate_of(optimizer: Any, count: Any) -> dict[str, Any]:
     return {"learning_rate": jnp.asarray(rate, jnp.float32)} if np.ndim(rate) == 0 else {}
 
 
-def _at(rate: Any, count: Any) -> Any:
+def _at(rate, count) -> Any:
     return jnp.asarray(rate(count)) if callable(rate) else rate
 
 
-def _rates(update: Any) -> list[Any]:
+def _rates(update) -> list[Any]:
     """Returns the last step sizes of a chain, numbers or functions."""
     # optax does not tell it, but its functions hold it: a number, or a function of the count.
     code = getattr(update, "__code__", None)

@@ -324,7 +324,7 @@ class Trainer:
         skip = self.settings.max_skipped_steps > 0
         scopes = contextlib.nullcontext if self.profile is None else module_scopes
 
-        def train_step(*args: Any) -> Any:
+        def train_step(*args):
             model, optimizer, *averages, batch = args
             with prefetch.in_device_memory(args[:-1]), scopes(model):
                 old_values = current_values(args[:-1])
@@ -408,7 +408,7 @@ class Trainer:
             self._train_shardings()
             self._held_out_shardings()
 
-    def _train_shardings(self) -> Any:
+    def _train_shardings(self):
         source = self.batches
         position = source.state()
         first = prefetch.first_batch(source)
@@ -420,7 +420,7 @@ class Trainer:
             first, self.mesh, self.rules, parts=parts, of="training batch"
         )
 
-    def _held_out_shardings(self) -> Any:
+    def _held_out_shardings(self):
         if self.held_out is None:
             return None
         if isinstance(self.held_out, Iterator):

@@ -147,7 +147,7 @@ def array_text(array: Any) -> str:
     return f"NamedArray {array.data.dtype}[{sizes}]"
 
 
-def known_sharding(variable: Variable[Any]) -> Any:
+def known_sharding(variable: Variable) -> Any:
     """Returns the sharding of a Variable's array, or None."""
     value = variable._here()._value
     return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
@@ -372,7 +372,7 @@ class FoldableTree:
         """Returns the part; ``path`` is code for copy buttons."""
         return self._render(self.root, path)
 
-    def _render(self, drawing: Drawing, path: str | None) -> Any:
+    def _render(self, drawing: Drawing, path: str | None):
         value = drawing.value
         if drawing.first is not None:
             link = self._abbreviation(f"<same {drawing.name} as {format_path(drawing.first.path)}>")
@@ -415,7 +415,7 @@ class FoldableTree:
                 lines.append(text)
         return lines
 
-    def _line(self, drawing: Drawing, path: str | None) -> Any:
+    def _line(self, drawing: Drawing, path: str | None):
         text, color = describe(drawing), self.color(drawing.name)
         if self.large and not drawing.again:
             style = f"background: {color}; color: black"
@@ -424,7 +424,7 @@ class FoldableTree:
         annotations = [self._comment(drawing)]
         return self.parts.siblings_with_annotations(node, extra_annotations=annotations)
 
-    def _variable(self, drawing: Drawing, path: str | None) -> Any:
+    def _variable(self, drawing: Drawing, path: str | None):
         """A line without the numbers; unfolded, numbers and layout."""
         picture = self._picture(drawing.value, path)
         if isinstance(drawing.value, ArrayAttribute):
@@ -443,7 +443,7 @@ class FoldableTree:
             first_line_annotation=self._comment(drawing),
         )
 
-    def _picture(self, variable: Variable[Any], path: str | None) -> Any:
+    def _picture(self, variable: Variable, path: str | None):
         """The numbers of a Variable, or its sharding, or None."""
         value, names = variable._here()._value, variable.axes
         if isinstance(value, (LazyValue, NoValue)):
@@ -457,13 +457,13 @@ class FoldableTree:
         figure = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
         return self.render_value(figure, path=None if path is None else f"{path}.value")
 
-    def _comment(self, drawing: Drawing) -> Any:
+    def _comment(self, drawing: Drawing):
         text = comment(drawing)
         if drawing is self.root and self.pictures_left < 0:
             text += f"  # with the values of the first {MOST_PICTURES} arrays"
         return self.parts.custom_text_color(self.parts.text(text), _GREY)
 
-    def _abbreviation(self, text: str) -> Any:
+    def _abbreviation(self, text: str):
         return self.parts.abbreviation_color(self.parts.text(text))
 
 
@@ -480,7 +480,7 @@ def tree_html(value: object) -> str:
     drawing = drawing_of(value)
     pictures = _Pictures()
 
-    def handle(node: object, path: str | None, subtree_renderer: Renderer) -> Any:
+    def handle(node: object, path: str | None, subtree_renderer: Renderer):
         if node is value and drawing.parts is not None:
             return FoldableTree(drawing, subtree_renderer).part(path)
         if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
@@ -526,7 +526,7 @@ class _Pictures:
         return self.draw(value, path) if drawn else None
 
 
-def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool) -> Any:
+def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool):
     from treescope import rendering_parts as parts
 
     names = None if isinstance(place, NamedSharding) else place.axis_names

@@ -342,7 +342,7 @@ class ShardingView:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+    def _repr_pretty_(self, printer, cycle: bool) -> None:
         printer.text(str(self))
 
     def __str__(self) -> str:
@@ -408,7 +408,7 @@ def sharding(
     return ShardingView(tuple(rows))
 
 
-def _single(value: Any, mesh: AnyMesh | None, rules: RulesLike | None) -> ShardingView:
+def _single(value, mesh: AnyMesh | None, rules: RulesLike | None) -> ShardingView:
     is_variable = isinstance(value, Variable)
     if mesh is None and is_variable and value.is_lazy:
         mesh = resolve_mesh()

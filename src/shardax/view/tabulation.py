@@ -201,7 +201,7 @@ _calls: contextvars.ContextVar[_Calls | None] = contextvars.ContextVar("calls", 
 _PLACE = "shardax_tabulated"
 
 
-def _observed_calls(model: Module, method: str, args: Any, kwargs: Any) -> _Calls:
+def _observed_calls(model: Module, method: str, args, kwargs) -> _Calls:
     """Returns shapes of inputs and outputs of first calls, by path."""
     planned = abstract(model)
     for path, module in iter_modules(planned):
@@ -222,7 +222,7 @@ def _observed_calls(model: Module, method: str, args: Any, kwargs: Any) -> _Call
 def _observed(kind: type[Module]) -> type[Module]:
     def around(name: str, method: Callable[..., object]) -> Callable[..., Any]:
         @wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self, *args, **kwargs):
             result = method(self, *args, **kwargs)
             calls, path = _calls.get(), vars(self).get(_PLACE)
             if calls is not None and path is not None:

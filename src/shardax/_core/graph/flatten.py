@@ -439,7 +439,7 @@ def _rebuilt_here(children: Sequence[object]) -> tuple[Any, str | None]:
 _PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
 
 
-def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
+def _flatten_graph(root) -> tuple[list[Any], GraphDef]:
     if local.probing:
         local.found = True
         return [], _PROBED
@@ -447,12 +447,12 @@ def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
     return values_of(flat.leaves), flat.graphdef
 
 
-def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[PathKey, Any]], GraphDef]:
+def _flatten_graph_with_keys(root) -> tuple[list[tuple[PathKey, Any]], GraphDef]:
     values, graphdef = _flatten_graph(root)
     return list(zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)), graphdef
 
 
-def _unflatten_graph(graphdef: GraphDef, children: Iterable[object]) -> Any:
+def _unflatten_graph(graphdef: GraphDef, children: Iterable[object]):
     values = list(children)
     return build(graphdef, values, *_rebuilt_here(values))[0][0]
 
@@ -467,17 +467,17 @@ def register_graph(cls: type) -> None:
 def register_variable(cls: Any) -> None:
     """Registers a Variable class with JAX; the value is its child."""
 
-    def flatten_variable(variable: Any) -> tuple[list[Any], Metadata]:
+    def flatten_variable(variable) -> tuple[list[Any], Metadata]:
         if local.probing:
             local.found = True
             return [], EMPTY
         return values_of((variable,)), resolve(variable, local.frame)._metadata
 
-    def flatten_with_keys(variable: Any) -> tuple[list[tuple[PathKey, Any]], Metadata]:
+    def flatten_with_keys(variable) -> tuple[list[tuple[PathKey, Any]], Metadata]:
         values, metadata = flatten_variable(variable)
         return [(PathKey(("value",)), values[0])], metadata
 
-    def unflatten_variable(metadata: Metadata, children: Iterable[Any]) -> Any:
+    def unflatten_variable(metadata: Metadata, children: Iterable[Any]):
         values = list(children)
         return cls._make(values[0], metadata, *_rebuilt_here(values))
 

@@ -56,7 +56,7 @@ def _node_text(value: object, key: object) -> tuple[str, str]:
     return _item_text(value, key) if isinstance(key, int) else _attribute_text(value, key)
 
 
-def _refuse(*args: object) -> Any:
+def _refuse(*args: object):
     raise TypeError("This kind of value cannot be made from children.")
 
 
@@ -110,11 +110,11 @@ def _fill_dict(holder: dict[Any, object], pairs: Pairs) -> None:
     holder.update(pairs)
 
 
-def _partial_children(value: Any) -> Pairs:
+def _partial_children(value) -> Pairs:
     return [(None, value.func), *enumerate(value.args), *value.keywords.items()]
 
 
-def _rebuild_partial(config: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
+def _rebuild_partial(config, pairs: Iterable[tuple[Any, Any]]):
     (_, function), *others = pairs
     args = [item for key, item in others if isinstance(key, int)]
     return functools.partial(
@@ -128,7 +128,7 @@ def _partial_text(value: object, key: object) -> tuple[str, str]:
     return ("", f".args[{key}]") if isinstance(key, int) else (f"{key}=", f".keywords[{key!r}]")
 
 
-def _field_text(value: Any, key: Any) -> tuple[str, str]:
+def _field_text(value, key) -> tuple[str, str]:
     return _attribute_text(value, value._fields[key])
 
 

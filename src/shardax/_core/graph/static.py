@@ -51,7 +51,7 @@ def exact_key(value: object) -> Hashable:
     return _key(value, 0)
 
 
-def _key(value: Any, depth: int) -> Hashable:
+def _key(value, depth: int) -> Hashable:
     kind = type(value)
     if kind in _PLAIN_TYPES:
         return (kind, value)

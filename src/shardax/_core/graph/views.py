@@ -202,7 +202,7 @@ def with_part(value: object, index: int, new: object) -> Any:
     return jax.tree.map(lambda leaf, part: _with_part(leaf, index, part), value, new)
 
 
-def _with_part(leaf: object, index: int, part: object) -> Any:
+def _with_part(leaf: object, index: int, part: object):
     if isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray):
         changed = leaf.copy()
         changed[index] = part
@@ -236,7 +236,7 @@ class _ViewOfVariable:
     """What makes a Variable type a view; everything is the parent's."""
 
     __slots__ = ()
-    _parent: Variable[Any]
+    _parent: Variable
     _index: int
 
     @property
@@ -261,7 +261,7 @@ class _ViewOfVariable:
         return part_of(parent._value, self._index, lambda: parent.value)
 
     @_value.setter
-    def _value(self, new: Any) -> None:
+    def _value(self, new) -> None:
         self._check_part(new)
         old = self._parent._value
         if isinstance(old, jax.ShapeDtypeStruct):
@@ -285,20 +285,20 @@ class _ViewOfVariable:
             refuse_read(target)
         return part_of(whole, target._index)
 
-    def _real(self) -> Any:
+    def _real(self):
         return part_of(self._parent._real(), self._index)
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value) -> None:
         type(self)._plain.value.fset(self, value)
 
     _plain: Any  # the Variable type that this is a view of
 
     @classmethod
-    def _make(cls, *parts: Any) -> Any:
+    def _make(cls, *parts):
         return cls._plain._make(*parts)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object):
         # A Variable of its own with this part's value, as in every copy of a view.
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
@@ -306,7 +306,7 @@ class _ViewOfVariable:
     def _flatten(self, encode: object) -> flatten.VariableDef:
         return flatten.VariableDef(self._plain, self._metadata)
 
-    def _stand_in(self, frame: Frame) -> Any:
+    def _stand_in(self, frame: Frame):
         return stand_in(self, frame)
 
     def _check_part(self, new: object) -> None:
@@ -323,7 +323,7 @@ class _ViewOfVariable:
         raise LayerViewError(VIEW_LOCK.format(what=what))
 
 
-def _copied_view(plain: Any, state: object) -> Variable[Any]:
+def _copied_view(plain, state: object) -> Variable:
     """Returns a Variable with the state of a pickled view."""
     variable = object.__new__(plain)
     variable.__setstate__(state)
@@ -335,7 +335,7 @@ def _part_metadata(metadata: Metadata) -> Metadata:
     return metadata.without_axis(0)
 
 
-def _form(value: object, lead: int = 0) -> Any:
+def _form(value: object, lead: int = 0):
     """Structure, shapes and dtypes of a value; without the leading dimensions."""
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [(tuple(leaf.shape[lead:]), leaf.dtype) for leaf in leaves]
@@ -345,14 +345,14 @@ def _is_abstract(value: object) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _shown(value: Any, lead: int = 0) -> str:
+def _shown(value, lead: int = 0) -> str:
     text = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[lead:])}", value)
     abstract = "the abstract " if _is_abstract(value) else ""
     return abstract + (text if isinstance(text, str) else str(text).replace("'", ""))
 
 
 @functools.lru_cache(maxsize=256)
-def _view_type(plain: type[Variable[Any]]) -> Any:
+def _view_type(plain: type[Variable]):
     """Returns the subclass for views of a Variable type."""
     namespace = {
         "__slots__": ("_index", "_parent"),
@@ -378,13 +378,13 @@ class _Known(weakref.ref[Any]):
 _known: dict[tuple[int, int], _Known] = {}
 
 
-def _remember(new_view: Any, source: Object, index: int, shared: Container[Any]) -> None:
+def _remember(new_view, source: Object, index: int, shared: Container[Any]) -> None:
     ref = _Known(new_view, _forget)
     ref.key, ref.source, ref.shared = (id(source), index), source, shared
     _known[ref.key] = ref
 
 
-def _forget(ref: Any, views: dict[tuple[int, int], _Known] = _known) -> None:
+def _forget(ref, views: dict[tuple[int, int], _Known] = _known) -> None:
     if views.get(ref.key) is ref:  # bound above: globals are gone when the interpreter ends
         del views[ref.key]
 
@@ -413,7 +413,7 @@ def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
     return new_view
 
 
-def _plain_type(variable: Any) -> Any:
+def _plain_type(variable: Variable):
     return type(variable) if variable._parent is None else variable._plain
 
 
@@ -428,7 +428,7 @@ class _Shallow(flatten.GraphWalk):
         return self.index[id(item)]
 
 
-def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> None:
+def _fill(new_view, source, index: int, shared: Container[Any]) -> None:
     """Gives a view what its original holds now."""
     # Later changes of the original advance the epoch, and so bring it here again.
     object.__setattr__(source, "_marked", True)
@@ -525,7 +525,7 @@ def _rebuilt(
     walk: flatten.GraphWalk,
     kept_positions: Collection[int],
     variable: Callable[[int, flatten.VariableDef], tuple[object, Metadata]],
-) -> Any:
+):
     """Builds the objects of a walk anew."""
     owner = owner_here()
     objects_by_position = {position: walk.objects[position] for position in kept_positions}
@@ -576,7 +576,7 @@ def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: in
     )
 
 
-def _difference(path: Path, first: Any, second: Any) -> tuple[Path, str]:
+def _difference(path: Path, first, second) -> tuple[Path, str]:
     """Returns the path at which two definitions differ, and how."""
     if type(first) is not type(second) or getattr(first, "type", None) is not getattr(
         second, "type", None
@@ -598,12 +598,12 @@ def _difference(path: Path, first: Any, second: Any) -> tuple[Path, str]:
     return path, "the order of attributes"
 
 
-def _kind(definition: Any) -> str:
+def _kind(definition) -> str:
     kind = getattr(definition, "type", type(definition))
     return f"a {kind.__name__}"
 
 
-def _child(child: Any) -> str:
+def _child(child) -> str:
     if isinstance(child, Static):
         return repr(child.value)
     if isinstance(child, flatten.Ref):
@@ -615,9 +615,7 @@ def _where(path: Path) -> str:
     return format_path(path) if path else "the top"
 
 
-def _values(
-    variables: Sequence[Variable[Any]], walk: flatten.GraphWalk, position: int
-) -> list[Any]:
+def _values(variables: Sequence[Variable], walk: flatten.GraphWalk, position: int) -> list[Any]:
     """Returns the values of like Variables."""
     values = [resolve(variable, local.frame)._value for variable in variables]
     first = values[0]

@@ -57,14 +57,14 @@ def exact_dtype(dtype: Any) -> np.dtype:
     return usable
 
 
-def float_dtype(dtype: object = None) -> np.dtype:
+def float_dtype(dtype: jax.typing.DTypeLike | None = None) -> np.dtype:
     """Returns the dtype given, else the default of floats."""
     if dtype is None:
         dtype = _block_dtype.get() or _Process.dtype or float
     return exact_dtype(dtype)
 
 
-def default_float(dtype: object) -> np.dtype:
+def default_float(dtype: Any) -> np.dtype:
     """Returns a dtype that may be the default of floats."""
     exact = exact_dtype(dtype)
     if not jnp.issubdtype(exact, jnp.floating):
@@ -76,7 +76,7 @@ def default_float(dtype: object) -> np.dtype:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: object) -> Iterator[np.dtype]:
+def default_dtype(dtype: jax.typing.DTypeLike) -> Iterator[np.dtype]:
     """Sets the default dtype of new float arrays in a block.
 
     It belongs to the thread that enters the block. Functions of ``jax.numpy`` have defaults of
@@ -163,7 +163,7 @@ def parse_device(name: object) -> tuple[str, int]:
     return platform, int(number or 0)
 
 
-def set_process_dtype(dtype: object) -> None:
+def set_process_dtype(dtype: jax.typing.DTypeLike | None) -> None:
     """Sets the dtype of the process; None for JAX's own."""
     _Process.dtype = None if dtype is None else default_float(dtype)
 

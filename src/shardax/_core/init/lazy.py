@@ -239,7 +239,7 @@ class _EmptyProgram(InitializerProgram):
 
     __slots__ = ("_place",)
 
-    def __init__(self, function: Callable[[Any], jax.Array], words: Any, place: Any) -> None:
+    def __init__(self, function: Callable[[Any], jax.Array], words, place) -> None:
         super().__init__(function, words, None)
         self._place = place
 
@@ -251,7 +251,7 @@ class _EmptyProgram(InitializerProgram):
 def initializer_program(
     initializer: Static,
     shape: tuple[int, ...],
-    dtype: object,
+    dtype: jax.typing.DTypeLike | None,
     impl: Any,
     sharding: object,
     lead: tuple[int, ...] = (),
@@ -261,7 +261,7 @@ def initializer_program(
     # as one at a time. Without a generator (impl) the initializer is called without a key.
     words = None if impl is None else _words_of(impl)
 
-    def initialise(key_data: Any) -> jax.Array:
+    def initialise(key_data) -> jax.Array:
         key = None if impl is None else jax.random.wrap_key_data(key_data, impl=impl)
         return _array_of(initializer.value(key, shape, dtype), initializer.value)
 
@@ -315,7 +315,7 @@ def _one_by_one(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Arr
     return lambda rows: jax.lax.map(function, rows)
 
 
-def _many_words(words: Any, lead: tuple[int, ...]) -> Any:
+def _many_words(words, lead: tuple[int, ...]):
     return None if words is None else jax.ShapeDtypeStruct((*lead, *words.shape), words.dtype)
 
 
@@ -356,7 +356,7 @@ def cuts_freely(function: Callable[[Any], jax.Array], source: object, impl: obje
     return names <= set(_ELEMENTWISE.split()) and (not draws or impl == "threefry2x32")
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _primitives(jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for parameter in jax.tree.leaves(list(equation.params.values())):
@@ -506,7 +506,7 @@ class Init(Recipe):
         self,
         initializer: Initializer,
         shape: tuple[int, ...],
-        dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike = np.float32,
         stream: Any = "params",
         *,
         rngs: Any = None,
@@ -586,7 +586,7 @@ class LazyKey(Recipe):
 
 
 @functools.lru_cache(maxsize=8)
-def _key_dtype(impl: str) -> Any:
+def _key_dtype(impl: str):
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 

@@ -440,7 +440,7 @@ def _count(number: object) -> int:
 _SCOPE = 0x5C09E  # separates the keys of scopes from the keys that a stream hands out
 
 
-def _named(source: Any, name: str) -> Any:
+def _named(source, name: str):
     """Folds a stream's name into a seed."""
     if is_integer(source):
         return seed_source(int(source)).fold(_name_hash(name))

@@ -344,7 +344,7 @@ def _equal(first: object, second: object) -> bool:
     return frozen_both and bool(first == second)
 
 
-def _misfit(variable: Any, slot: Slot) -> str | None:
+def _misfit(variable: Variable, slot: Slot) -> str | None:
     is_frozen = isinstance(variable, FrozenVariable)
     kind = variable.variable_type if is_frozen else variable._flatten(None).type
     if issubclass(kind, slot.variable_type):
@@ -352,7 +352,7 @@ def _misfit(variable: Any, slot: Slot) -> str | None:
     return f"does not belong into the slot of a {slot.variable_type.__name__}"
 
 
-def _shown(variable: Any) -> str:
+def _shown(variable: Variable) -> str:
     if isinstance(variable, FrozenVariable):
         return f"the frozen {variable.variable_type.__name__}"
     return f"the {type(variable).__name__}"
@@ -437,7 +437,7 @@ def stateless_call(
     return result, treedef.unflatten([frozen(thawed[leaf.label], leaf.label) for leaf in leaves])
 
 
-def _with_frozen_rest(tree: object, arguments: object) -> Any:
+def _with_frozen_rest(tree: object, arguments: object):
     """Freezes the Variables that are not arguments too."""
     argument_ids = set(map(id, FlatTree(arguments).walk.objects))
     flat = FlatTree(tree)

@@ -51,7 +51,7 @@ def box_tree(tree: object) -> Any:
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
 
 
-def _thawed(value: object, origin: Origin) -> Any:
+def _thawed(value: object, origin: Origin):
     """Returns a value of a State as a Variable."""
     if isinstance(value, Variable):
         return value
@@ -256,7 +256,7 @@ def update(
         variables[path].value = value
 
 
-def _directly_in(value: Any) -> Iterator[Object]:
+def _directly_in(value) -> Iterator[Object]:
     """Yields the objects in a value without looking into them."""
     handler = handlers.handler_of(value)
     if handler.is_object:
@@ -384,7 +384,7 @@ def _removals(root: object, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, A
         yield holder, key
 
 
-def iter_variables(tree: object, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
+def iter_variables(tree: object, *filters: Filter) -> Iterator[tuple[Path, Variable]]:
     """Yields (path, Variable) pairs in order, each Variable once.
 
     Args:
@@ -468,7 +468,7 @@ def find_duplicates(tree: object) -> list[list[Path]]:
 
 def _occurrences(
     value: object, path: Path, above: tuple[int, ...]
-) -> Iterator[tuple[Path, Variable[Any]]]:
+) -> Iterator[tuple[Path, Variable]]:
     """Yields every acyclic path to every Variable."""
     if isinstance(value, Variable):
         yield path, value

@@ -213,7 +213,7 @@ class State(Shown, Mapping[Any, Any]):
 _ABSENT = object()
 
 
-def _shown(value: Any) -> str:
+def _shown(value) -> str:
     if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return f"{value.dtype}{list(value.shape)}"
     return (

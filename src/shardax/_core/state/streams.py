@@ -52,7 +52,7 @@ class _StreamRules:
         self.rules = [_sizes("split", split), _sizes("broadcast", broadcast)]
         self.rules.append(_Rule("fork", [to_predicate(fork)], [None]))
 
-    def key_for(self, path: Path, stream: RngStream) -> Any:
+    def key_for(self, path: Path, stream: RngStream):
         """Returns the new key of a stream, or None for no rule."""
         if not self.only(path, stream.key):
             return None
@@ -136,7 +136,7 @@ def with_rngs(
 
     new: dict[int, RngStream | None] = {}  # by ``id`` of the key's Variable, which views share
 
-    def replaced(path: Path, part: Any) -> Any:
+    def replaced(path: Path, part):
         if not isinstance(part, RngStream):
             return part
         if id(part.key) not in new:
@@ -151,7 +151,7 @@ def _around(rules: _StreamRules, function: Callable[..., object]) -> Callable[..
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs) -> Any:
         with _replaced(signature.bind(*args, **kwargs).arguments, rules):
             return function(*args, **kwargs)
 

@@ -147,7 +147,7 @@ def with_vars(tree: T, *, ref: bool, only: Filter = ...) -> T:
     """
     predicate = to_predicate(only)
 
-    def changed(path: Path, part: object) -> Any:
+    def changed(path: Path, part: object):
         if not isinstance(part, Variable) or not predicate(path, part):
             return part
         value = part.value

@@ -108,7 +108,7 @@ def settled(body: Callable[[Any], object], init: object) -> Any:
     return arrays
 
 
-def _with_dtype(leaf: Any, kind: Any) -> Any:
+def _with_dtype(leaf, kind):
     weakness = [getattr(jax.typeof(item), "weak_type", False) for item in (leaf, kind)]
     if leaf.dtype == kind.dtype and weakness[0] == weakness[1]:
         return leaf
@@ -116,11 +116,11 @@ def _with_dtype(leaf: Any, kind: Any) -> Any:
 
 
 def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, Any]:
-    def proceed(state: Any) -> Any:
+    def proceed(state):
         step, progress, _ = state
         return any_active(progress.active) & (step < loop.max_steps)
 
-    def advance(state: Any) -> Any:
+    def advance(state):
         step, (active, length, carry), buffers = state
         mine = element_active(active)
         new = loop.body(carry)
@@ -144,11 +144,11 @@ def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, Any
     return last, history
 
 
-def _select(mine: Any, new: Any, old: Any) -> Any:
+def _select(mine, new, old):
     return jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, old)
 
 
-def _repeated(rows: object, count: int) -> Any:
+def _repeated(rows: object, count: int):
     return jax.tree.map(lambda row: jax.lax.broadcast(row, (count,)), rows)
 
 
@@ -159,7 +159,7 @@ def any_active(active: object) -> Any:
 
 
 @any_active.def_vmap
-def _any_active_rule(axis_size: int, batched: object, active: Any) -> tuple[Any, bool]:
+def _any_active_rule(axis_size: int, batched: object, active) -> tuple[Any, bool]:
     return any_active(active.any(axis=0)), False
 
 
@@ -184,7 +184,7 @@ def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_Loo
     count = -(-loop.max_steps // size)
     one_step = _step_of(loop, exact=count * size == loop.max_steps)
 
-    def take_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
+    def take_block(progress: _LoopState, first) -> tuple[_LoopState, Any]:
         return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
 
     def skip_block(progress: _LoopState, first: object) -> tuple[_LoopState, Any]:
@@ -212,7 +212,7 @@ def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tupl
     def skip(progress: _LoopState) -> tuple[_LoopState, Any]:
         return progress, loop.padding
 
-    def one_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
+    def one_step(progress: _LoopState, step) -> tuple[_LoopState, Any]:
         goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
 
         def take_own(progress: _LoopState) -> tuple[_LoopState, Any]:
@@ -298,11 +298,11 @@ def _bounded_while_loop(
 ) -> WhileResult:
     steps, differentiable, padding = options
 
-    def attempt(captured: list[Variable[Any]]) -> WhileResult:
+    def attempt(captured: list[Variable]) -> WhileResult:
         call = LiftedCall("bounded_while_loop", functions, args, kwargs, captured=captured)
         body, condition = loops.body_and_condition(call)
 
-        def advance(carry: Any) -> Any:
+        def advance(carry):
             return body.step(carry)[0]
 
         start = settled(advance, body.start())
@@ -319,7 +319,7 @@ def _bounded_while_loop(
     return retry_captured(attempt)
 
 
-def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
+def _check_options(max_steps, history, differentiable) -> int:
     if isinstance(max_steps, (Tracer, jax.Array)):
         raise BoundedLoopError(
             "max_steps of sx.bounded_while_loop is an array, but it is the size of the history and "
@@ -345,10 +345,10 @@ def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
     return operator.index(max_steps)
 
 
-def _row_of(result: object) -> Any:
+def _row_of(result: object):
     """Returns what a history function returned as arrays."""
 
-    def as_array(path: Any, leaf: object) -> Any:
+    def as_array(path, leaf: object):
         value = leaf.value if isinstance(leaf, Variable) else leaf
         if isinstance(value, ARRAY_OR_NUMBER):
             return jnp.asarray(value)
@@ -378,7 +378,7 @@ def padding_row(padding: object, kinds: object) -> Any:
     return jax.tree_util.tree_map_with_path(_filled, spread, kinds)
 
 
-def _filled(key_path: Any, value: Any, kind: Any) -> Any:
+def _filled(key_path, value, kind):
     where = f" at {format_path(plain_path(key_path))}" if key_path else ""
     array = value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
     if not _holds(array, kind.dtype):
@@ -400,7 +400,7 @@ def _filled(key_path: Any, value: Any, kind: Any) -> Any:
     return scan.vary_alike(_laid_out_alike(row, kind), kind)
 
 
-def _laid_out_alike(row: object, kind: object) -> Any:
+def _laid_out_alike(row: object, kind: object):
     """Returns an array in another's layout over Explicit axes."""
     sharding = jax.typeof(kind).sharding
     if all(entry is None for entry in sharding.spec):
@@ -408,7 +408,7 @@ def _laid_out_alike(row: object, kind: object) -> Any:
     return jax.sharding.reshard(row, sharding)
 
 
-def _holds(array: Any, dtype: Any) -> bool:
+def _holds(array, dtype: jax.typing.DTypeLike) -> bool:
     """Whether a dtype can hold the padding; floats may round."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

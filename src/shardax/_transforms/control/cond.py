@@ -40,7 +40,7 @@ class BranchOutcome(NamedTuple):
     fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def _result_outline(result: object, effects: binding.Effects) -> Any:
+def _result_outline(result: object, effects: binding.Effects):
     leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     positions = {} if effects.result is None else dict(effects.result.roots)
     return treedef.unflatten([positions.get(place, scan.ARRAY) for place in range(len(leaves))])
@@ -255,7 +255,7 @@ def _cond(
     _: None,
     args: Sequence[object],
     named_operands: Mapping[str, object],
-) -> Any:
+):
     pred, *operands = args
     branches: dict[str, Any] = dict(zip(("true_fun", "false_fun"), functions, strict=True))
     _check_callable("cond", branches)
@@ -264,7 +264,7 @@ def _cond(
     return _run("cond", branches, (operands, named_operands), decision, choose)
 
 
-def _choose(decision: object, branches: Sequence[Callable[[], object]]) -> Any:
+def _choose(decision: object, branches: Sequence[Callable[[], object]]):
     return jax.lax.cond(decision, *branches)
 
 
@@ -301,7 +301,7 @@ def switch(
 
 def _switch(
     functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
-) -> Any:
+):
     index, *operands = args
     if not functions:
         raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
@@ -327,8 +327,8 @@ def _run(
     operands: tuple[Sequence[object], Mapping[str, object]],
     decision: object,
     choose: Callable[..., object],
-) -> Any:
-    def attempt(captured: list[Variable[Any]]) -> Any:
+):
+    def attempt(captured: list[Variable]):
         branches = [*functions.values()]
         call = engine.LiftedCall(name, branches, *operands, captured=captured)
         return _BranchingCall(call, [*functions]).run(decision, choose)
@@ -352,12 +352,10 @@ class _BranchingCall:
             for which in range(len(labels))
         ]
 
-    def _one(
-        self, which: int, values: list[object], plain: tuple[object, dict[str, object]]
-    ) -> Any:
+    def _one(self, which: int, values: list[object], plain: tuple[object, dict[str, object]]):
         """Runs a branch; returns result arrays, written and new values."""
 
-        def leave(context: engine.RunContext) -> Any:
+        def leave(context: engine.RunContext):
             context.require_inputs()
             binding.check_result(context.result, self.call.name)
             outputs = context.record_effects(context.result)
@@ -370,9 +368,7 @@ class _BranchingCall:
             self.call.run, self.call, values, *plain, leave, which=which, otherwise=([], {}, [])
         )
 
-    def _branch(
-        self, which: int, targets: Sequence[_OutputType], values: object, plain: object
-    ) -> Any:
+    def _branch(self, which: int, targets: Sequence[_OutputType], values: object, plain: object):
         """Runs a branch and returns, flat, what leaves every branch."""
         leaves, written, fresh = self.ones[which](values, plain)
         everything = self._joined(leaves, written, fresh, values)
@@ -381,10 +377,10 @@ class _BranchingCall:
             for target, leaf in zip(targets, jax.tree.leaves(everything), strict=True)
         ]
 
-    def _joined(self, leaves: Any, written: dict[int, Any], fresh: Any, values: Any) -> Any:
+    def _joined(self, leaves, written: dict[int, Any], fresh, values) -> Any:
         return leaves, [written.get(p, values[p]) for p in self.union], fresh
 
-    def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
+    def run(self, decision, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
         differ = functools.partial(scan.vary_alike, like=decision)
         arguments = self.call.arguments
@@ -424,13 +420,13 @@ class _OutputType:
     # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
     # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
 
-    def __init__(self, types: Sequence[Any], decision: Any) -> None:
+    def __init__(self, types: Sequence[Any], decision) -> None:
         avals = [jax.typeof(item) for item in types]
         self.dtype = avals[0].dtype
         self.weak = all(getattr(item, "weak_type", False) for item in avals)
         self.others = [*types, decision]
 
-    def convert(self, leaf: Any) -> Any:
+    def convert(self, leaf):
         """Returns the array in the type, inside a branch."""
         if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
             leaf = jax.lax.convert_element_type(leaf, self.dtype)

@@ -45,7 +45,7 @@ def as_integer(value: object, name: str) -> Any:
     raise DecisionError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
 
 
-def _one_number(value: object, name: str, expected: str, hint: str) -> Any:
+def _one_number(value: object, name: str, expected: str, hint: str):
     number = value.value if isinstance(value, Variable) else value
     if not isinstance(number, engine.ARRAY_OR_NUMBER):
         raise DecisionError(f"{name} must be {expected}, but is a {type(value).__name__}.")
@@ -89,10 +89,8 @@ def while_loop(
     return eager.run(_while_loop, (body_fun, cond_fun), None, (init_val,), {})
 
 
-def _while_loop(
-    functions: Sequence[Any], _: None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    def attempt(captured: list[Variable[Any]]) -> Any:
+def _while_loop(functions: Sequence[Any], _: None, args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def attempt(captured: list[Variable]):
         call = engine.LiftedCall("while_loop", functions, args, kwargs, captured=captured)
         body, condition = body_and_condition(call)
         carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
@@ -150,7 +148,7 @@ def _fori_loop(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     unroll, *counts = options
     init_val, *bounds = args
     lower, upper = counts or bounds
@@ -158,7 +156,7 @@ def _fori_loop(
     stop = as_integer(upper, "upper of sx.fori_loop")
     index = jnp.zeros((), jnp.result_type(first, stop))
 
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    def attempt(captured: list[Variable]):
         call = engine.LiftedCall(
             "fori_loop", functions, [index, init_val], kwargs, captured=captured
         )
@@ -171,7 +169,7 @@ def _fori_loop(
         body.differ_like(first)
         body.differ_like(stop)
 
-        def step(i: Any, carry: Any) -> Any:
+        def step(i, carry) -> Any:
             return body.step(carry, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]
 
         carry = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
@@ -194,11 +192,11 @@ class ReadOnlyFunction:
     def __call__(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
         return self.one(*self.body.inputs(carry))
 
-    def _one(self, values: list[object], plain: list[object]) -> Any:
+    def _one(self, values: list[object], plain: list[object]):
         positional, named = self.body.plain_tree.unflatten(plain)
         return self.body.call.run(values, positional, named, self._leave, which=self.which)
 
-    def _leave(self, context: engine.RunContext) -> Any:
+    def _leave(self, context: engine.RunContext):
         call = self.body.call
         for item in context.captured():
             self._refuse(item.outer, engine.path_of(call.functions, item.outer))

@@ -329,7 +329,7 @@ def check_form(title: str, old: object, new: object, name: str) -> None:
     )
 
 
-def _same_type(old: Any, new: Any) -> bool:
+def _same_type(old, new) -> bool:
     if jnp.shape(old) != jnp.shape(new) or explicit_spec(old) != explicit_spec(new):
         return False
     old_dtype, new_dtype = jnp.result_type(old), jnp.result_type(new)
@@ -440,7 +440,7 @@ def scan(
     options = (in_axes, out_axes, has_carry, length, reverse, unroll, metadata)
 
     @engine.wraps(function)
-    def scanned(*args: object, **kwargs: object) -> Any:
+    def scanned(*args: object, **kwargs: object):
         return eager.run(_scan, (function,), options, args, kwargs)
 
     return scanned
@@ -451,11 +451,11 @@ def _scan(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     in_axes, out_axes, has_carry, length, reverse, unroll, metadata = options
     assigned = prefix.assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
 
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    def attempt(captured: list[Variable]):
         call = engine.LiftedCall(
             "scan", functions, assigned.args, assigned.kwargs, captured=captured
         )
@@ -523,7 +523,7 @@ class _Scan(LoopBody):
         self,
         call: engine.LiftedCall,
         assigned: prefix.AssignedPrefixes,
-        out_axes: Any,
+        out_axes,
         has_carry: bool,
         metadata: Mapping[str, Any] | None,
     ) -> None:
@@ -632,7 +632,7 @@ class _Scan(LoopBody):
         first = jax.tree.map(_first_row, slices)
         self.discover(*self.inputs(self.start(), *first))
 
-        def one(carry: Any, part: Any) -> Any:
+        def one(carry, part) -> Any:
             return self.step(carry, *part)
 
         if size == 1 and unroll is True:  # no loop at all
@@ -644,7 +644,7 @@ class _Scan(LoopBody):
             )
         return self.mapped.apply_outputs(self._assemble(carry, rows), rows[2])
 
-    def _assemble(self, carry: Any, rows: Any) -> binding.LiftedOutputs:
+    def _assemble(self, carry, rows) -> binding.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
         assert self.effects is not None
         results, slices, _, fresh = rows
@@ -685,16 +685,16 @@ def _only_adds(old: object, new: object, stackable: set[int]) -> bool:
     return True
 
 
-def _first_row(leaf: Any) -> Any:
+def _first_row(leaf):
     """The type of one row, without computing it."""
     if not leaf.shape[0]:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     return abstract_eval(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), leaf)
 
 
-def _to_front(value: object, axis: int) -> Any:
+def _to_front(value: object, axis: int):
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0) if axis else leaf, value)
 
 
-def _from_front(value: object, axis: int) -> Any:
+def _from_front(value: object, axis: int):
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, axis) if axis else leaf, value)

@@ -134,7 +134,7 @@ class CustomJvp(PickledByName):
                 f"sx.custom_jvp takes them by position. Let the function take them so."
             )
 
-        def attempt(captured: list[Variable[Any]]) -> Any:
+        def attempt(captured: list[Variable]):
             return _CustomJvpCall(self, positional, captured).run()
 
         return engine.retry_captured(attempt)
@@ -160,7 +160,7 @@ class _CustomJvpCall:
     """One call."""
 
     def __init__(
-        self, custom: CustomJvp, args: Sequence[Any], captured: Sequence[Variable[Any]]
+        self, custom: CustomJvp, args: Sequence[Any], captured: Sequence[Variable]
     ) -> None:
         assert custom.rule is not None
         count = len(args)
@@ -208,18 +208,16 @@ class _CustomJvpCall:
         self.call.release(known)
         return out
 
-    def _run(
-        self, which: int, leave: Callable[[engine.RunContext], Any], moving: Any, fixed: Any
-    ) -> Any:
+    def _run(self, which: int, leave: Callable[[engine.RunContext], Any], moving, fixed):
         values = diff.replaced(fixed[0], self.indices, moving[0])
         plain = diff.replaced(fixed[1], self.positions, moving[1])
         return self.call.run(values, plain, {}, leave, which)
 
-    def _leave(self, context: engine.RunContext) -> Any:
+    def _leave(self, context: engine.RunContext):
         outputs = self._record_effects(context, context.result)
         return outputs.result, outputs.written, outputs.fresh
 
-    def _rule(self, primals: Any, tangents: Any) -> Any:
+    def _rule(self, primals, tangents) -> Any:
         moving, fixed = primals
         self._check_fixed(tangents[1])
         of_values, of_plain = jax.tree.map(_instantiated, tangents[0], is_leaf=_is_zero)
@@ -228,7 +226,7 @@ class _CustomJvpCall:
             self.targets, self.indices, of_values, by_position
         )
 
-        def leave(context: engine.RunContext) -> Any:
+        def leave(context: engine.RunContext):
             pair = context.result
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 raise OutputError(
@@ -246,7 +244,7 @@ class _CustomJvpCall:
         of_result = _tangent_like(result[0], tangent)
         return result, (of_result, *jax.tree.map(_zero_tangent, result[1:]))
 
-    def _check_fixed(self, tangents: Any) -> None:
+    def _check_fixed(self, tangents) -> None:
         """Raises if something without a tangent in the rule moves."""
         values, plain = tangents
         pairs = zip(self.kinds, self.paths, strict=True)
@@ -283,7 +281,7 @@ class _CustomJvpCall:
         return outputs
 
 
-def _did(effects: binding.Effects) -> Any:
+def _did(effects: binding.Effects):
     return effects.written, effects.updates, effects.fresh
 
 
@@ -292,11 +290,11 @@ def _holds_data(value: object) -> bool:
     return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
 
 
-def _is_zero(leaf: Any) -> bool:
+def _is_zero(leaf) -> bool:
     return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
-def _instantiated(leaf: Any) -> Any:
+def _instantiated(leaf):
     if not _is_zero(leaf):
         return leaf
     if leaf.dtype == jax.dtypes.float0:
@@ -304,13 +302,13 @@ def _instantiated(leaf: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _zero_tangent(leaf: Any) -> Any:
+def _zero_tangent(leaf):
     if diff.is_differentiable(leaf):
         return jnp.zeros_like(leaf)
     return np.zeros(np.shape(leaf), jax.dtypes.float0)
 
 
-def _tangent_like(result: object, tangent: object) -> Any:
+def _tangent_like(result: object, tangent: object):
     """Returns a rule's tangent with zeros for None and integers."""
     leaves, treedef = jax.tree.flatten(result)
     try:

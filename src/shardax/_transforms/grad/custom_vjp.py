@@ -96,7 +96,7 @@ def used_inputs(jaxpr: Any, outputs_used: Sequence[bool] | None = None) -> list[
     return [id(item) in live for item in jaxpr.invars]
 
 
-def _inner_program(equation: Any) -> Any:
+def _inner_program(equation):
     """Returns the one program inside an equation with its signature."""
     if equation.primitive.name in _REPEATED:
         return None
@@ -153,7 +153,7 @@ class CustomVjpCall:
         rule: CustomVjp,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        captured: Sequence[Variable[Any]],
+        captured: Sequence[Variable],
     ) -> None:
         assert rule.fwd is not None
         self.rule = rule
@@ -213,7 +213,7 @@ class CustomVjpCall:
                 return [True] * count  # fwd calls the function itself, as is usual
             frame = frame.parent
 
-        def leave(context: engine.RunContext) -> Any:
+        def leave(context: engine.RunContext):
             outputs, packed = self._forward(context)
             self.known, self.emit = context.known(), frozenset(outputs.effects.written)
             for index in self.indices:
@@ -233,7 +233,7 @@ class CustomVjpCall:
         used = used_inputs(program.jaxpr)
         return used[len(used) - count :]
 
-    def _guarded(self, nondifferentiable: Any, used: Sequence[bool]) -> Any:
+    def _guarded(self, nondifferentiable, used: Sequence[bool]):
         """Forbids gradients of the nondifferentiable inputs that are used."""
         values, plain, named = nondifferentiable
         leaves, treedef = jax.tree.flatten(nondifferentiable)
@@ -286,21 +286,21 @@ class CustomVjpCall:
         self,
         which: int,
         leave: Callable[[engine.RunContext], Any],
-        differentiable: Any,
-        nondifferentiable: Any,
-    ) -> Any:
+        differentiable,
+        nondifferentiable,
+    ):
         values = diff.replaced(nondifferentiable[0], self.indices, differentiable[0])
         plain = diff.replaced(nondifferentiable[1], self.positions, differentiable[1])
         return self.call.run(values, plain, nondifferentiable[2], leave, which)
 
-    def _leave(self, context: engine.RunContext) -> Any:
+    def _leave(self, context: engine.RunContext):
         outputs = self._record_effects(context, context.result)
         self._check_same_effects(context, outputs.effects)
         if not self.known:
             self.known = context.known()
         return outputs.result, outputs.written, outputs.fresh
 
-    def _leave_forward(self, context: engine.RunContext) -> Any:
+    def _leave_forward(self, context: engine.RunContext):
         outputs, packed = self._forward(context)
         self._check_same_effects(context, outputs.effects)
         return (outputs.result, outputs.written, outputs.fresh), packed
@@ -344,7 +344,7 @@ class CustomVjpCall:
                 f"must agree. Let fwd call the function, or write the same Variables in both."
             )
 
-    def _backward(self, packed: PackedResiduals, cotangents: Any) -> Any:
+    def _backward(self, packed: PackedResiduals, cotangents):
         bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
         assert bwd is not None
         with BackwardFrame(bwd, "custom_vjp") as frame:
@@ -426,11 +426,11 @@ def _holds_data(value: object) -> bool:
     return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
 
 
-def _like(leaf: Any) -> jax.ShapeDtypeStruct:
+def _like(leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), diff.dtype_of(leaf))
 
 
-def _with_varying(axes: frozenset[str], gradient: object) -> Any:
+def _with_varying(axes: frozenset[str], gradient: object):
     """Returns a gradient that varies over its input's manual axes."""
     # An input that all shards share has one gradient, the sum of what they give.
     if gradient is None:
@@ -476,11 +476,11 @@ def forbid_gradient(value: object, message: str) -> Any:
         return value
 
     @jax.custom_jvp
-    def same(value: Any) -> Any:
+    def same(value) -> Any:
         return value
 
     @same.defjvp
-    def refuse(primals: object, tangents: object) -> Any:
+    def refuse(primals: object, tangents: object):
         raise DifferentiationError(message)
 
     return same(value)
@@ -616,8 +616,8 @@ class CustomVjp(PickledByName):
 
 def _custom_vjp(
     _: Sequence[object], rule: CustomVjp, args: Sequence[object], kwargs: Mapping[str, object]
-) -> Any:
-    def attempt(captured: list[Variable[Any]]) -> Any:
+):
+    def attempt(captured: list[Variable]):
         return CustomVjpCall(rule, args, kwargs, captured).run()
 
     return engine.retry_captured(attempt)

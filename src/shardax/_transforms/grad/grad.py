@@ -281,7 +281,7 @@ class DiffArgument:
             for item, leaf, path in zip(leaves_given, leaves, paths, strict=True)
         ]
 
-    def _up_to(self, treedef: Any, tangent: Any, noun: str) -> list[Any]:
+    def _up_to(self, treedef, tangent, noun: str) -> list[Any]:
         try:
             return treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
@@ -331,7 +331,7 @@ class DiffArgument:
         return any(map(is_differentiable, jax.tree.leaves(value)))
 
 
-def _holding(graphdef: GraphDef, by_path: Mapping[Path, object]) -> Any:
+def _holding(graphdef: GraphDef, by_path: Mapping[Path, object]):
     """Returns objects of a structure that hold values by path, else None."""
     values = [by_path.get(path) for path in graphdef.leaf_paths]
     return build(graphdef, values, owner_here())[0][0]
@@ -358,7 +358,7 @@ def arrange_gradients(
 
 
 def _choose(
-    item: Any,
+    item,
     root: int,
     where: Path,
     predicate: Callable[[Path, Any], bool],
@@ -414,7 +414,7 @@ def check_differentiable(
                 )
 
 
-def _as_diff_state(item: Any, wrt: Any) -> DiffState:
+def _as_diff_state(item, wrt) -> DiffState:
     if isinstance(item, DiffState):
         return item
     if isinstance(item, bool) or not hasattr(item, "__index__"):
@@ -454,7 +454,7 @@ def diff_arguments(
     return targets
 
 
-def _scalar(value: object, holomorphic: bool) -> Any:
+def _scalar(value: object, holomorphic: bool):
     """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
     if axes_of(number) is not None:
@@ -525,12 +525,12 @@ def value_and_grad(
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
     chosen, many = diff_states(argnums, wrt)
 
-    def split(result: Any) -> tuple[Any, Any]:
+    def split(result) -> tuple[Any, Any]:
         value, aux = separate_aux(result, has_aux, "grad")
         return _scalar(value, holomorphic), aux
 
     @wraps(function)
-    def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_function(*args, **kwargs):
         args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall("grad", function, args, kwargs)
         targets = diff_arguments(once, chosen, as_module)
@@ -607,7 +607,7 @@ def grad(
     )
 
     @wraps(function)
-    def grad_function(*args: object, **kwargs: object) -> Any:
+    def grad_function(*args: object, **kwargs: object):
         value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 

@@ -67,7 +67,7 @@ def vjp(
         return _vjp(function, primals, {}, has_aux, wrt, as_module)
 
     @wraps(function)
-    def vjp_function(*primals: Any, **kwargs: Any) -> Any:
+    def vjp_function(*primals, **kwargs):
         return _vjp(function, primals, kwargs, has_aux, wrt, as_module)
 
     return vjp_function
@@ -80,7 +80,7 @@ def _vjp(
     has_aux: bool,
     wrt: object,
     as_module: bool,
-) -> Any:
+):
     once = SingleRunCall("vjp", function, primals, kwargs)
     check_operands(once)
     targets = _targets(once, wrt, len(primals), as_module)
@@ -98,7 +98,7 @@ def _vjp(
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
-def _targets(once: SingleRunCall, wrt: Any, count: int, as_module: bool) -> list[diff.DiffArgument]:
+def _targets(once: SingleRunCall, wrt, count: int, as_module: bool) -> list[diff.DiffArgument]:
     """Returns one target per argument."""
     chosen = {i: diff.DiffState(i, wrt) for i in range(count)}
     items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
@@ -126,7 +126,7 @@ class _Arrange:
         self.targets = targets
         self.indices = indices
 
-    def __call__(self, pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
+    def __call__(self, pullback: Callable[[Any], Any], cotangent) -> tuple[Any, ...]:
         with diff.explained_reverse_mode():
             values, plain = pullback(cotangent)
         of_plain = dict(enumerate(plain))
@@ -194,7 +194,7 @@ def jvp(
         return _jvp(function, primals, tangents, has_aux, {})
 
     @wraps(function)
-    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs: Any) -> Any:
+    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs):
         return _jvp(function, primals, tangents, has_aux, kwargs)
 
     return jvp_function
@@ -206,7 +206,7 @@ def _jvp(
     tangents: Sequence[object] | None,
     has_aux: bool,
     kwargs: Mapping[str, object],
-) -> Any:
+):
     _check_pairs(primals, tangents)
     once = SingleRunCall("jvp", function, primals, kwargs)
     check_operands(once)
@@ -226,7 +226,7 @@ def _jvp(
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
-def _check_pairs(primals: Any, tangents: Any) -> None:
+def _check_pairs(primals, tangents) -> None:
     for name, values in (("primals", primals), ("tangents", tangents)):
         if not isinstance(values, (tuple, list)):
             raise errors.TangentError(

@@ -87,7 +87,7 @@ _entries: dict[_CallKind, _EagerProgram] = {}  # by the kind of a call
 _called_once: deque[_EagerProgram] = deque()
 
 
-def _program(*args: object, **kwargs: object) -> Any:
+def _program(*args: object, **kwargs: object):
     """Runs the transform that this thread is calling, in a trace."""
     call = _running.call
     assert call is not None

@@ -38,7 +38,7 @@ def explain_error(error: Exception, program: object, graph: object) -> None:
     explain_places(error, program)
 
 
-def _about_layouts(text: str, graph: Any) -> str:
+def _about_layouts(text: str, graph) -> str:
     """Names Variables split over an error's mesh axes, and remedies."""
     mesh_axes = {first or second for first, second in re.findall(r"'(\w+)'|@(\w+)", text)}
     pairs = [*zip(graph.flat.leaf_paths, graph.leaves, strict=True)]
@@ -121,7 +121,7 @@ def place_name(place: re.Match[str], program: Any) -> str:
     return name + format_path(plain_paths(template)[int(leaf)])
 
 
-def _shown(function: Any) -> str:
+def _shown(function) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
@@ -148,7 +148,7 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
+def _explain_shardings(error: Exception, program, graph) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
     misfits = []
     shardings = program.leaf_shardings

@@ -171,7 +171,7 @@ class BoundJit(Wrapper):
     def __wrapped__(self) -> Any:
         return types.MethodType(self.__func__, self.__self__)
 
-    def _wrapping(self) -> Any:
+    def _wrapping(self):
         return self.__func__
 
     def _wrap(self, wrapped: Any) -> Any:
@@ -365,7 +365,7 @@ class Jit(PickledByName, Wrapper):
             return self._trace(args, kwargs, tuple(key))
         return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
-    def _call_by_template(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def _call_by_template(self, args: Sequence[object], kwargs: Mapping[str, object]):
         """Calls with keywords, static arguments or objects inside containers."""
         # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
@@ -396,9 +396,7 @@ class Jit(PickledByName, Wrapper):
         arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
         compare_arguments(arguments_by_name, f"a call of {self!r}")
 
-    def _call_flat(
-        self, call: FlatCall, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Any:
+    def _call_flat(self, call: FlatCall, args: Sequence[object], kwargs: Mapping[str, object]):
         """Calls with leaves that are static, found by type."""
         if self.memory.sources or self.memory.captured:
             call.key.extend(map(id, self.hidden_objects()))
@@ -419,7 +417,7 @@ class Jit(PickledByName, Wrapper):
         args: Sequence[object],
         kwargs: Mapping[str, object],
         has_turn: bool = False,
-    ) -> Any:
+    ):
         """Makes a call again: the fast way."""
         if several and not has_turn and (entry.writes or donating):  # calls of other threads wait
             with calling, exclusive if entry.specialization.donates else _NO_LOCK:
@@ -462,7 +460,7 @@ class Jit(PickledByName, Wrapper):
         read: list[object],
         args: Sequence[object],
         kwargs: Mapping[str, object],
-    ) -> Any:
+    ):
         """Applies effects that others see: structure, or values that threads share."""
         effects, written = outputs.effects, outputs.written
         has_tracers = bool(written) and note_types(written)
@@ -486,7 +484,7 @@ class Jit(PickledByName, Wrapper):
         kwargs: Mapping[str, object],
         key: object = None,
         races: int = 0,
-    ) -> Any:
+    ):
         """Binds, traces, specializes, calls and applies effects: the slow way."""
         # Once a call has lost a race against other threads, their calls wait.
         shares, is_alone = several and local.frame is None, False
@@ -669,7 +667,7 @@ class Jit(PickledByName, Wrapper):
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
         arguments, static = self._take_apart(args, kwargs)
 
-        def call(roots: Any, plain: Any, plain_named: Any) -> Any:
+        def call(roots, plain, plain_named):
             dynamic, named = arguments.restore(plain, plain_named, roots)
             dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
             return self.__wrapped__(*dynamic, **named)
@@ -683,7 +681,7 @@ class Jit(PickledByName, Wrapper):
     def _cache_size(self) -> int:
         return sum(len(program.signatures) for program in self.specializations.values())
 
-    def _wrapping(self) -> Any:
+    def _wrapping(self):
         return self._wrapping_key
 
     def _wrap(self, wrapped: Any) -> Any:

@@ -75,7 +75,7 @@ def explain_retraces(file: object = None) -> Iterator[list[Retrace]]:
         listeners.reset(token)
 
 
-def _report(function: Any, reasons: Sequence[str]) -> None:
+def _report(function, reasons: Sequence[str]) -> None:
     name = getattr(function, "__qualname__", None) or repr(function)
     retrace = Retrace(
         name,
@@ -104,7 +104,7 @@ def report_trace(program: Any, earlier: Sequence[object], signature: object) -> 
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program: Any, signature: Any) -> dict[str, str]:
+def _named_types(program, signature) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     values, plain, named = signature
     entries = [

@@ -204,7 +204,7 @@ class Specialization:
         if self.wanted or self._in_shardings is not None:
             prefixes.place_variables([*variables.values()], entries)
 
-    def _is_off(self, position: int, variable: Any) -> bool:
+    def _is_off(self, position: int, variable) -> bool:
         """Whether a Variable is not on the mesh that splits it."""
         mesh = getattr(self.wanted.get(position), "mesh", None)
         leaves = jax.tree.leaves(variable._value)
@@ -261,7 +261,7 @@ class Specialization:
                 self._jitted = self._make((result, written, fresh, None))
         return self._jitted
 
-    def _make(self, out_shardings: Any) -> Any:
+    def _make(self, out_shardings):
         options = self.options
         options_given: dict[str, Any] = {
             "in_shardings": self._in_shardings,
@@ -280,7 +280,7 @@ class Specialization:
         # Profiles and JAX's errors show them. JAX follows ``__wrapped__`` for the line, but must
         # not take the user's parameters for those of the pure function.
 
-        def program(*flat: Any) -> tuple[Any, ...]:
+        def program(*flat) -> tuple[Any, ...]:
             return self._pure(*flat)
 
         named: Any = self.function
@@ -304,8 +304,8 @@ class Specialization:
         donated: list[Any],
         plain: list[Any],
         donated_plain: Sequence[Any] = (),
-        named: Any = None,
-        donated_named: Any = None,
+        named=None,
+        donated_named=None,
     ) -> tuple[Any, ...]:
         settles, graph = local.call.settles, local.call.graph()
         values = self.join(undonated, donated)
@@ -361,7 +361,7 @@ class Specialization:
             for i in range(len(self.graphdef.leaves))
         ]
 
-    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
+    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]):
         function, objects = roots[0], roots[1 : 1 + self.root_count]
         args, kwargs = inputs.join_arguments(self, plain, named, objects)
         args, kwargs = self.positions.insert_static(args, kwargs)
@@ -399,9 +399,7 @@ class Specialization:
         )
         return self.donated_leaves | frozenset(returned)
 
-    def _spread_in_shardings(
-        self, graph: binding.InputGraph, arguments: inputs.SplitArguments
-    ) -> Any:
+    def _spread_in_shardings(self, graph: binding.InputGraph, arguments: inputs.SplitArguments):
         if self.options.in_shardings is None:
             return None
         declared, labels = self.options.in_shardings, self.positions.labels

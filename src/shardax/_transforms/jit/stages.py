@@ -74,7 +74,7 @@ def _states(
     return states
 
 
-def _result_view(program: Specialization, tree: Any) -> Any:
+def _result_view(program: Specialization, tree):
     """Returns the user's result from a tree shaped like a ``LiftedOutputs``."""
     # A Module appears as the State of what the function returns of it.
     result, written, fresh, effects = tree
@@ -102,15 +102,15 @@ def _result_view(program: Specialization, tree: Any) -> Any:
     return effects.result.treedef.unflatten(leaves)
 
 
-def _of_arguments(name: str, doc: str) -> Any:
+def _of_arguments(name: str, doc: str):
     """Makes a property of a stage: what JAX reports for each argument."""
     return property(lambda stage: stage._view(getattr(stage._stage, name)), doc=doc)
 
 
-def _of_result(name: str, doc: str) -> Any:
+def _of_result(name: str, doc: str):
     """Makes a property of a stage: what JAX reports for the result."""
 
-    def view(stage: _Stage) -> Any:
+    def view(stage: _Stage):
         source = stage._source
         return _result_view(source.program, (*getattr(stage._stage, name)[:3], source.effects))
 
@@ -120,11 +120,11 @@ def _of_result(name: str, doc: str) -> Any:
 class _Stage:
     """JAX's stage, with arguments and results arranged for the user."""
 
-    def __init__(self, origin: _StageSource, stage: Any) -> None:
+    def __init__(self, origin: _StageSource, stage) -> None:
         self._source = origin
         self._stage = stage
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._stage, name)
@@ -169,7 +169,7 @@ class _Stage:
         leaves = jax.tree.leaves(self.args_info)
         return tuple(i for i, info in enumerate(leaves) if info.donated)
 
-    def _view(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _view(self, tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
         program = self._source.program
         if len(tree) == 2 and isinstance(tree[1], dict):

@@ -63,7 +63,7 @@ _UNKNOWN: Any = object()
 _PARAMETERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
+def _find_parameters(function) -> tuple[inspect.Parameter, ...] | None:
     try:
         return tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -522,7 +522,7 @@ def _is_hashable(value: object) -> bool:
 class _ByIdentity:
     """A callable that is compared by identity."""
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held) -> None:
         self.held = held
 
     def __hash__(self) -> int:
@@ -538,16 +538,14 @@ class _ByIdentity:
 class _PartialByIdentity(_ByIdentity):
     """A partial without its function and its objects."""
 
-    def __init__(
-        self, held: Any, treedef: Any, others: Sequence[Any], places: Sequence[int]
-    ) -> None:
+    def __init__(self, held, treedef, others: Sequence[Any], places: Sequence[int]) -> None:
         super().__init__(held)
         self.treedef = treedef
         self.others = others
         self.places = places
 
     def __call__(
-        self, function: Callable[..., Any], objects: Sequence[Any], /, *args: Any, **kwargs: Any
+        self, function: Callable[..., Any], objects: Sequence[Any], /, *args, **kwargs
     ) -> Any:
         leaves = list(self.others)
         for place, item in zip(self.places, objects, strict=True):
@@ -608,7 +606,7 @@ def find_sources(function: object) -> list[ClosureSource]:
     return list(sources.values())
 
 
-def _search(value: Any, depth: int, seen: set[int], sources: dict[Any, ClosureSource]) -> None:
+def _search(value, depth: int, seen: set[int], sources: dict[Any, ClosureSource]) -> None:
     if depth > _MAX_DEPTH or id(value) in seen:
         return
     seen.add(id(value))
@@ -651,7 +649,7 @@ def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]
             yield (id(scope), name), ClosureSource(name, functools.partial(scope.get, name))
 
 
-def _read_cell(cell: types.CellType) -> Any:
+def _read_cell(cell: types.CellType):
     try:
         return cell.cell_contents
     except ValueError:

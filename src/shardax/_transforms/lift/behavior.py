@@ -119,7 +119,7 @@ class Behavior:
                 _left[behavior_after._holders[way], way[-1]] = behavior_after._content(way)
         return key_before, behavior_after.key()
 
-    def _visit(self, value: Any, way: Way, holder: int) -> None:
+    def _visit(self, value, way: Way, holder: int) -> None:
         kind = type(value)
         self._holders[way] = holder
         if kind in _PLAIN:
@@ -178,7 +178,7 @@ class Behavior:
         self._parts[way] = type(value), place
         return met
 
-    def _visit_instance(self, value: Any, kind: type, way: Way) -> None:
+    def _visit_instance(self, value, kind: type, way: Way) -> None:
         """Visits a container or an instance: what it holds now."""
         native = inputs.native_base(kind)
         attributes = inputs.attributes_of(value)
@@ -271,7 +271,7 @@ def _exact_key(value: object) -> Hashable:
         raise NotComparable from None
 
 
-def _constant_key(value: Any) -> Hashable:
+def _constant_key(value) -> Hashable:
     """Returns the key of a value that holds nothing that may change."""
     if not is_lasting(value):
         raise NotComparable

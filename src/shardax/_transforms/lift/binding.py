@@ -287,7 +287,7 @@ def _match(now: Collection[Any], children: Sequence[Any], objects: Sequence[Any]
     return True
 
 
-def _belongs(item: Any, frame: frames.Frame) -> bool:
+def _belongs(item, frame: frames.Frame) -> bool:
     owner = item._owner
     return owner is frame or (owner is not None and owner.parent is frame)
 
@@ -314,7 +314,7 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
         return result
 
 
-def _is_other(variable: Any, read: Any) -> bool:
+def _is_other(variable: Variable, read) -> bool:
     """Whether a Variable holds another value than the one that was read."""
     if variable._parent is None:
         return variable._value is not read
@@ -324,7 +324,7 @@ def _is_other(variable: Any, read: Any) -> bool:
     return _bits(variable._value) != _bits(read)
 
 
-def _bits(value: Any) -> list[bytes]:
+def _bits(value) -> list[bytes]:
     leaves = jax.tree.leaves(value)
     is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     arrays = [
@@ -353,7 +353,7 @@ def check_unchanged(graph: InputGraph, effects: Effects) -> None:
         )
 
 
-def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
+def _apply(graph: InputGraph, outputs: LiftedOutputs):
     # Given objects that come back are the caller's own objects. Nothing is changed if something
     # about it is refused.
     effects = outputs.effects
@@ -388,7 +388,7 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     return inputs.join_argument(effects.result, outputs.result, roots)
 
 
-def _store(variable: Any, value: Any) -> None:
+def _store(variable: Variable, value) -> None:
     """Stores a written value, in place where the Variable holds a ``jax.Ref``."""
     if is_ref(variable._value):
         variable._write_in_place(value)

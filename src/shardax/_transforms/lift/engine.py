@@ -108,7 +108,7 @@ def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
         p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "function"
     )
 
-    def with_options(function: Any = None, *args: Any, **options: Any) -> Any:
+    def with_options(function=None, *args, **options):
         if function is None and not args:
             return functools.partial(with_options, **options)
         inputs.check_callable(function, transform.__name__)
@@ -142,7 +142,7 @@ class LiftedCall:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         make_frame: Callable[[str], frames.Frame] = frames.Frame,
-        captured: Sequence[Variable[Any]] = (),
+        captured: Sequence[Variable] = (),
         static: Container[int | str] = (),
         auto_static: bool = False,
         static_numbers: bool = False,
@@ -258,7 +258,7 @@ class RunContext(NamedTuple):
         pair = self.frame.copies.get(id(item))
         return item if pair is None else pair[1]
 
-    def variable(self, position: int) -> Variable[Any]:
+    def variable(self, position: int) -> Variable:
         """Returns the copy of the Variable at a position."""
         return self.copies[self.graphdef.leaves[position]]
 
@@ -301,9 +301,9 @@ def raise_new_captures(call: LiftedCall) -> None:
         raise RetraceRequest(call.new_captures)
 
 
-def retry_captured(attempt: Callable[[list[Variable[Any]]], object]) -> Any:
+def retry_captured(attempt: Callable[[list[Variable]], object]) -> Any:
     """Runs ``attempt`` until no Variable is written that is not an input."""
-    captured: list[Variable[Any]] = []
+    captured: list[Variable] = []
     while True:
         try:
             return attempt(captured)
@@ -315,7 +315,7 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], object]) -> Any:
             captured = [*captured, *new]
 
 
-def path_of(functions: Sequence[Callable[..., object]], variable: Variable[Any]) -> Path:
+def path_of(functions: Sequence[Callable[..., object]], variable: Variable) -> Path:
     """Returns the path of a captured Variable, for messages."""
     for function in functions:
         for source in inputs.find_sources(function):
@@ -327,7 +327,7 @@ def path_of(functions: Sequence[Callable[..., object]], variable: Variable[Any])
     return (type(variable).__name__,)
 
 
-def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
+def stands_for(variable: Variable, original: Variable) -> bool:
     """Whether a Variable is an outer frame's copy of an original."""
     frame = frames.local.frame
     while frame is not None:
@@ -422,7 +422,7 @@ class SingleRunCall(LiftedCall):
     def run_whole(self, values: Any, plain: Any, plain_named: Any) -> tuple[Any, ...]:
         """Runs the function; all of its result leaves, arrays and objects."""
 
-        def split(result: Any) -> tuple[None, Any]:
+        def split(result) -> tuple[None, Any]:
             check_result(result, self.name)
             return None, result
 

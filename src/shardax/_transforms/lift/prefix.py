@@ -262,7 +262,7 @@ def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -
         )
     seen: list[tuple[Path, Any, Any]] = []
 
-    def entry_at(path: Path, leaf: object) -> Any:
+    def entry_at(path: Path, leaf: object):
         try:
             entry = entry_of(path, leaf)
         except FilterError as error:
@@ -270,7 +270,7 @@ def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -
         seen.append((path, leaf, entry))
         return entry
 
-    def of_part(keys: Any, part: object) -> Any:
+    def of_part(keys, part: object):
         where = plain_path(keys)
         if not isinstance(part, Object) or isinstance(part, Variable):
             return entry_at(where, part)
@@ -490,7 +490,7 @@ def one_level(tree: Any) -> list[tuple[Path, Any]]:
     return [(plain_path(path), child) for path, child in pairs if path]
 
 
-def _shape(tree: Any) -> str:
+def _shape(tree) -> str:
     kind = type(tree).__name__
     if isinstance(tree, Mapping):
         return f"a {kind} of {', '.join(map(repr, tree)) or 'nothing'}"
@@ -523,7 +523,7 @@ def _chooser(prefix: object, root: Object, name: str, where: Path) -> Callable[[
     """Returns the function from (path, Variable) to entry."""
     if isinstance(prefix, FilterMapping):
 
-        def by_filter(path: Path, variable: object) -> Any:
+        def by_filter(path: Path, variable: object):
             try:
                 return prefix.lookup(path, variable)
             except FilterError as error:
@@ -536,7 +536,7 @@ def _chooser(prefix: object, root: Object, name: str, where: Path) -> Callable[[
     if isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
 
-        def at_path(path: Path, variable: object) -> Any:
+        def at_path(path: Path, variable: object):
             if path in by_path:
                 return by_path[path]
             raise PrefixError(
@@ -554,7 +554,7 @@ def _chooser(prefix: object, root: Object, name: str, where: Path) -> Callable[[
     return lambda path, variable: prefix
 
 
-def _fits_value(prefix: object, variable: Variable[Any]) -> bool:
+def _fits_value(prefix: object, variable: Variable) -> bool:
     """Whether a prefix fits a Variable's value, such as named arrays."""
     if isinstance(prefix, (Object, State)):
         return False
@@ -627,18 +627,18 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
                 variable._value = new
 
 
-def _is_none(entry: Any) -> bool:
+def _is_none(entry) -> bool:
     return entry is None
 
 
-def _in_scope(entry: object) -> Any:
+def _in_scope(entry: object):
     """Returns a sharding for a spec, over the mesh in scope."""
     if not isinstance(entry, jax.sharding.PartitionSpec):
         return entry
     return jax.sharding.NamedSharding(jax.sharding.get_mesh(), entry)
 
 
-def _is_at(leaf: Any, sharding: Any) -> bool:
+def _is_at(leaf, sharding) -> bool:
     if not (isinstance(leaf, jax.Array) or is_ref(leaf)):
         return False
     if not isinstance(sharding, jax.sharding.Sharding):

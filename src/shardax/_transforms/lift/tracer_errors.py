@@ -84,7 +84,7 @@ def naming(
     while frame is not None:
         level, frame = level + 1, frame.parent
 
-    def program(*inputs: Any) -> Any:
+    def program(*inputs) -> Any:
         try:
             return pure(*inputs)
         except TRACER_ERRORS as error:
@@ -105,7 +105,7 @@ def naming(
     return program
 
 
-def _name_inputs(error: Exception, call: Any, form: Form, level: int) -> None:
+def _name_inputs(error: Exception, call, form: Form, level: int) -> None:
     if f"_{level}[" not in str(error):
         return
     paths = call.graph.flat.leaf_paths

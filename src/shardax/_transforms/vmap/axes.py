@@ -129,7 +129,7 @@ class SplitStreams:
                 return any(is_split(stream) for _, stream in item.streams())
             return isinstance(item, RngStream) and id(vars(item).get("key")) in counters
 
-        def clone_of(item: Any) -> Any:
+        def clone_of(item):
             if id(item) not in clones and isinstance(item, RngStream):
                 self.kept.add(counters[id(item.key)])
                 clones[id(item)] = clone_sharing(item)
@@ -180,7 +180,7 @@ class SplitStreams:
         return prefix.add_written(outputs, counts)
 
 
-def _laid_out(array: object, sharding: object) -> Any:
+def _laid_out(array: object, sharding: object):
     return array if sharding is None else jax.reshard(array, sharding)
 
 
@@ -505,7 +505,7 @@ class MappedBoxes:
         """Returns the result with the mapped dimension in its boxes."""
         return self._map(result, ("result",), dict(output_entries.labels), self._with)
 
-    def _without(self, box: Any, axis: int) -> Any:
+    def _without(self, box, axis: int):
         name = self.partition_name
         names = getattr(box, "names", None)
         rank = getattr(getattr(box, "value", None), "ndim", -1) + 1
@@ -519,7 +519,7 @@ class MappedBoxes:
             self._names.setdefault(type(box), name)
         return box.remove_axis(axis, {**self.params, PARTITION_NAME: name})
 
-    def _with(self, box: Any, axis: int) -> Any:
+    def _with(self, box, axis: int):
         name = self.partition_name
         if name is None:
             name = self._names.get(type(box))
@@ -535,7 +535,7 @@ class MappedBoxes:
         axes: Mapping[Path, object],
         change: Callable[[Any, int], object],
     ) -> Any:
-        def visit(key_path: Any, leaf: object) -> Any:
+        def visit(key_path, leaf: object):
             if not is_box(leaf):
                 return leaf
             path = (*where, *plain_path(key_path))
@@ -569,7 +569,7 @@ def is_box(value: object) -> bool:
     )
 
 
-def _changed(path: Path, box: object, change: Callable[[Any], object]) -> Any:
+def _changed(path: Path, box: object, change: Callable[[Any], object]):
     """Changes a box and the boxes in it."""
     try:
         changed = change(box)

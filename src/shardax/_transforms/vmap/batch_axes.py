@@ -159,7 +159,7 @@ class BatchProblem:
         ]
 
 
-def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
+def _entry(place: PartPosition, axes: Sequence[int | None]):
     if isinstance(place, int):
         return axes[place]
     if isinstance(place, tuple):
@@ -532,7 +532,7 @@ class _AxisFinder:
         )
 
 
-def _shown(item: Any) -> str:
+def _shown(item) -> str:
     """Returns a filter as the user would write it."""
     if item is ...:
         return "..."

@@ -108,7 +108,7 @@ def vmap(
     mapped.mapped_name(metadata, "vmap")
 
     @wraps(function)
-    def vmapped(*args: Any, **kwargs: Any) -> Any:
+    def vmapped(*args, **kwargs):
         call = _VmapCall(function, in_axes, out_axes, axis_size, metadata, args, kwargs)
         return call.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
@@ -121,8 +121,8 @@ class _VmapCall(mapped.MappedCall):
     def __init__(
         self,
         function: Callable[..., Any],
-        in_axes: Any,
-        out_axes: Any,
+        in_axes,
+        out_axes,
         axis_size: int | None,
         metadata: Mapping[str, Any] | None,
         args: Sequence[Any],
@@ -174,7 +174,7 @@ class _VmapCall(mapped.MappedCall):
                 return leaf, axis  # not an array of our own: it is split over the mesh as it must
         return np.arange(self.size), 0
 
-    def _pure(self, values: list[Any], plain: list[Any], mark: Any) -> tuple[list[Any], ...]:
+    def _pure(self, values: list[Any], plain: list[Any], mark) -> tuple[list[Any], ...]:
         positional, named = self.plain_tree.unflatten(plain)
         leave = functools.partial(self._leave, mark=mark)
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
@@ -229,11 +229,11 @@ def varies(mark: object, values: Sequence[object]) -> list[bool]:
     flags = [False] * len(values)
 
     @jax.custom_batching.custom_vmap
-    def look(mark: object, values: list[object]) -> Any:
+    def look(mark: object, values: list[object]):
         return mark
 
     @look.def_vmap
-    def rule(axis_size: int, batched: Any, mark: object, values: list[object]) -> tuple[Any, bool]:
+    def rule(axis_size: int, batched, mark: object, values: list[object]) -> tuple[Any, bool]:
         flags[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
         return mark, True
 

@@ -252,7 +252,7 @@ class _DynamicSizes:
                         f"has ({', '.join(labels)}).{did_you_mean(label, labels)}"
                     )
 
-    def abstract(self, label: str, path: Any, leaf: Any) -> Any:
+    def abstract(self, label: str, path, leaf):
         """Replace an array of an argument by its shape and dtype."""
         if isinstance(leaf, Object) or not hasattr(leaf, "dtype"):
             return leaf
@@ -280,7 +280,7 @@ class _DynamicSizes:
         axes = places.get(label, ()) if isinstance(places, Mapping) else places
         return (axes,) if isinstance(axes, int) else tuple(axes)
 
-    def _note_size(self, name: str, size: Any, where: str) -> None:
+    def _note_size(self, name: str, size, where: str) -> None:
         first_size, first = self.sizes.setdefault(name, (size, where))
         if size != first_size:
             raise ExportError(
@@ -299,7 +299,7 @@ class _DynamicSizes:
             )
 
 
-def _layout(leaf: object, shape: Sequence[object]) -> Any:
+def _layout(leaf: object, shape: Sequence[object]):
     """The sharding of an array, if it fits the shape."""
     # JAX does not split dynamic dimensions, because nobody knows that they divide. The compiler
     # then finds the layout, and callers may pass the array split.
@@ -466,7 +466,7 @@ def _zeros(form: ArrayForm) -> Any:
     return jnp.zeros(words.shape, words.dtype)
 
 
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
+def _shape(value) -> jax.ShapeDtypeStruct:
     words = jax.eval_shape(signature.to_words, value)
     form = ArrayForm.of(value)
     sharding = None if form.spec is None else form.sharding(value.sharding.mesh)
@@ -602,7 +602,7 @@ def check_program(jaxpr: Any) -> Any:
     return jaxpr
 
 
-def _callbacks(jaxpr: Any, outer_line: str = "") -> Iterator[str]:
+def _callbacks(jaxpr, outer_line: str = "") -> Iterator[str]:
     """Yield the callbacks in a program."""
     # `outer_line` is the source line of the call that the program is in.
     for equation in jaxpr.eqns:
@@ -614,7 +614,7 @@ def _callbacks(jaxpr: Any, outer_line: str = "") -> Iterator[str]:
             yield from _callbacks(inner, line)
 
 
-def _described(equation: Any, name: str) -> str:
+def _described(equation, name: str) -> str:
     if name == "debug_print":
         return f"jax.debug.print({equation.params.get('fmt', '')!r}, ...)"
     # The text of a callback has the function's name: <function log at 0x...>

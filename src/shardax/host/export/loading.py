@@ -55,12 +55,12 @@ class LoadedProgram:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.signature}>"
 
-    def _differentiable(self, call: Any) -> Any:
+    def _differentiable(self, call):
         """Return the program, made to refuse derivatives if it was exported without."""
         program = jax.custom_jvp(lambda state, inputs: tuple(call(state, inputs)))
 
         @program.defjvp
-        def _refuse(primals: object, tangents: object) -> Any:
+        def _refuse(primals: object, tangents: object):
             raise errors.ExportError(
                 f"{self.signature.name} was exported without derivatives. Export it with "
                 "vjp_order=1, or more for higher ones."
@@ -111,7 +111,7 @@ class LoadedFunction(Module):
         (20.0, 50.0, 5.0)
     """
 
-    def __init__(self, program: LoadedProgram, variables: dict[str, Variable[Any]]) -> None:
+    def __init__(self, program: LoadedProgram, variables: dict[str, Variable]) -> None:
         self.program = program
         self.variables = variables
 
@@ -128,7 +128,7 @@ class LoadedFunction(Module):
         except (ValueError, NotImplementedError) as error:
             raise self.program.explained(error) from error
 
-    def _run(self, inputs: Sequence[object]) -> Any:
+    def _run(self, inputs: Sequence[object]):
         state = [signatures.to_words(variable.value) for variable in self.variables.values()]
         results, written = self.program.run(state, list(inputs))
         pairs = zip(self.signature.state, self.variables.values(), strict=True)
@@ -181,7 +181,7 @@ def load(path: object, mesh: Mesh | None = None, *, verify: bool = True) -> Load
     devices = _devices(signature, mesh, str(folder))
     program = LoadedProgram(exported, signature, _mesh(signature, devices, mesh))
     weights = Weights(folder / signatures.WEIGHTS)
-    variables: dict[str, Variable[Any]] = {}
+    variables: dict[str, Variable] = {}
     for entry in signature.state:
         words = weights.read(entry.path, entry.form.words(), program.place_of(entry.form))
         value = signatures.from_words(words, entry.form)
@@ -241,13 +241,13 @@ class Weights:
         if sharding is None:
             return jax.numpy.array(array)
 
-        def part(index: Any) -> np.ndarray:
+        def part(index) -> np.ndarray:
             return np.array(array[index])
 
         return jax.make_array_from_callback(form.shape, sharding, part)
 
 
-def _program(folder: Any, entries: Any) -> Any:
+def _program(folder, entries):
     """Read the program."""
     written = entries["calling_convention"]
     lowest = jax.export.minimum_supported_calling_convention_version
@@ -309,7 +309,7 @@ def _mesh(signature: Signature, devices: Sequence[object], mesh: object) -> Mesh
     return Mesh(arranged, form.names, axis_types=types)
 
 
-def _type_of(name: str) -> type[Variable[Any]]:
+def _type_of(name: str) -> type[Variable]:
     """The class of shardax with a name, else ``Variable``."""
     kind = getattr(variable_types, name, None)
     if not isinstance(kind, type) or not issubclass(kind, Variable):

@@ -121,7 +121,7 @@ def _spec_of(value: object) -> tuple[Any, ...] | None:
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else None
 
 
-def plain_dtype(dtype: Any) -> Any:
+def plain_dtype(dtype: jax.typing.DTypeLike) -> Any:
     """JAX's dtype for an array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
@@ -151,7 +151,7 @@ def to_json(treedef: Any, path: Path) -> Any:
     return _encode(treedef.unflatten(range(treedef.num_leaves)), path)
 
 
-def _encode(node: Any, path: Path) -> Any:
+def _encode(node, path: Path):
     if node is None or type(node) is int:
         return node
     if type(node) in (tuple, list):
@@ -324,7 +324,7 @@ class Signature:
             raise self._refusal(f"The call {' and '.join(parts)}.")
         return [values[name] for name in names]
 
-    def _admitted(self, leaf: Any, form: ArrayForm, where: str) -> Any:
+    def _admitted(self, leaf, form: ArrayForm, where: str):
         """Return an argument's array in the dtype of the program."""
         if form.key is not None:
             if ArrayForm.of(leaf)._replace(shape=(), spec=None) != form._replace(
@@ -349,7 +349,7 @@ class Signature:
         return leaf
 
     def _check_shape(
-        self, array: Any, form: ArrayForm, where: str, sizes: dict[str, tuple[int, str]]
+        self, array, form: ArrayForm, where: str, sizes: dict[str, tuple[int, str]]
     ) -> None:
         shape = jnp.shape(array)
         fits = len(shape) == len(form.shape)
@@ -369,7 +369,7 @@ class Signature:
         return ExportError(f"{problem} The artifact takes {self}. Nothing was run.")
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value) -> Any:
     """Return records and tuples as JSON values."""
     if hasattr(value, "_asdict"):  # defaults, which are None, are left out
         defaults = value._field_defaults

@@ -234,7 +234,7 @@ def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
     return attributes
 
 
-def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: object) -> Any:
+def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: object):
     """A box made without its constructor, around any object."""
     box = object.__new__(cls)
     object.__setattr__(box, attributes.field, value)
@@ -313,7 +313,7 @@ handlers.register(
 handlers.register(AxisMetadata, _BOX)
 
 
-def _same_leaf(first: Any, second: Any) -> bool:
+def _same_leaf(first, second) -> bool:
     if first is second:
         return True
     if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in (first, second)):
@@ -328,7 +328,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
     return _bits(first) == _bits(second)
 
 
-def _bits(array: Any) -> bytes:
+def _bits(array) -> bytes:
     if is_prng_key(array):
         array = jax.random.key_data(array)
     return np.asarray(array).tobytes()
@@ -337,7 +337,7 @@ def _bits(array: Any) -> bytes:
 class _ArrayText:
     """An array in the text of a box."""
 
-    def __init__(self, leaf: Any) -> None:
+    def __init__(self, leaf) -> None:
         self.leaf = leaf
 
     def __repr__(self) -> str:
@@ -367,7 +367,7 @@ def fitted(names: Names, rank: int) -> Names:
     return (*names, *(None,) * (rank - len(names)))
 
 
-def _reaching(box: Any, names: Names, count: int) -> Names:
+def _reaching(box, names: Names, count: int) -> Names:
     """Names padded to a count, of a box with fewer than dimensions."""
     rank = getattr(box.value, "ndim", 0)
     return fitted(names, count) if len(names) < count <= rank else names
@@ -459,7 +459,7 @@ class Partitioned(AxisMetadata[T]):
             mesh, "unbox", ", or call unbox(apply_constraint=False)"
         )
 
-        def laid_out(leaf: Any) -> Any:
+        def laid_out(leaf):
             if not hasattr(leaf, "shape"):
                 return leaf
             fitted_names = fitted(names, len(leaf.shape))
@@ -594,7 +594,7 @@ class Partitioned(AxisMetadata[T]):
             f"box rules=rules{way_out}."
         )
 
-    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, object]) -> Any:
+    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, object]):
         if PARTITION_NAME in params:
             return params[PARTITION_NAME]
         raise PartitioningUnspecifiedError(
@@ -782,7 +782,7 @@ def with_logical_constraint(
         (P('data', None), P('data',))
     """
 
-    def laid_out(its_names: Any, part: Any) -> Any:
+    def laid_out(its_names, part):
         if its_names is None:
             return part
         return jax.tree.map(

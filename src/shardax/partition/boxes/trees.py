@@ -52,11 +52,11 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
         (('embed',), 'BatchStat', tag='slow')
     """
 
-    variable_type: type[Variable[Any]] = Param
+    variable_type: type[Variable] = Param
     entries: Metadata = EMPTY
 
     def __init__(
-        self, value: T, names: Any, variable_type: type[Variable[Any]], entries: Metadata
+        self, value: T, names: Any, variable_type: type[Variable], entries: Metadata
     ) -> None:
         object.__setattr__(self, "variable_type", variable_type)
         object.__setattr__(self, "entries", entries)
@@ -70,7 +70,7 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
         return type(self)(**{**fields, **changes})
 
 
-def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
+def _box_of(variable: Variable) -> VariableBox[Any]:
     """A Variable as a box; lazy values stay lazy."""
     target = resolve(variable, local.frame)
     metadata = target._metadata
@@ -78,7 +78,7 @@ def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
     return VariableBox(target._value, metadata.axes, type(variable), entries)
 
 
-def _variable_of(box: VariableBox[Any]) -> Variable[Any]:
+def _variable_of(box: VariableBox[Any]) -> Variable:
     return _new_variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
 
 
@@ -101,7 +101,7 @@ def to_boxes(tree: object) -> Any:
         ('embed', 'mlp')
     """
 
-    def to_box(leaf: object) -> Any:
+    def to_box(leaf: object):
         if isinstance(leaf, Variable):
             box = _box_of(leaf)
             original = leaf.metadata.get(boxes.BOX_ENTRY)
@@ -123,7 +123,7 @@ def to_boxes(tree: object) -> Any:
     return jax.tree.map(to_box, tree, is_leaf=_is_node)
 
 
-def to_variables(tree: object, variable_type: type[Variable[Any]] = Param) -> Any:
+def to_variables(tree: object, variable_type: type[Variable] = Param) -> Any:
     """Replaces the boxes of a pytree by Variables; the inverse of ``to_boxes``.
 
     Args:
@@ -146,7 +146,7 @@ def to_variables(tree: object, variable_type: type[Variable[Any]] = Param) -> An
         ((None, 'model'), True)
     """
 
-    def to_variable(leaf: object) -> Any:
+    def to_variable(leaf: object):
         if not boxes.is_box(leaf):
             return leaf
         leaf = boxes.standard_box(leaf)
@@ -171,7 +171,7 @@ def _is_node(value: object) -> bool:
     return boxes.is_box(value) or isinstance(value, Object)
 
 
-def _new_variable(kind: type[Variable[Any]], value: object, metadata: Metadata) -> Variable[Any]:
+def _new_variable(kind: type[Variable], value: object, metadata: Metadata) -> Variable:
     """A new Variable; the axes may not fit the value."""
     return kind._make(as_value(value, kind.__name__), metadata, owner_here())
 
@@ -240,7 +240,7 @@ def map_axis_meta(function: Callable[[Any], object], tree: object) -> Any:
         {'step': 3, 'w': Partitioned(float32[2], names=(None,))}
     """
 
-    def mapped(path: Path, leaf: Any) -> Any:
+    def mapped(path: Path, leaf):
         if not is_box(leaf):
             return leaf
         box = _box_of(leaf) if isinstance(leaf, Variable) else leaf
@@ -275,7 +275,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     """
     in_scope = apply_constraint and resolve_mesh() is not None
 
-    def unboxed(path: Path, leaf: object) -> Any:
+    def unboxed(path: Path, leaf: object):
         if isinstance(leaf, Variable):
             leaf = _box_of(leaf).replace_boxed(leaf.value)
         if not boxes.is_box(leaf):
@@ -319,7 +319,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
             "unbox(tree) has."
         ) from error
 
-    def replaced(leaf: Any, value: Any) -> Any:
+    def replaced(leaf: Any, value: Any):
         if isinstance(leaf, Variable):
             return _variable_of(replaced(_box_of(leaf), value))
         if not boxes.is_box(leaf):
@@ -411,7 +411,7 @@ def _located(path: Path, function: Callable[[], object]) -> Any:
         raise kind(f"{format_path(path)}: {error}") from error
 
 
-def _renamed(tree: object, rename: Callable[[Any], object]) -> Any:
+def _renamed(tree: object, rename: Callable[[Any], object]):
     """Renames every box, also boxes in boxes, Variables and entries of States."""
 
     def renamed(path: Path, leaf: object) -> Any:
@@ -441,7 +441,7 @@ def _renamed(tree: object, rename: Callable[[Any], object]) -> Any:
     return _map(renamed, tree)
 
 
-def _renamed_box(box: Any, rename: Callable[[Any], Any]) -> Any:
+def _renamed_box(box, rename: Callable[[Any], Any]) -> Any:
     """A box with another's names after a change."""
     if isinstance(box, boxes.AxisMetadata) or not hasattr(box, "names"):
         return rename(box)

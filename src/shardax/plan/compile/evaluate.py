@@ -290,7 +290,7 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
         return traced.lower(), _paths(traced, inputs)
 
 
-def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
+def _traceable(inputs: Inputs, placed: Placed | None):
     """The step as something with ``trace``."""
     step, args, keywords = unbound(inputs.step)
     shardings = None if placed is None else placed.shardings
@@ -313,7 +313,7 @@ def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
     return jax.jit(inputs.step, out_shardings=out, keep_unused=True)
 
 
-def _carried(inputs: Inputs, placed: Placed) -> Any:
+def _carried(inputs: Inputs, placed: Placed):
     """Result shardings: of an argument's next value, those of the argument."""
 
     def form_of(tree: object) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ SHORT_NAMES = {  # HLO's, by JAX's
 }
 
 
-def _number(value: Any, kinds: Any = int | float) -> bool:
+def _number(value: object, kinds: Any = int | float) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
 
 
@@ -68,7 +68,7 @@ _POSITIVE = ("memory_bandwidth", "link_bandwidth", "network_bandwidth")
 _COUNTS = ("torus_dimensions", "wraparound", "node_size", "devices_per_chip")
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(value) -> bool:
     return _number(value) and 0 <= value < math.inf
 
 

@@ -254,7 +254,7 @@ def _keep_first(
         first_by_key[key] = candidate
 
 
-def _equivalence_key(candidate: LayoutCandidate) -> Any:
+def _equivalence_key(candidate: LayoutCandidate):
     """A key, equal for equivalent candidates."""
     sizes = {axis: size for axis, size in candidate.layout.mesh if size > 1}
     entries = [
@@ -305,7 +305,7 @@ def _storage_key(
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     large: Sequence[bool],
     free: frozenset[str],
-) -> Any:
+):
     """A key, equal for candidates with equal computation."""
     axes_of = {name: mesh_axes_of(target) for name, target in candidate.layout.rules}
     of_free = {axis for name in free for axis in axes_of.get(name, ())}

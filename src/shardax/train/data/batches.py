@@ -570,7 +570,7 @@ def _check_rows(batch: object, rows: int, advice: str) -> None:
             )
 
 
-def _joined(*parts: Any) -> Any:
+def _joined(*parts) -> Any:
     return np.concatenate(parts)
 
 

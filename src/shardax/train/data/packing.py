@@ -116,7 +116,7 @@ class PackedBatches:
             go_on_without_end(self._order)
         self._before = self._position()  # of the document that is next
 
-    def _position(self) -> Any:
+    def _position(self):
         return cast(Positioned, self._order).state()
 
     def state(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class PackedBatches:
             self._next = self._tokens(document)
         return self._next[self._used : self._used + self.seq_len + 1]
 
-    def _tokens(self, document: Any) -> _Tokens:
+    def _tokens(self, document) -> _Tokens:
         if self.key is not None:
             document = document[self.key]
         elif isinstance(document, Mapping):
@@ -254,7 +254,7 @@ class _Order:
     def state(self) -> int:
         return self.taken
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         if not is_count(state):
             raise DataError(f"Not a number of documents: {state!r}.")
         self.taken = int(state)
@@ -262,7 +262,7 @@ class _Order:
     def __iter__(self) -> _Order:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         count = len(self.documents)
         epoch, place = divmod(self.taken, count)
         if self.passes is not None and epoch >= self.passes:
@@ -273,7 +273,7 @@ class _Order:
         self.taken += 1
         return self.documents[place]
 
-    def fingerprint(self, tokens_of: Any) -> str:
+    def fingerprint(self, tokens_of) -> str:
         """Returns a hash of their number and some, or raises."""
         count = len(self.documents)
         picked = sorted({index * (count - 1) // (_SAMPLES - 1) for index in range(_SAMPLES)})

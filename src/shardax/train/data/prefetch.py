@@ -64,14 +64,14 @@ def put_batch(batch: Any, sharding: Any) -> Any:
     return _put_rows(batch, sharding, None, 0)
 
 
-def _put_host(sharding: Any, batch: Any) -> Any:
+def _put_host(sharding, batch):
     return put_batch(without_tensors(batch), sharding)
 
 
-def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> Any:
+def _put_rows(batch, sharding, rows: Rows | None, batch_size: int):
     """Places a batch with only some of its rows."""
 
-    def put(sharding: Any, leaf: Any) -> Any:
+    def put(sharding, leaf):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         ids = rows if array.ndim else None
         if ids is not None and len(array) != ids.size:
@@ -79,7 +79,7 @@ def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> 
                 f"by_rows was asked for {ids.size} rows, but gave an array of shape {array.shape}."
             )
 
-        def read(index: Any) -> Any:
+        def read(index) -> Any:
             if ids is None:
                 return array[index]
             start, stop, _ = index[0].indices(batch_size)
@@ -92,7 +92,7 @@ def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> 
     return jax.tree.map(put, jax.tree.broadcast(sharding, batch), batch)
 
 
-def _rows_held(sharding: Any, batch_size: int) -> Rows:
+def _rows_held(sharding, batch_size: int) -> Rows:
     """Returns the rows of a batch held by this process's devices."""
     is_held = np.zeros(batch_size, bool)
     for leaf_sharding in jax.tree.leaves(sharding):
@@ -120,7 +120,7 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
     return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
 
 
-def _require_own_rows(source: Any, sharding: Any) -> None:
+def _require_own_rows(source, sharding) -> None:
     """Raises DataError unless local batches fit the sharding."""
     count = getattr(source, "local_rows", None)
     if count is None:
@@ -171,7 +171,7 @@ def first_batch(source: Any) -> Any:
     else:
         batch = next(iter(source), None)
 
-    def struct(leaf: object) -> Any:
+    def struct(leaf: object):
         aval = jax.typeof(leaf)
         shape = aval.shape
         if shape and hasattr(source, "local_rows"):
@@ -190,7 +190,7 @@ def batch_shardings(
     # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
     # cuts the batch into parts, each divided over the mesh by itself. Without a mesh: None.
 
-    def spec_of(shape: tuple[int, ...]) -> Any:
+    def spec_of(shape: tuple[int, ...]):
         assert mesh is not None
         names = BATCH_AXES[: len(shape)]
         # Dimensions left to the compiler are not split: these arrays come from the host.
@@ -337,7 +337,7 @@ class Prefetch:
             if not future.cancel():
                 future.exception()
 
-    def _source_state(self) -> Any:
+    def _source_state(self):
         return self._source.state() if isinstance(self._source, Positioned) else None
 
     def __iter__(self) -> Iterator[Any]:

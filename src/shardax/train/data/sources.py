@@ -208,7 +208,7 @@ def _refusal(source: object, error: BaseException) -> DataError:
     )
 
 
-def _as_json(state: object, of: str) -> Any:
+def _as_json(state: object, of: str):
     """Returns a state itself if JSON keeps it as it is."""
     try:
         if json.loads(json.dumps(state)) == state and not _has_no_position(state):
@@ -224,10 +224,10 @@ def _as_json(state: object, of: str) -> Any:
 class _Adapted:
     """Iterator with other names for its position."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source) -> None:
         self.source = source
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class _GetState(_Adapted):
     def state(self) -> Any:
         return encoded(self.source.get_state(), type(self.source).__name__)
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         old_state = copy.deepcopy(self.source.get_state())
         try:
             self.source.set_state(decoded(state))
@@ -254,7 +254,7 @@ class _GetState(_Adapted):
             self.source.set_state(old_state)
             raise self._refuse(error) from error
 
-    def __next__(self) -> Any:
+    def __next__(self):
         return host_batch(next(self.source))
 
 
@@ -268,7 +268,7 @@ class _StateDict(_Adapted):
     # restored draws from them too. Where the iterable's state lacks what a shuffle buffer holds,
     # the position is that of the epoch's beginning and the number of batches to skip.
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source) -> None:
         super().__init__(source)
         self.endless = False
         self._iterator: Iterator[Any] | None = None
@@ -301,7 +301,7 @@ class _StateDict(_Adapted):
             "generators": encoded([self._before, self._generators()], "a sampler"),
         }
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         names = {"of", "epoch", "taken", "state", "generators"}
         is_own = isinstance(state, Mapping) and set(state) == names
         if not is_own or state["of"] != type(self.source).__name__:
@@ -314,7 +314,7 @@ class _StateDict(_Adapted):
             raise self._refuse(error) from error
         self._known = {**state}
 
-    def _begin(self, state: Any) -> None:
+    def _begin(self, state) -> None:
         """Makes an iterator going on from a position."""
         if (state["state"] is None) != self._replays:
             raise ValueError("only one of the two has a shuffle buffer")
@@ -348,7 +348,7 @@ class _StateDict(_Adapted):
             if _has(part, "set_epoch"):
                 part.set_epoch(self._epoch)
 
-    def __next__(self) -> Any:
+    def __next__(self):
         if self._iterator is None:
             self._iterator = iter(self.source)
         batch = next(self._iterator, _END)
@@ -389,7 +389,7 @@ def _loses_examples(dataset: object) -> bool:
 class _Unpositioned:
     """Source without position, able to go back by a few batches."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source) -> None:
         self.source = source
         self._iterator = iter(source)
         self._kept: collections.deque[Any] = collections.deque(maxlen=_KEPT)
@@ -398,17 +398,17 @@ class _Unpositioned:
     def state(self) -> Any:
         return {"step": self._step, "resumable": False}
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         """Goes back as far as batches are kept."""
         step = state["step"]
         if not self._read - len(self._kept) <= step <= self._read:
             raise DataError(f"The batches ({type(self.source).__name__}) have no position.")
         self._step = step
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         if self._step == self._read:
             self._kept.append(host_batch(next(self._iterator)))
             self._read += 1
@@ -427,7 +427,7 @@ def host_batch(batch: object) -> Any:
             leaf = leaf[0]
         return isinstance(leaf, bool | int | float)
 
-    def host(leaf: Any) -> Any:
+    def host(leaf) -> Any:
         if not isinstance(leaf, list):
             return leaf
         try:
@@ -451,7 +451,7 @@ def _is_tensor(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
 
 
-def _array_of(tensor: Any) -> np.ndarray[Any, Any]:
+def _array_of(tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     if str(tensor.dtype) == "torch.bfloat16":  # which NumPy does not know by itself
         return tensor.float().numpy().astype(jnp.bfloat16)

@@ -121,7 +121,7 @@ def data_parallel_value_and_grad(
     differentiated = value_and_grad(function, has_aux=has_aux, wrt=wrt)
 
     @functools.wraps(function)
-    def reduced(model: Any, batch: Any, *args: Any) -> Any:
+    def reduced(model, batch, *args):
         region = Region.find(axes)
         call = _DeviceCall(region, differentiated, steps, has_aux, wire, model, args, count)
         call.plans = {
@@ -138,7 +138,7 @@ def _nothing(*_: object) -> None:
     """Stands for a function."""
 
 
-def _trained(model: object, wrt: object) -> dict[Path, Variable[Any]]:
+def _trained(model: object, wrt: object) -> dict[Path, Variable]:
     if isinstance(model, Variable):
         return {(): model}
     if not has_objects(model):
@@ -163,7 +163,7 @@ class _DeviceCall:
         steps: int,
         has_aux: bool,
         wire: np.dtype | None,
-        model: Any,
+        model,
         args: Sequence[Any],
         count: Callable[[Any], Any] | None,
     ) -> None:
@@ -186,11 +186,11 @@ class _DeviceCall:
         self.graphdef, state = split(self.objects)
         self.values: dict[Path, Any] = state.flat()
         self.origins = state.origins()
-        self.variables: dict[Path, Variable[Any]] = dict(iter_variables(self.objects))
+        self.variables: dict[Path, Variable] = dict(iter_variables(self.objects))
         self.random = {p for p, v in self.variables.items() if isinstance(v, RngState)}
         self.structure: Any = None  # of the gradients, found by tracing
 
-    def run(self, batch: Any) -> tuple[Any, Any, Any]:
+    def run(self, batch) -> tuple[Any, Any, Any]:
         """Returns value, aux and gradients; writes the function's new state."""
         self._check_rows(batch)
         replicated, rows = PartitionSpec(), PartitionSpec(self.region.over)
@@ -213,7 +213,7 @@ class _DeviceCall:
             f". Use a multiple of {parts} rows, or pass what has no rows after the batch.",
         )
 
-    def _compute(self, values: Any, batch: Any, arrays: Any) -> tuple[Any, Any, Any, Any]:
+    def _compute(self, values, batch, arrays) -> tuple[Any, Any, Any, Any]:
         region = self.region
         replicated, rows = PartitionSpec(), PartitionSpec(region.over)
         local = jax.shard_map(
@@ -235,7 +235,7 @@ class _DeviceCall:
         )
         return value, aux, add(gradients, count), written
 
-    def _local(self, values: dict[Path, Any], batch: Any, arrays: Any) -> Any:
+    def _local(self, values: dict[Path, Any], batch, arrays):
         """Sums of one device, and the values written."""
         region = self.region
         entering = dict(values)
@@ -259,7 +259,7 @@ class _DeviceCall:
         ]
         has_counts = self.count is not None or target_weights(batch) is not None
 
-        def counted(model: Any, microbatch: Any, *args: Any) -> Any:
+        def counted(model, microbatch, *args):
             value, gradients = self.differentiated(model, microbatch, *args)
             value, aux = value if self.has_aux else (value, None)
             count = jnp.float32(1)
@@ -327,7 +327,7 @@ class _DeviceCall:
     def _shown(self, path: Path) -> str:
         return format_path(path[1:] if len(self.objects) == 1 else path)
 
-    def _split_at_once(self, gradients: Any) -> Any:
+    def _split_at_once(self, gradients):
         """Leaves a microbatch's gradient split along the last data axis."""
         region, last_axis = self.region, self.region.over[-1]
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
@@ -351,7 +351,7 @@ class _DeviceCall:
             return by_path[()]
         return State.from_flat(by_path, gradients.origins())
 
-    def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, Any], count: Any) -> Any:
+    def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, Any], count):
         """Adds the gradients of all devices, with all mesh axes manual."""
         over, by_path = self.region.over, {}
         for path, gradient in gradients.items():

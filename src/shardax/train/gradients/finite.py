@@ -38,14 +38,14 @@ _FIRST = 2  # flags that are not of a Variable: loss, skipped
 # --- In the compiled step ---
 
 
-def current_values(trained: object) -> list[tuple[Path, Variable[Any], Any]]:
+def current_values(trained: object) -> list[tuple[Path, Variable, Any]]:
     """Returns path, Variable and value of everything a step may change."""
     return [(path, variable, variable._here()._value) for path, variable in iter_variables(trained)]
 
 
 def step_flags(
     optimizer: Optimizer,
-    old: Sequence[tuple[Path, Variable[Any], object]],
+    old: Sequence[tuple[Path, Variable, object]],
     loss: Any,
     gradients: object,
     *,
@@ -76,7 +76,7 @@ def _by_path(optimizer: Optimizer, gradients: object) -> list[Any]:
     return [by_path[path] for path in paths]
 
 
-def _undo(old: Sequence[tuple[Path, Variable[Any], object]], skipped: jax.Array) -> None:
+def _undo(old: Sequence[tuple[Path, Variable, object]], skipped: jax.Array) -> None:
     """Puts values back if a step is skipped."""
     # Random streams and integer counts of the model go on: a step is not to repeat what spoiled it.
     for path, variable, value in old:

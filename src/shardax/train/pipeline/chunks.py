@@ -48,8 +48,8 @@ class _TakenStage(NamedTuple):
 
     graphdef: Any
     origins: dict[Path, Origin]
-    trained: dict[Path, Variable[Any]]
-    state: dict[Path, Variable[Any]]
+    trained: dict[Path, Variable]
+    state: dict[Path, Variable]
 
 
 class Chunk:
@@ -239,10 +239,10 @@ class ChunkPrograms:
             trained: Values,
             fixed: Values,
             carried: Values,
-            number: Any,
+            number,
             floating: list[Any],
             nonfloating: list[Any],
-            targets: Any,
+            targets,
             dy: list[Any],
         ) -> Any:
             def of(trained: Values, floating: list[Any]) -> Any:
@@ -296,7 +296,7 @@ class ChunkProgram:
         self.later = later
         self.adds_up = weights is not None
 
-        def call(sums: Any, *values: Any) -> Any:
+        def call(sums, *values):
             values_of = dict(zip(program.gives, program(*values), strict=True))
             weight, outputs = jax.tree.map(
                 lambda v: v.val if hasattr(v, "val") else values_of[v], (weights, result)
@@ -331,11 +331,11 @@ def joined(treedef: object, floating: list[Any], nonfloating: list[Any]) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _folded(keys: Any, *numbers: Any) -> Any:
+def _folded(keys, *numbers):
     """Keys of their own for a stage and a microbatch."""
     for number in numbers:
         fold = functools.partial(jax.random.fold_in, data=number)
@@ -351,7 +351,7 @@ def _pairs(left: object, right: object) -> list[tuple[Any, Any]]:
     return list(zip(*leaves, strict=True)) if same else [(left, right)]
 
 
-def _shapes(value: object) -> Any:
+def _shapes(value: object):
     return jax.tree.map(lambda x: (np.shape(x), x.dtype), value)
 
 

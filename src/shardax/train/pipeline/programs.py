@@ -105,7 +105,7 @@ def _programs(
     return programs
 
 
-def _made(jaxpr: Any, part: Iterable[int]) -> list[Value]:
+def _made(jaxpr, part: Iterable[int]) -> list[Value]:
     """Returns the values computed by equations."""
     return [v for n in part for v in jaxpr.eqns[n].outvars]
 

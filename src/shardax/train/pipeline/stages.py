@@ -265,7 +265,7 @@ class PipelineStep:
 
 
 @functools.partial(jit, donate_argnums=(0,))
-def _update(optimizer: Any, gradients: Any, scale: object) -> None:
+def _update(optimizer, gradients, scale: object) -> None:
     if scale is not None:
         gradients = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
     optimizer.update(gradients)
@@ -313,7 +313,7 @@ def _check_stages(stages: Sequence[object]) -> None:
     )
 
 
-def _parts(mesh: Any, axis: str) -> list[Mesh]:
+def _parts(mesh: Mesh, axis: str) -> list[Mesh]:
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:
         names = f"the axes {', '.join(map(repr, mesh.shape))}" if isinstance(mesh, Mesh) else "none"
         raise ParallelError(
@@ -330,10 +330,10 @@ def _parts(mesh: Any, axis: str) -> list[Mesh]:
 # --- Arrays between parts of the mesh ---
 
 
-def _moved(tree: Any, mesh: Mesh) -> Any:
+def _moved(tree, mesh: Mesh):
     """Copies arrays, laid out alike, to a part of the mesh."""
 
-    def place(x: Any) -> NamedSharding:
+    def place(x) -> NamedSharding:
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
         has_axes = {axis for entry in spec for axis in mesh_axes_of(entry)} <= set(mesh.axis_names)
         return NamedSharding(mesh, spec if has_axes else PartitionSpec())
@@ -341,7 +341,7 @@ def _moved(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, jax.tree.map(place, tree))
 
 
-def _placed(tree: object, mesh: Mesh, rules: Rules) -> Any:
+def _placed(tree: object, mesh: Mesh, rules: Rules):
     """Lays rows out over a part of the mesh."""
     axes = [a for a in mesh_axes_of(rules.assign(("batch",)).entries[0]) if a in mesh.shape]
     spec = PartitionSpec(tuple(axes)) if axes else PartitionSpec()
@@ -410,7 +410,7 @@ class _ChunkStep:
         self.of_step: dict[Any, Any] = {}
         self.sums: Any = None
 
-    def begin(self, number: int, x: Any, targets: Any) -> None:
+    def begin(self, number: int, x, targets) -> None:
         """Gives the stage a microbatch."""
         if self.compiled is None:
             compiled = self.compiled = self.chunk.compiled(self.trained, self.state, x, targets)
@@ -453,9 +453,7 @@ class _ChunkStep:
 class _PipelineRun:
     """One step: its microbatches, and the values between stages."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], rules: Rules, count: int, inputs: Any, targets: Any
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], rules: Rules, count: int, inputs, targets) -> None:
         cut_inputs = _microbatches("inputs", inputs, count)
         cut_targets = _microbatches("targets", targets, count)
         self.chunks = chunks
@@ -516,7 +514,7 @@ class _PipelineRun:
         return total, gradients
 
     def _write(self) -> None:
-        advanced: dict[int, tuple[Variable[Any], Any]] = {}
+        advanced: dict[int, tuple[Variable, Any]] = {}
         for part in self.parts:
             variables = part.chunk.now().state
             for path, value in part.carried.items():
@@ -536,11 +534,11 @@ class _PipelineRun:
 
 
 @jax.jit
-def _sum(values: list[Any]) -> Any:
+def _sum(values: list[Any]):
     return sum(values[1:], values[0])
 
 
-def _here(value: object, mesh: Mesh) -> Any:
+def _here(value: object, mesh: Mesh):
     """A value possibly shared by stages, on the devices of one."""
     devices = {device for x in jax.tree.leaves(value) for device in x.sharding.device_set}
     return value if devices == set(mesh.devices.flat) else _moved(value, mesh)
