@@ -18,12 +18,7 @@ import numpy as np
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
-from shardax._core.errors import (
-    AbstractValueError,
-    ArrayExpectedError,
-    NotAddressableError,
-    VariableValueError,
-)
+from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import in_one_step, is_ref
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
@@ -257,7 +252,7 @@ def fetchable(value: Any, what: str) -> Any:
     """Returns a value whose numbers this process can read, or raises."""
     spans = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     if spans and not (value.is_fully_addressable or value.is_fully_replicated):
-        raise NotAddressableError(
+        raise ModuleError(
             f"{what} needs the numbers of {jax.typeof(value)}, but parts of it are on devices of "
             "other processes. Get all of them in every process, sx.distributed.gather(x), or read "
             "those that are here, x.addressable_shards."
@@ -275,7 +270,7 @@ class ArrayLike:
     def _operand(self):
         value = self.value
         if isinstance(value, jax.ShapeDtypeStruct):
-            raise AbstractValueError(
+            raise ModuleError(
                 f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it "
                 f"has a shape but no numbers. Use the model that this one was made from; or give "
                 f"it numbers, sx.update(model, state), or restore a checkpoint into it."
@@ -286,7 +281,7 @@ class ArrayLike:
     def __jax_array__(self) -> Any:
         refused = _jax.refused_argument(self)
         if refused is not None:
-            raise (AttributeError if _jax.asks_from_c() else ArrayExpectedError)(refused)
+            raise (AttributeError if _jax.asks_from_c() else ModuleError)(refused)
         return self._operand
 
     def __str__(self) -> str:

@@ -329,7 +329,7 @@ class _Container(Object):
         register_graph(cls)
 
     @classmethod
-    def _allocate(cls, owner: Frame | None, lock: str | None):
+    def _allocate(cls, owner: Frame | None, lock: str | None) -> Any:
         container = object.__new__(cls)
         container._start(owner, lock)
         return container
@@ -347,7 +347,7 @@ class _Container(Object):
     def __copy__(self) -> Self:
         return type(self)(self)  # pyright: ignore[reportCallIssue] (both containers take their items)
 
-    def __getstate__(self):
+    def __getstate__(self) -> Any:
         return self._items
 
     def __setstate__(self, items: object) -> None:

@@ -29,10 +29,9 @@ import jax
 
 from shardax._core import _jax
 from shardax._core.errors import (
-    ArrayExpectedError,
     ConcurrentWriteError,
     ForeignMutationError,
-    ReadOnlyCopyError,
+    ModuleError,
     TraceLeakError,
 )
 
@@ -79,7 +78,7 @@ class Frame:
         reason = str(getattr(error, "__cause__", None))
         if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
             text = reason.removeprefix("Argument '").partition("' of type")[0]
-            raise ArrayExpectedError(text) from error
+            raise ModuleError(text) from error
 
     def take_in(self) -> None:
         """Stores what the function put into nodes that it was not given."""
@@ -293,7 +292,7 @@ def check_unlocked(target: Any, what: str | None = None) -> None:
     """Raises if an object is locked."""
     what = what or f"to {a_kind_of(target)}"
     if target._lock is READ_ONLY:
-        raise ReadOnlyCopyError(
+        raise ModuleError(
             f"Cannot write {what}: this {kind_of(target)} is a copy that JAX rebuilt inside "
             f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
             f"when the function returns. Use the shardax transform of the same name (sx.jit, "

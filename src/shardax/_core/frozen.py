@@ -25,7 +25,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.array_ops import ArrayLike, snapshot
-from shardax._core.errors import FrozenVariableError, UnboundVariableError
+from shardax._core.errors import ModuleAttributeError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Axes, Metadata, exact_key
@@ -159,7 +159,7 @@ class FrozenVariable(Variable[T]):
 
     def _refuse(self, what: str) -> NoReturn:
         metadata = self._here()._metadata
-        raise FrozenVariableError(
+        raise ModuleAttributeError(
             f"Cannot write {what} of the frozen {metadata.variable_type.__name__} with the label "
             f"{format_path(metadata.label)}. Make it mutable again, sx.thaw(model); or run what "
             f"writes it as a function of values, which returns the new ones: "
@@ -282,7 +282,7 @@ class Slot(ArrayLike, Placeholder, Shown):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise UnboundVariableError(
+        raise ModuleAttributeError(
             f"The {self.variable_type.__name__} with the label {format_path(self.label)} was taken "
             f"out of this model; what is here is an empty slot. Put Variables or frozen values in "
             f"first: model = sx.bind(model, variables); or call it with them: "

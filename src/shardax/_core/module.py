@@ -23,7 +23,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 
 from shardax._core import containers
-from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
+from shardax._core.errors import ModuleAttributeError, StateMismatchError
 from shardax._core.frames import Frame, check_structural_write, in_one_step, owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
@@ -82,7 +82,7 @@ class Module(Object):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "__slots__" in vars(cls):
-            raise ReservedNameError(
+            raise ModuleAttributeError(
                 f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
                 f"attributes. Remove __slots__."
             )
@@ -90,7 +90,7 @@ class Module(Object):
             owner = next(each for each in cls.__mro__ if name in vars(each))
             if owner is not Module:
                 of = "" if owner is cls else f" of {owner.__name__}"
-                raise ReservedNameError(
+                raise ModuleAttributeError(
                     f"{cls.__name__} has the attribute {name}{of}, by which shardax itself walks "
                     f"and copies Modules. Give it another name, such as {name.lstrip('_')}."
                 )
@@ -112,7 +112,7 @@ class Module(Object):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RESERVED:
-            raise ReservedNameError(
+            raise ModuleAttributeError(
                 f"The attribute name {name!r} is reserved by shardax; choose another."
             )
         descriptor = getattr(type(self), name, None)
@@ -310,7 +310,7 @@ class Module(Object):
             **attributes: New values.
 
         Raises:
-            MissingAttributeError: If an attribute was found nowhere; nothing is changed then.
+            ModuleAttributeError: If an attribute was found nowhere; nothing is changed then.
 
         Example:
             >>> import shardax as sx
@@ -332,7 +332,7 @@ class Module(Object):
         ]
         missing = attributes.keys() - {name for _, name in targets}
         if missing and raise_if_not_found:
-            raise MissingAttributeError(
+            raise ModuleAttributeError(
                 f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; "
                 f"nothing was changed. Check the spelling, or pass raise_if_not_found=False."
             )

@@ -64,7 +64,7 @@ class Object(Shown):
         raise NotImplementedError
 
     @classmethod
-    def _allocate(cls, owner, lock: str | None):
+    def _allocate(cls, owner, lock: str | None) -> Any:
         """Makes an empty object, to be filled by ``_unflatten``."""
         raise NotImplementedError
 

@@ -87,7 +87,7 @@ class _VariableType(type):
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, object], **kwargs: object
-    ):
+    ) -> Any:
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 

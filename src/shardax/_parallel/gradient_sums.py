@@ -30,7 +30,7 @@ from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import resolve_rules, rules_over
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 from shardax.partition.rules import mesh_axes_of
 
@@ -47,7 +47,7 @@ class Region:
     def find(cls, over: tuple[str, ...]) -> Region:
         mesh = resolve_mesh()
         if mesh is None:
-            raise ParallelError(
+            raise PartitionError(
                 f"over={over} names axes of a mesh, but none is in scope. Put one in scope: "
                 "with jax.set_mesh(mesh): ..."
             )
@@ -55,7 +55,7 @@ class Region:
         free = [axis for axis, kind in kinds.items() if kind is not AxisType.Manual]
         wrong = [axis for axis in over if axis not in free]
         if wrong:
-            raise ParallelError(
+            raise PartitionError(
                 f"over={over}: {wrong[0]!r} is no axis of the mesh ({mesh_text(mesh.shape)}) that "
                 f"rows can be split over here; these are {', '.join(free) or 'none'}."
             )
@@ -112,7 +112,7 @@ def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> Grad
     """Plans the gradient of a parameter."""
     value, where = variable.value, format_path(path)
     if not isinstance(value, jax.Array):
-        raise ParallelError(
+        raise PartitionError(
             f"The parameter at {where} is of type {type(value).__name__}, not one array. Leave it "
             "out by wrt=, or use sx.value_and_grad."
         )
@@ -123,7 +123,7 @@ def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> Grad
     entering = _by_dimension(typed if any(typed) else spec, len(shape))
     split_here = [a for axes in entering for a in axes if a in region.over]
     if split_here:
-        raise ParallelError(
+        raise PartitionError(
             f"The parameter at {where} is split over {split_here[0]!r}, but data-parallel devices "
             f"hold parameters whole along over={region.over}. Leave that axis to the compiler: "
             "name only the other data axes in over=, or use sx.value_and_grad, which gathers "
@@ -141,7 +141,7 @@ def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> Grad
         final, problems = spec_for(axes, shape, region.mesh, chosen, path)
     errors = [str(problem) for problem in problems if problem.severity == "error"]
     head = "Gradients cannot be laid out so:\n  "
-    raise_if_any(ParallelError, errors, head, separator="\n  ")
+    raise_if_any(PartitionError, errors, head, separator="\n  ")
     leaving = tuple(
         tuple(axis for axis in axes if axis in region.over)
         for axes in _by_dimension(final, len(shape))

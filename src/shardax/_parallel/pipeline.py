@@ -37,7 +37,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax._core._jax import is_prng_key, sum_over, varying, varying_axes
-from shardax._core.errors import StackError
+from shardax._core.errors import ModuleError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
 from shardax._core.state.state import Origin, State
@@ -218,13 +218,13 @@ def find_stages(axis_name: str, length: int) -> Stages:
         if axis in mesh.shape and not _is_manual(mesh, axis)
     ]
     if len(axes) > 1:
-        raise StackError(
+        raise ModuleError(
             f"The rules lay {axis_name!r} over the mesh axes {', '.join(map(repr, axes))}, but a "
             f"pipeline has its stages along one. Give it one: ({axis_name!r}, {axes[0]!r})."
         )
     count = mesh.shape[axes[0]] if axes else 1
     if length % count:
-        raise StackError(
+        raise ModuleError(
             f"The rules lay {axis_name!r} over the mesh axis {axes[0]!r} of {count} stages, but "
             f"{length} layers cannot be divided over them. Make a stack of a multiple of {count} "
             f"layers, or take {axis_name!r} out of the rules."
@@ -245,7 +245,7 @@ def check_rows(x: object, count: int) -> int:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
     rows = {shape[0] if shape else None for shape in shapes}
     if len(rows) != 1 or None in rows:
-        raise StackError(
+        raise ModuleError(
             f"A stack with microbatches cuts its input into rows, but was given arrays of the "
             f"shapes {', '.join(map(str, shapes)) or 'of none'}, which have no first dimension of "
             "one size."
@@ -253,7 +253,7 @@ def check_rows(x: object, count: int) -> int:
     (size,) = rows
     assert size is not None  # it was looked for above
     if size % count:
-        raise StackError(
+        raise ModuleError(
             f"{size} rows cannot be cut into {count} microbatches of equal size. Give the stack a "
             f"batch of a multiple of {count} rows, or another number of microbatches."
         )
@@ -276,7 +276,7 @@ def find_rowwise(
     if len(fitting) == 1:
         return [fitting[0].get(position, False) for position in range(len(arguments))]
     shapes = ", ".join(str(np.shape(arguments[position])) for position in doubtful)
-    raise StackError(
+    raise ModuleError(
         f"The input of the stack has {rows} rows and another dimension of size {rows}, so it does "
         f"not show whether arguments of the shapes {shapes} have a row for each of its rows. Give "
         "those that all rows share a first dimension of size 1, such as mask[None]; or use another "
@@ -355,13 +355,13 @@ class Step:
                 written[path] = value
         lost = values.keys() - values_after.keys()
         if lost:
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack with microbatches took away {_listed(lost)}. They may "
                 "write Variables and add some, but take none away."
             )
         refused = (written.keys() & self.shared) - self.counts
         if refused:
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack with microbatches wrote {_listed(refused)}, which they "
                 "share. A later microbatch is in work while an earlier one still writes it, so the "
                 "order would be another one. Give each layer its own, or take microbatches= away."
@@ -643,7 +643,7 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
             shape = parts.shape
             split_rows = parts.reshape(*shape[: k + 2], rows, part[k] // rows, *shape[k + 3 :])
             return jnp.moveaxis(split_rows, 0, k + 2).reshape(parts.shape[1], *row_shape)
-    raise StackError(
+    raise ModuleError(
         f"Layers of a stack sowed {parts.dtype}{part} at {format_path(path)} for each of {count} "
         f"microbatches, and {list(row_shape)} for a whole batch: neither rows, which are put "
         "together again, nor real numbers, which are averaged. Sow something else, or take "

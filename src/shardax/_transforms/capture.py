@@ -26,7 +26,7 @@ from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Origin, Perturbation, Variable
-from shardax._transforms.errors import ArgumentError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.engine import wraps
 from shardax._transforms.module_scopes import subclass
 
@@ -57,7 +57,7 @@ def capture(
         type. Without types it returns the result alone.
 
     Raises:
-        ArgumentError: If there is no Module to look into.
+        TransformError: If there is no Module to look into.
         StateMismatchError: When called, if a path of ``init`` leads to no Module.
         ConcurrentWriteError: When called, if another thread captures from the same Modules.
 
@@ -85,14 +85,14 @@ def capture(
         captured = (*captured, method_outputs)
     for kind in captured:
         if not (isinstance(kind, type) and issubclass(kind, Variable)):
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.capture takes types of Variables after the function, such as "
                 f"sx.Intermediate, not {kind!r}."
             )
     bound = function.__self__ if isinstance(function, types.MethodType) else function
     owner = bound if isinstance(bound, Module) else None
     if not callable(function):
-        raise ArgumentError(
+        raise TransformError(
             f"sx.capture takes a function, a method or a callable Module, not a "
             f"{type(function).__name__}."
         )
@@ -101,7 +101,7 @@ def capture(
     def run(*args, **kwargs) -> Any:
         model = owner if owner is not None else args[0] if args else None
         if not isinstance(model, Object):
-            raise ArgumentError(
+            raise TransformError(
                 f"The function given to sx.capture has a model as its first argument, but was "
                 f"called with a {type(model).__name__} there. Give sx.capture the Module or a "
                 f"method of it, or pass the model first."

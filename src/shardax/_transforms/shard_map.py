@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import is_eager, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, format_path
@@ -159,13 +159,13 @@ class ManualRegion(NamedTuple):
         """Checks that an array can be taken apart by a spec."""
         where = format_path(path)
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise AbstractValueError(
+            raise ModuleError(
                 f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): a shape "
                 "without numbers. Give the model numbers first, sx.update(model, state), or "
                 "restore a checkpoint into it; or look at shapes only with sx.eval_shape."
             )
         if not isinstance(leaf, engine.ARRAY_OR_NUMBER):
-            raise errors.ArgumentError(
+            raise errors.TransformError(
                 f"The argument of sx.shard_map at {where} is {leaf!r} of type "
                 f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it by "
                 "functools.partial, or keep it as configuration of a Module."
@@ -178,7 +178,7 @@ class ManualRegion(NamedTuple):
         """Checks that a spec can split arrays of a shape."""
         where, parts = format_path(path), dimension_axes(spec)
         if len(parts) > len(shape):
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"{name} gives {spec} for the array at {where}, which has shape {shape} and so no "
                 f"dimension {len(parts) - 1}. Give it P() if all shards see it whole."
             )
@@ -186,7 +186,7 @@ class ManualRegion(NamedTuple):
             count = math.prod(self.mesh.shape[axis] for axis in axes)
             if shape[dimension] % count:
                 sizes = " and ".join(f"{axis!r} of size {self.mesh.shape[axis]}" for axis in axes)
-                raise errors.AxisSizeError(
+                raise errors.TransformError(
                     f"{name} gives {spec} for the array at {where}, but its dimension {dimension} "
                     f"of shape {shape} cannot be divided over the mesh axis {sizes}. Pad it to a "
                     f"multiple of {count}, or give another spec."
@@ -242,7 +242,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
             )
         region_mesh = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
-        raise errors.MeshError(
+        raise errors.TransformError(
             f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one, for "
             "instance jax.make_mesh((8,), ('data',)), or pass None to use the mesh in scope."
         )
@@ -251,7 +251,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     elif dict(scope_mesh.shape) == dict(mesh.shape) and AxisType.Manual in scope_mesh.axis_types:
         region_mesh = scope_mesh  # the same mesh, seen from inside the shard_map around this call
     else:
-        raise errors.MeshError(
+        raise errors.TransformError(
             f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, "
             f"{scope_mesh}. Pass the same mesh, or none to take the one in scope."
         )
@@ -259,7 +259,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     free = [axis for axis, kind in pairs if kind is not AxisType.Manual]
     chosen_names = frozenset(axis_names)
     if not chosen_names <= set(free):
-        raise errors.MeshError(
+        raise errors.TransformError(
             f"axis_names={sorted(chosen_names)} is not a part of the mesh axes {free} that can "
             "become manual here."
         )
@@ -336,11 +336,11 @@ def shard_map(
         PrefixError: If an entry is no spec. When called, if specs do not fit the arguments, or name
             axes that the mesh does not have.
         NoMeshError: When called, if there is no mesh.
-        MeshError: When called, if the mesh is not the one in scope, or lacks an axis.
-        AxisSizeError: When called, if an array has no such dimension, or one that cannot be
+        TransformError: When called, if the mesh is not the one in scope, or lacks an axis.
+        TransformError: When called, if an array has no such dimension, or one that cannot be
             divided.
         SharedWriteError: When called, if shards give different values for one place.
-        InconsistentAliasingError: When called, if a Variable gets two different specs.
+        TransformError: When called, if a Variable gets two different specs.
         ForeignMutationError: When called, if a captured Variable is written.
 
     Example:
@@ -557,7 +557,7 @@ class _ShardMapCall(MappedCall):
         """Checks that shards can be put together to one array."""
         if len(spec) > jnp.ndim(leaf):
             described = f"new {item.new}" if item.new else item.kind
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.shard_map puts the {described} value at {format_path(item.path)} together by "
                 f"{spec}, but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."

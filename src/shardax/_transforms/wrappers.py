@@ -23,7 +23,7 @@ from shardax._core._jax import trace_state
 from shardax._core.frames import is_eager, local
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
-from shardax._transforms.errors import ArgumentError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
@@ -65,8 +65,8 @@ def remat(
     Raises:
         StaticArgumentError: If there is no such argument, or when called, if one is a Module or
             not hashable.
-        ArgumentError: When called, if another argument is neither arrays nor objects.
-        OutputError: When called, if the result holds something else than arrays and objects.
+        TransformError: When called, if another argument is neither arrays nor objects.
+        TransformError: When called, if the result holds something else than arrays and objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -127,7 +127,7 @@ class ModuleWrapper(Module):
 
     def __init__(self, module: Module) -> None:
         if not isinstance(module, Module) or not callable(module):
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.{type(self).__name__} wraps a Module that can be called, but was given "
                 f"{module!r} of type {type(module).__name__}. For a function use sx.jit(f) or "
                 "sx.remat(f); for a method, wrap the Module that has it."
@@ -173,8 +173,8 @@ class Jitted(ModuleWrapper):
         body: It itself, not a copy. Its attributes are also those of the wrapper.
 
     Raises:
-        ArgumentError: If it is no Module, or cannot be called.
-        ArgumentError: If ``jit`` has no such option.
+        TransformError: If it is no Module, or cannot be called.
+        TransformError: If ``jit`` has no such option.
         StaticArgumentError: If it has no such argument as an option names, or an option is not
             hashable.
         DonationError: Likewise.
@@ -219,7 +219,7 @@ class CallCompiler:
         """Raises if an option does not fit the body's arguments; see ``Jitted``."""
         names = {field.name for field in dataclasses.fields(JitOptions)}
         if unknown := [name for name in self.options if name not in names]:
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.jit takes no option {unknown[0]!r}. It takes {', '.join(sorted(names))}."
             )
         with_resolved_donation(JitOptions(**self.options), body)
@@ -307,7 +307,7 @@ class Remat(ModuleWrapper):
         body: It itself, not a copy. Its attributes are also those of the wrapper.
 
     Raises:
-        ArgumentError: If it is no Module, or cannot be called.
+        TransformError: If it is no Module, or cannot be called.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

@@ -32,7 +32,7 @@ class _Structure(PeerStructure):
 
     __slots__ = ()
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         # Equinox reads its own pickled definitions wrongly.
         treedef, paths, leaves, state = self.value
         trees = [
@@ -135,7 +135,7 @@ def from_equinox(module: object, state: Any = None, *, rngs: object = None) -> B
 
     Raises:
         BridgeError: If it cannot be called, or its state is missing.
-        SeedError: If ``rngs`` is a seed or a key, and no ``Rngs``.
+        ModuleError: If ``rngs`` is a seed or a key, and no ``Rngs``.
         ImportError: If Equinox is not installed.
 
     Example:

@@ -98,7 +98,7 @@ def from_linen(module: Any, *example: Any, rngs: Any = None, **named: Any) -> Br
 
     Raises:
         BridgeError: If it is no ``flax.linen.Module``.
-        SeedError: If ``rngs`` is a seed or a key, and no ``Rngs``.
+        ModuleError: If ``rngs`` is a seed or a key, and no ``Rngs``.
         ImportError: If Flax is not installed.
 
     Example:

@@ -42,7 +42,7 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import ArgumentError, ClosureError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.grad.grad import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
@@ -416,7 +416,7 @@ def _form_on_host(name: str, leaf, path: Path) -> jax.ShapeDtypeStruct:
     if dtype == jax.dtypes.float0:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise ArgumentError(
+        raise TransformError(
             f"The host function {name} was given an array of dtype {dtype} at {format_path(path)}, "
             f"which JAX does not have. Encode it as integers; or pass it as a tuple, which is "
             f"handed on as it is: tuple(array.tolist())."

@@ -28,7 +28,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import DifferentiationError, StaticArgumentError, TangentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
@@ -95,9 +95,9 @@ def host_function(
             in a program, wrapped in JAX's own error; ``host_exception`` finds the exception
             itself. Outside of programs it is raised as is.
         StaticArgumentError: When called, if a static argument is not hashable.
-        ArgumentError: When called, if an array is not of numbers.
+        TransformError: When called, if an array is not of numbers.
         ClosureError: When it runs, if it uses a Variable that is not among its arguments.
-        DifferentiationError: When differentiated without a derivative; names the arguments.
+        TransformError: When differentiated without a derivative; names the arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, shardax as sx
@@ -271,7 +271,7 @@ class HostFunction(PickledByName):
         gradients = self.derivative.vjp(args, result, jax.tree.map(_some, cotangent), **kwargs)
         if isinstance(gradients, (tuple, list)):
             return tuple(gradients)
-        raise DifferentiationError(
+        raise TransformError(
             f"vjp of the host function {self.name} must return a tuple with one gradient for each "
             f"argument (None: zero), but it returned a {type(gradients).__name__}."
         )
@@ -313,7 +313,7 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
         zero = jax.custom_derivatives.SymbolicZero
         moving = [p for p, t in zip(paths, tangents, strict=True) if not isinstance(t, zero)]
         names = ", ".join(format_path(path) for path in dict.fromkeys(moving))
-        raise DifferentiationError(
+        raise TransformError(
             f"The host function {name} is differentiated by {names}, but JAX cannot look into it, "
             f"and no derivative was given. Give one, host_function(..., vjp=rule) or jvp=rule; or "
             f"say that it has none, nondiff=True; or stop gradients before the call, "
@@ -366,7 +366,7 @@ def _fitted(program: callback.HostProgram, returned, results: Sequence[Any]) -> 
     try:
         parts = program.out_tree.flatten_up_to(returned)
     except (ValueError, TypeError) as error:
-        raise TangentError(
+        raise TransformError(
             f"jvp of the host function {program.name} returned a tangent that is not arranged like "
             f"the result: {error}"
         ) from error

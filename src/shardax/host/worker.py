@@ -438,7 +438,7 @@ class Remote:
         """Returns a copy of the value.
 
         Raises:
-            RemoteValueError: If it is not kept any more.
+            WorkerError: If it is not kept any more.
         """
         return self.worker.submit(_identity, self).result()
 
@@ -451,7 +451,7 @@ class Remote:
             self.delete()
 
     def __reduce__(self) -> Any:
-        raise errors.RemoteValueError(
+        raise errors.WorkerError(
             f"{self!r} cannot be pickled or copied: it stands for a value in a worker. "
             f"Send the value, remote.get(), or keep it under a name, worker.put(value, name='...'),"
             f" and connect to the worker there: worker.value('...')."

@@ -36,7 +36,7 @@ from distributed.protocol.serialize import to_serialize
 
 from shardax.config.configure import configure
 from shardax.host.calls import FunctionTable, check_size, encode
-from shardax.host.errors import RemoteValueError
+from shardax.host.errors import WorkerError
 
 STUCK = 75  # the exit status of a worker whose call could not be interrupted (EX_TEMPFAIL)
 END_SECONDS = 5.0  # for the call that runs, when the worker ends
@@ -277,7 +277,7 @@ class CallServer(Server):
             return self._values[key][0]
         except KeyError:
             names = ", ".join(repr(key) for key in self._values if isinstance(key, str))
-            raise RemoteValueError(
+            raise WorkerError(
                 f"The worker keeps no value {key!r}. It was deleted, or the worker was started "
                 f"anew since. Kept by name: {names or 'none'}."
             ) from None

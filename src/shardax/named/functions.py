@@ -275,7 +275,7 @@ def nmap(function: Callable[..., object]) -> Callable[..., Any]:
         NamedAxesError: When called, if a name has two sizes; lists the axes of every argument.
         ClosureError: When called, if it uses a named array that it was not given and that has one
             of the names.
-        MappedShardingError: When called, if a name is split over Explicit mesh axes in two ways.
+        TransformError: When called, if a name is split over Explicit mesh axes in two ways.
         SharedWriteError: When called, if it writes different values into a Variable.
 
     Example:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ClosureError, MappedShardingError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.vmap.vmap import vmap
 from shardax.named.base import Dims, Name, NamedAxesError, NamedStorage, mapping, sorted_names
 from shardax.named.elementwise import Operand, listing, named_sizes
@@ -95,7 +95,7 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
             if name is None or entry is None:
                 continue
             if by_name.setdefault(name, entry) != entry:
-                raise MappedShardingError(
+                raise TransformError(
                     f"nmap cannot run along {name!r}, which is split over {by_name[name]!r} in one "
                     f"argument and over {entry!r} in another: {listing(operands)}. Lay one out as "
                     f"the other: named.constrain(x, {{{name!r}: {by_name[name]!r}}})."

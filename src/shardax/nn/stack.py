@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, overload
 import jax
 import numpy as np
 
-from shardax._core.errors import StackError, StateMismatchError
+from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.flatten import GraphWalk, is_object
 from shardax._core.graph.paths import Path, format_path
@@ -175,7 +175,7 @@ class Stack(Module):
         schedule: Of a pipeline, or None.
 
     Raises:
-        StackError: If the layers are not alike; names the path that differs.
+        ModuleError: If the layers are not alike; names the path that differs.
         LayerConfigError: If ``length`` is not positive, ``make`` builds no Module or the same one
             twice, or there is no such policy or schedule.
 
@@ -262,8 +262,8 @@ class Stack(Module):
 
         Raises:
             CarryError: If a layer's result has another structure, shape or dtype than its input.
-            StackError: With microbatches, if rows or layers cannot be divided, or layers write what
-                they share.
+            ModuleError: With microbatches, if rows or layers cannot be divided, or layers
+                write what they share.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         dynamic: list[Any] = []
@@ -306,7 +306,7 @@ def _static(leaf: object):
     try:
         return Static(leaf)
     except TypeError as error:
-        raise StackError(
+        raise ModuleError(
             f"A stack was called with {leaf!r} of type {type(leaf).__name__}, which is neither an "
             f"array nor hashable ({error}), so it cannot be part of the layers' one program."
         ) from error
@@ -459,7 +459,7 @@ def stack_layers(
         The stack.
 
     Raises:
-        StackError: If the layers are not alike; names the path that differs.
+        ModuleError: If the layers are not alike; names the path that differs.
         LayerConfigError: If there are none, or they are no Modules.
 
     Example:

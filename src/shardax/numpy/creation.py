@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.errors import DeviceError, DtypeError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import is_eager
 from shardax._core.init.defaults import creation_device, exact_dtype, float_dtype
 from shardax.random.stream import placement
@@ -43,8 +43,8 @@ def zeros(
         The array; without a place it may be used together with arrays on other devices.
 
     Raises:
-        DtypeError: If the dtype has 64 bits while JAX uses 32, or is left out inside a program.
-        DeviceError: If there is no such device.
+        ModuleError: If the dtype has 64 bits while JAX uses 32, or is left out inside a program.
+        ModuleError: If there is no such device.
 
     Example:
         >>> import shardax as sx
@@ -308,12 +308,12 @@ def _create(
     **options: object,
 ) -> jax.Array:
     """Calls a function of ``jax.numpy`` with the defaults."""
-    place = placement(f"shardax.numpy.{name}", device, sharding, DeviceError)
+    place = placement(f"shardax.numpy.{name}", device, sharding, ModuleError)
     if dtype is not None:
         dtype = exact_dtype(dtype)
     elif floats:
         if not is_eager():
-            raise DtypeError(
+            raise ModuleError(
                 f"shardax.numpy.{name} was called inside a program, which would keep the default "
                 f"dtype of its trace. Give it: {name}(..., dtype=...); or use jax.numpy.{name}."
             )

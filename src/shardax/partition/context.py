@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardax._core.checks import Options
-from shardax.partition.errors import ParallelError, PartitionError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, RulesLike, identity_rules
 
@@ -206,7 +206,7 @@ def parallel(
         The context manager, which is also a decorator.
 
     Raises:
-        ParallelError: If an argument has no such meaning.
+        PartitionError: If an argument has no such meaning.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -217,7 +217,7 @@ def parallel(
         True
     """
     changes: dict[str, Any] = {}
-    options = Options(ParallelError)
+    options = Options(PartitionError)
     if microbatches is not None:
         options.integers(microbatches=microbatches)
         changes["microbatches"] = int(microbatches)  # as text it is part of JAX's key

@@ -27,7 +27,7 @@ from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import flatten_roots, is_object
 from shardax._core.graph.static import Static
 from shardax._core.object import Object
-from shardax._transforms.errors import MeshError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax.partition.context import axis_rules, resolve_rules, rules_over
@@ -71,7 +71,7 @@ def initialise(
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
-        MeshError: If the mesh has no devices, or the call is inside a program.
+        TransformError: If the mesh has no devices, or the call is inside a program.
         PartitionError: If there are logical names and no rules.
         PartitionCheckError: If an array cannot be laid out so; lists all by path, and nothing was
             compiled.
@@ -89,12 +89,12 @@ def initialise(
     """
     where = require_mesh(mesh, "initialise")
     if not is_eager():
-        raise MeshError(
+        raise TransformError(
             "initialise places arrays and cannot be called inside a program. Call it outside; or, "
             "inside, call the initializer itself and unbox(result), which constrains the values."
         )
     if not isinstance(where, Mesh) or AxisType.Manual in where.axis_types:
-        raise MeshError(
+        raise TransformError(
             f"initialise cannot place arrays over {where}: it has no devices, or Manual axes. Pass "
             "a mesh such as jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
             "get_sharding(jax.eval_shape(fn, ...), mesh)."

@@ -273,7 +273,7 @@ class Rules:
             information on a mesh axis that no rule names.
 
         Raises:
-            MeshError: If ``mesh`` is neither a mesh nor None.
+            TransformError: If ``mesh`` is neither a mesh nor None.
 
         Example:
             >>> import jax

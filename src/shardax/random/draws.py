@@ -100,7 +100,7 @@ def uniform(
     Raises:
         DrawError: If a lower bound is above its upper bound, or their difference is not finite, or
             while a transform is tracing.
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
 
     Example:
         >>> import shardax as sx
@@ -133,7 +133,7 @@ def normal(
         An array of ``shape`` and dtype.
 
     Raises:
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
         DrawError: While a transform is tracing.
 
     Example:
@@ -170,7 +170,7 @@ def truncated_normal(
 
     Raises:
         DrawError: If a lower bound is not below its upper bound, or while a transform is tracing.
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
 
     Example:
         >>> import shardax as sx
@@ -210,7 +210,7 @@ def randint(
     Raises:
         DrawError: If there is no integer in a range, or a bound does not fit the dtype, or while a
             transform is tracing.
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
 
     Example:
         >>> import shardax as sx

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.checks import raise_if_any
-from shardax._core.errors import AbstractValueError, ShardaxError, warn
+from shardax._core.errors import ModuleError, ShardaxError, warn
 from shardax._core.graph.views import named_sharding
 from shardax._core.variable import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
@@ -56,7 +56,7 @@ def save(tree: object, path: object, *, extra: object = None) -> None:
         PathExistsError: If there is something at ``path``.
         CheckpointError: If the tree holds something that cannot be saved.
         CheckpointWriteError: If it cannot be written.
-        AbstractValueError: If the tree holds values that are only shapes.
+        ModuleError: If the tree holds values that are only shapes.
         DonationError: If the tree holds arrays that were donated or deleted.
 
     Example:
@@ -200,7 +200,7 @@ def _to_store(
     """Returns the arrays to store by path, and the description."""
     absent = [a.path for a in contents.arrays if isinstance(a.value, jax.ShapeDtypeStruct)]
     raise_if_any(
-        AbstractValueError,
+        ModuleError,
         absent,
         f"Cannot save {len(absent)} arrays that are only shapes: ",
         ". Give them numbers first, sx.update(model, state), or restore a checkpoint into it.",

@@ -21,7 +21,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Param
-from shardax._transforms.errors import ArgumentError
+from shardax._transforms.errors import TransformError
 from shardax.train.errors import TrainError
 from shardax.train.optimizer import Optimizer, laid_out_as
 
@@ -45,7 +45,7 @@ class EMA(Module):
             updates, ``average.masters`` are the averages of narrow parameters in float32.
 
     Raises:
-        ArgumentError: If ``decay`` is neither.
+        TransformError: If ``decay`` is neither.
         TrainError: If no Variable matches ``wrt``.
 
     Example:
@@ -67,7 +67,7 @@ class EMA(Module):
         is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
         fits = callable(decay) or (is_number and 0 <= decay < 1)
         expected = "a number in [0, 1), or a function of the number of updates"
-        options = Options(ArgumentError)
+        options = Options(TransformError)
         options.check("decay", decay, fits, expected, "For instance EMA(model, decay=0.999).")
         if not any(True for _ in iter_variables(model, wrt)):
             filter_text = getattr(wrt, "__name__", repr(wrt))

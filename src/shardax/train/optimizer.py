@@ -33,7 +33,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import Origin, State, by_paths_of
 from shardax._core.variable import OptState, Param, Variable
-from shardax._transforms.errors import ArgumentError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.grad.grad import tangents_in
 from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.partition.inventory import TreeInventory
@@ -76,7 +76,7 @@ class Optimizer(Module):
             ``master_dtype`` is given: ``optimizer.masters["layers"][0]["kernel"]``.
 
     Raises:
-        ArgumentError: If ``tx`` is no transformation, ``model`` is one, or ``master_dtype`` is no
+        TransformError: If ``tx`` is no transformation, ``model`` is one, or ``master_dtype`` is no
             floating dtype.
         TrainError: If no Variable matches ``wrt``.
 
@@ -107,7 +107,7 @@ class Optimizer(Module):
     def __init__(self, model: Any, tx: Any, wrt: Any = Param, *, master_dtype: Any = None) -> None:
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
-            raise ArgumentError(
+            raise TransformError(
                 f"tx is a {type(tx).__name__}, which has no init and update{hint}. Give the model, "
                 "then the transformation: Optimizer(model, optax.adam(1e-3))."
             )
@@ -157,14 +157,14 @@ class Optimizer(Module):
                 not take them ignores them.
 
         Raises:
-            ArgumentError: If a model is given.
+            TransformError: If a model is given.
             TrainError: If gradients are missing, unexpected or of another shape; nothing is
                 changed; if the model changed since the optimizer was made, or the transformation
                 changes the form of its state.
         """
         if others or grads is self.model:
             kinds = ", ".join(type(argument).__name__ for argument in (grads, *others))
-            raise ArgumentError(
+            raise TransformError(
                 f"Optimizer.update takes the gradients alone, but was given {kinds}. The optimizer "
                 "has its model: optimizer.update(grads), after Optimizer(model, tx)."
             )
@@ -374,7 +374,7 @@ def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
         np_dtype = jnp.dtype(dtype)
     except TypeError:
         np_dtype = np.dtype(bool)
-    Options(ArgumentError).check(
+    Options(TransformError).check(
         "master_dtype",
         dtype,
         jnp.issubdtype(np_dtype, jnp.floating),

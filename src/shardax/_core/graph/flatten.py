@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from shardax._core._jax import Tracer, rebuilds_arguments
-from shardax._core.errors import LayerViewError, StaticAttributeError, TreeError
+from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
@@ -287,7 +287,7 @@ def _check_views(flat: Flat) -> None:
         while parent is not None:
             if id(parent) in place:
                 paths = [flat.leaf_paths[i] for i in (place[id(parent)], position)]
-                raise LayerViewError(
+                raise ModuleError(
                     f"The stacked {type(parent).__name__} at {format_path(paths[0])} stands beside "
                     f"a view of one of its layers, at {format_path(paths[1])}: they would be two "
                     f"Variables for one value. Pass the stack and take the layer inside, "
@@ -304,7 +304,7 @@ def check_tree(tree: object, caller: str) -> None:
     """Raises if a public function was given something that holds no model."""
     if isinstance(tree, _NO_TREES):
         fix = f"{tree.__name__}(...)" if isinstance(tree, type) else "model"
-        raise TreeError(
+        raise ModuleError(
             f"sx.{caller} takes a model as its first argument, a Module, Variable, or tuple, list "
             f"or dict of these, but was given {str(tree)[:80]!r} of type {type(tree).__name__}. "
             f"Give it the object: sx.{caller}({fix}, ...)."

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import jax
 
-from shardax._core.errors import TreeError
+from shardax._core.errors import ModuleError
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.graph.static import Metadata, Static, exact_key
 from shardax._core.object import Object, Placeholder, Wrapper
@@ -166,7 +166,7 @@ def _check_stable(value: object, pairs: Pairs) -> None:
     for (name, child), (_, second) in zip(pairs, [item for item in again if item[0]], strict=True):
         if isinstance(child, Object) and child is not second:
             kind = type(value).__name__
-            raise TreeError(
+            raise ModuleError(
                 f"Flattening a {kind}, a class registered with JAX as a pytree node, makes a new "
                 f"{type(child).__name__} at {format_path((name,))} each time, so what is written "
                 f"into it would be lost. Register a function that returns the Variables which the "

@@ -33,7 +33,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import LayerViewError, StackError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import Blocked, Frame, local, note_read, owner_here, resolve, several
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import knows_names
@@ -295,10 +295,10 @@ class _ViewOfVariable:
     _plain: Any  # the Variable type that this is a view of
 
     @classmethod
-    def _make(cls, *parts):
+    def _make(cls, *parts) -> Any:
         return cls._plain._make(*parts)
 
-    def __reduce_ex__(self, protocol: object):
+    def __reduce_ex__(self, protocol: object) -> Any:
         # A Variable of its own with this part's value, as in every copy of a view.
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
@@ -313,14 +313,14 @@ class _ViewOfVariable:
         """Raises if a value does not have the form of the part."""
         old = self._parent._value
         if _form(old, 1) != _form(new) or _is_abstract(old) != _is_abstract(new):
-            raise LayerViewError(
+            raise ModuleError(
                 f"Cannot write {_shown(new)} to a view of one layer of a stacked "
                 f"{self._plain.__name__}, whose part is {_shown(old, 1)}: the layers of a stack "
                 f"are one array. Convert the value, or write the stacked Variable whole."
             )
 
     def _check_metadata_write(self, what: str) -> None:
-        raise LayerViewError(VIEW_LOCK.format(what=what))
+        raise ModuleError(VIEW_LOCK.format(what=what))
 
 
 def _copied_view(plain, state: object) -> Variable:
@@ -464,7 +464,7 @@ def block_parents(frame: Frame, variable: Any) -> None:
 
 
 def _refuse_parent(parent: object) -> None:
-    raise LayerViewError(
+    raise ModuleError(
         f"A stacked {type(parent).__name__} was used inside a transform that was given a view of "
         f"one of its layers: they would be two Variables for one value. Pass the stack and take "
         f"the layer inside: layer = stack[i]."
@@ -549,7 +549,7 @@ def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[i
             shared.add(position)
         elif len(set(ids)) < len(ids):
             twins = [i for i, object_id in enumerate(ids) if ids.count(object_id) > 1]
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack must be alike, but the {type(item).__name__} at "
                 f"{_where(walks[0].paths[position])} is one object in the layers {twins[:4]} and "
                 f"another in the rest. Share it between all layers, or between none."
@@ -569,7 +569,7 @@ def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: in
         (i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]
     )
     path, difference = _difference(first.paths[position], first_definition, second_definition)
-    raise StackError(
+    raise ModuleError(
         f"The layers of a stack must be alike, but layers 0 and {number} differ at {_where(path)}: "
         f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
         f"keep the layers in a list."
@@ -622,7 +622,7 @@ def _values(variables: Sequence[Variable], walk: flatten.GraphWalk, position: in
     for number, value in enumerate(values):
         if _form(value) != _form(first):
             kind, path = walk.definitions[position].type.__name__, walk.paths[position]
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack must be alike, but the {kind} at {_where(path)} is "
                 f"{_shown(first)} in layer 0 and {_shown(value)} in layer {number}."
             )

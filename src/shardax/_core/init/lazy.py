@@ -39,7 +39,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import MissingRngsError, SeedError, VariableValueError
+from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import is_eager, realising
 from shardax._core.graph.static import Metadata, Static
 
@@ -468,7 +468,7 @@ def check_rngs(rngs: Any) -> Any:
     is_key = hasattr(rngs, "dtype")
     described = f"an array {rngs.dtype}{list(rngs.shape)}" if is_key else repr(rngs)
     fix = "key" if is_key else rngs if type(rngs) is int else 0
-    raise SeedError(
+    raise ModuleError(
         f"rngs takes random streams by name, an sx.Rngs, but was given {described} of type "
         f"{type(rngs).__name__}. Make one and pass it to all layers, so that they draw different "
         f"numbers: rngs=sx.Rngs({fix})."
@@ -552,7 +552,7 @@ class Init(Recipe):
 
     def _explain(self, error: TypeError) -> None:
         if self.source is None and not isinstance(error, VariableValueError):
-            raise MissingRngsError(
+            raise ModuleError(
                 f"The initializer {self.initializer!r} for a value of shape {self.shape} needs a "
                 f"random key, but Init was given "
                 f"no stream to draw it from. Pass one: Init(initializer, shape, dtype, rngs=rngs)."

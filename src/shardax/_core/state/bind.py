@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from shardax._core.errors import BindError, LabelConflictError, StatelessCallError, TreeError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph import flatten
@@ -119,7 +119,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
         were not taken with the given one, which is left as it was.
 
     Raises:
-        LabelConflictError: If a slot that the tree has already has the label of a Variable.
+        ModuleError: If a slot that the tree has already has the label of a Variable.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -248,9 +248,9 @@ def bind(tree: object, variables: object, allow_unused: bool = False) -> Any:
         A new tree. Slots for which no Variable is given stay.
 
     Raises:
-        BindError: If something is no Variable, has no label, no slot, or is of another type than
+        ModuleError: If something is no Variable, has no label, no slot, or is of another type than
             its slot; all are listed.
-        LabelConflictError: If two different Variables, or slots of two types, have one label.
+        ModuleError: If two different Variables, or slots of two types, have one label.
 
     Example:
         >>> import jax, shardax as sx
@@ -312,7 +312,7 @@ def _matched(
         if problem:
             wrong.append(f"  {where}: {_shown(variable)} {problem}")
     if wrong:
-        raise BindError(
+        raise ModuleError(
             f"{len(wrong)} of {len(pairs)} Variables cannot be put into the tree; nothing was "
             f"changed:\n" + "\n".join(wrong) + "\nGive what sx.unbind(tree) returned, or frozen "
             "values with those labels; allow_unused=True leaves out what has no slot."
@@ -364,7 +364,7 @@ def _near(label: Path, slots: Mapping[Path, OpenSlot]) -> str:
 
 
 def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
-    raise LabelConflictError(
+    raise ModuleError(
         f"Two have the label {format_path(label)}: {first}, and {second}. A label says which "
         "slot a Variable belongs to, so there must be one for each. Labels are paths: take the "
         "Variables out of the whole tree at once, sx.unbind(tree), rather than out of parts of it "
@@ -392,9 +392,9 @@ def stateless_call(
         (result, new frozen values, arranged like ``variables``).
 
     Raises:
-        BindError: If the values do not fit the slots, or are not frozen.
-        FrozenVariableError: If the call writes a Variable that was left in the model.
-        StatelessCallError: If it adds or removes Variables, or changes other structure, which a
+        ModuleError: If the values do not fit the slots, or are not frozen.
+        ModuleAttributeError: If the call writes a Variable that was left in the model.
+        ModuleError: If it adds or removes Variables, or changes other structure, which a
             pure function cannot return.
 
     Example:
@@ -413,7 +413,7 @@ def stateless_call(
         (50, 5)
     """
     if not callable(tree):
-        raise TreeError(
+        raise ModuleError(
             f"sx.stateless_call takes a callable Module, or a method of one, as its first "
             f"argument, but was given a {type(tree).__name__}. Give it slots and values: "
             f"sx.stateless_call(*sx.unbind(model, freeze=True), x)."
@@ -421,7 +421,7 @@ def stateless_call(
     leaves, treedef = jax.tree.flatten(variables, is_leaf=lambda x: isinstance(x, Variable))
     mutable = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, FrozenVariable)]
     if mutable:
-        raise BindError(
+        raise ModuleError(
             f"stateless_call takes frozen values, but was given {', '.join(sorted(set(mutable)))}. "
             f"Freeze them, sx.freeze(variables); or call the model with its Variables in place, "
             f"sx.bind(model, variables)(...)."
@@ -468,7 +468,7 @@ def _check_unchanged(
         if new_variables
         else f"changed the structure of {paths_text}"
     )
-    raise StatelessCallError(
+    raise ModuleError(
         f"The functional call {change}. It returns new values for the slots that were filled, and "
         f"nothing else, so this would be lost. Make such Variables before they are taken out "
         f"(a first call of the model does, where layers sow or cache); or use sx.jit, which "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
-from shardax._core.errors import FilterError, StateMismatchError, TreeError
+from shardax._core.errors import FilterError, ModuleError, StateMismatchError
 from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
@@ -142,7 +142,7 @@ def merge(graphdef: flatten.GraphDef, *states: object) -> Any:
         (2, 3)
     """
     if not isinstance(graphdef, flatten.GraphDef):
-        raise TreeError(
+        raise ModuleError(
             f"sx.merge takes a GraphDef as its first argument, but was given a "
             f"{type(graphdef).__name__}. Give what sx.split returned, in its order: "
             f"sx.merge(graphdef, state)."
@@ -218,7 +218,7 @@ def update(
     Raises:
         StateMismatchError: If a path does not exist in the model, is missing or frozen, or a label,
             type, shape or dtype differs; all are listed and nothing is changed.
-        LabelConflictError: If two frozen values have one label; nothing is changed.
+        ModuleError: If two frozen values have one label; nothing is changed.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from shardax._core.cross_process import packed
-from shardax._core.errors import LabelConflictError, StateMismatchError
+from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frozen import FrozenVariable, same_value
 from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
 from shardax._core.graph.paths import Path, PathKey, format_path
@@ -282,7 +282,7 @@ def _refuse_second(first: object, second: object, label: Path) -> None:
     """Raises if two frozen values are given for one label."""
     both_frozen = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
     if both_frozen and first is not second:
-        raise LabelConflictError(
+        raise ModuleError(
             f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
             f"says which Variable a value belongs to, so there is one for each. Take one of them "
             f"out, or call update twice."

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.checks import Options, is_integer
-from shardax._core.errors import FilterError, SeedError
+from shardax._core.errors import FilterError, ModuleError
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.rng import RngStream
@@ -27,7 +27,7 @@ from shardax._core.state.filters import Everything, Filter, first_match, to_pred
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.state.walk import recursive_map
 
-_options = Options(SeedError)
+_options = Options(ModuleError)
 Sizes = int | tuple[int, ...] | Mapping[Filter, int | tuple[int, ...]] | None
 
 
@@ -116,7 +116,7 @@ def with_rngs(
 
     Raises:
         FilterError: If two options choose one stream.
-        SeedError: If a size is no number of keys.
+        ModuleError: If a size is no number of keys.
 
     Example:
         >>> import shardax as sx
@@ -174,7 +174,7 @@ def fork_rngs(
 
     Raises:
         FilterError: If two options choose one stream.
-        SeedError: If a size is no number of keys.
+        ModuleError: If a size is no number of keys.
 
     Example:
         >>> import jax, shardax as sx

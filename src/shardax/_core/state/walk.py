@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.containers import box
-from shardax._core.errors import TreeError, VariableValueError
+from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import owner_here
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import handler_of
@@ -63,7 +63,7 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
         The new model, with new Variables. A Variable that was shared is shared in it.
 
     Raises:
-        TreeError: If the tree is no model.
+        ModuleError: If the tree is no model.
         VariableValueError: If a value is not made of arrays.
 
     Example:
@@ -102,7 +102,7 @@ def recursive_map(fn: PartFunction, tree: object) -> Any:
         same one, in the new model as in the old.
 
     Raises:
-        TreeError: If the tree is no model, or if a Module holds itself.
+        ModuleError: If the tree is no model, or if a Module holds itself.
 
     Example:
         >>> import shardax as sx
@@ -187,7 +187,7 @@ class _Rebuilding(flatten.ChildDecoder):
     def _rebuild(self, position: int) -> None:
         path, item = self.walk.paths[position], self.walk.objects[position]
         if position in self.inside:
-            raise TreeError(
+            raise ModuleError(
                 f"sx.recursive_map cannot replace the {type(item).__name__} at "
                 f"{format_path(path)} from the inside out, because it holds itself. Replace its "
                 f"Variables by sx.map(fn, model), or edit in place: sx.select(model)."

@@ -35,7 +35,7 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
-from shardax._transforms.errors import BoundedLoopError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
 
@@ -269,10 +269,10 @@ def bounded_while_loop(
         condition no longer holds. If it is False, the limit was reached.
 
     Raises:
-        BoundedLoopError: If ``max_steps``, ``differentiable``, ``history`` or ``padding`` is not
+        TransformError: If ``max_steps``, ``differentiable``, ``history`` or ``padding`` is not
             valid.
         CarryError: As for ``while_loop``.
-        DecisionError: As for ``while_loop``; also if the history function writes.
+        TransformError: As for ``while_loop``; also if the history function writes.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -321,24 +321,24 @@ def _bounded_while_loop(
 
 def _check_options(max_steps, history, differentiable) -> int:
     if isinstance(max_steps, (Tracer, jax.Array)):
-        raise BoundedLoopError(
+        raise TransformError(
             "max_steps of sx.bounded_while_loop is an array, but it is the size of the history and "
             "must be known before the program runs. Give a Python integer; inside sx.jit, make it "
             "a static argument."
         )
     is_integer = isinstance(max_steps, (int, np.integer)) and not isinstance(max_steps, bool)
     if not is_integer or max_steps < 0:
-        raise BoundedLoopError(
+        raise TransformError(
             f"max_steps of sx.bounded_while_loop is {max_steps!r}; give an integer of at least 0."
         )
     modes = get_args(Differentiable)
     if differentiable not in modes:
-        raise BoundedLoopError(
+        raise TransformError(
             f"differentiable={differentiable!r} is not known; use one of "
             f"{', '.join(map(repr, modes))}."
         )
     if history is not None and not callable(history):
-        raise BoundedLoopError(
+        raise TransformError(
             f"history of sx.bounded_while_loop is a {type(history).__name__}; give a function of "
             f"the carry that returns arrays, or None."
         )
@@ -353,7 +353,7 @@ def _row_of(result: object):
         if isinstance(value, ARRAY_OR_NUMBER):
             return jnp.asarray(value)
         where = format_path(plain_path(path)) if path else "itself"
-        raise BoundedLoopError(
+        raise TransformError(
             f"The history function of sx.bounded_while_loop returned a {type(leaf).__name__} at "
             f"{where}. A row of the history holds arrays: return the values to keep, "
             f"lambda model: model.kernel.value."
@@ -370,7 +370,7 @@ def padding_row(padding: object, kinds: object) -> Any:
     try:
         spread = jax.tree.broadcast(rows, kinds)
     except ValueError as error:
-        raise BoundedLoopError(
+        raise TransformError(
             f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
             f"history, which is {scan.form(kinds)}. Give one number, or one each in its containers."
         ) from error
@@ -385,7 +385,7 @@ def _filled(key_path, value, kind):
         description = (
             f"{value!r}" if array.ndim == 0 and not isinstance(value, Tracer) else array.dtype
         )
-        raise BoundedLoopError(
+        raise TransformError(
             f"padding={description} cannot stand in the history{where}, which has dtype "
             f"{kind.dtype}. Give a padding of that dtype, or convert what the history function "
             "returns."
@@ -393,7 +393,7 @@ def _filled(key_path, value, kind):
     try:
         row = jnp.broadcast_to(jnp.asarray(array, kind.dtype), kind.shape)
     except ValueError as error:
-        raise BoundedLoopError(
+        raise TransformError(
             f"padding of shape {array.shape} does not fit a row of the history{where}, which has "
             f"shape {kind.shape}."
         ) from error

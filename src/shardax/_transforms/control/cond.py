@@ -232,7 +232,7 @@ def cond(
         The result of the branch that was taken.
 
     Raises:
-        DecisionError: If the predicate is not one boolean or real number.
+        TransformError: If the predicate is not one boolean or real number.
         BranchError: If branches differ in what they return, in the form of a Variable, or in how
             they change the structure of the Modules.
 
@@ -286,7 +286,7 @@ def switch(
         The result of the branch that was taken.
 
     Raises:
-        DecisionError: If the index is not one integer.
+        TransformError: If the index is not one integer.
         BranchError: As for ``cond``; also if there are no branches.
 
     Example:

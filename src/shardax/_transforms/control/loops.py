@@ -18,7 +18,7 @@ from shardax._core.frames import kind_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import LoopBody, check_unroll
-from shardax._transforms.errors import DecisionError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.tracer_errors import naming
@@ -32,7 +32,7 @@ def as_predicate(value: object, name: str) -> Any:
         return number
     if jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating):
         return number != 0
-    raise DecisionError(f"{name} must be one boolean, but has dtype {kind}. Compare it: x != y.")
+    raise TransformError(f"{name} must be one boolean, but has dtype {kind}. Compare it: x != y.")
 
 
 def as_integer(value: object, name: str) -> Any:
@@ -42,15 +42,17 @@ def as_integer(value: object, name: str) -> Any:
     if jnp.issubdtype(kind, jnp.integer):
         return number
     hint = "jnp.int32(x)" if kind == jnp.bool_ else "x.astype(int)"
-    raise DecisionError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
+    raise TransformError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
 
 
 def _one_number(value: object, name: str, expected: str, hint: str):
     number = value.value if isinstance(value, Variable) else value
     if not isinstance(number, engine.ARRAY_OR_NUMBER):
-        raise DecisionError(f"{name} must be {expected}, but is a {type(value).__name__}.")
+        raise TransformError(f"{name} must be {expected}, but is a {type(value).__name__}.")
     if jnp.shape(number) != ():
-        raise DecisionError(f"{name} must be {expected}, but has shape {jnp.shape(number)}. {hint}")
+        raise TransformError(
+            f"{name} must be {expected}, but has shape {jnp.shape(number)}. {hint}"
+        )
     return number
 
 
@@ -75,7 +77,7 @@ def while_loop(
     Raises:
         CarryError: If the body changes the form of the carry or of a Variable, or the structure of
             a Module.
-        DecisionError: If the condition does not return one boolean, or writes.
+        TransformError: If the condition does not return one boolean, or writes.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -124,8 +126,8 @@ def fori_loop(
 
     Raises:
         CarryError: As for ``while_loop``.
-        DecisionError: If a bound is not one integer.
-        ArgumentError: If ``unroll`` is of another kind.
+        TransformError: If a bound is not one integer.
+        TransformError: If ``unroll`` is of another kind.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -208,7 +210,7 @@ class ReadOnlyFunction:
         return self.finish(context.result)
 
     def _refuse(self, item: object, path: Path) -> None:
-        raise DecisionError(
+        raise TransformError(
             f"The {self.role} of sx.{self.body.call.name} changes the {kind_of(item)} at "
             f"{format_path(path)}, but it only reads: it may be asked at other times than the body "
             f"runs. Write in the body (draw random numbers there, too), and keep what it needs in "

@@ -36,7 +36,7 @@ from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_obj
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ArgumentError, CarryError, PrefixError
+from shardax._transforms.errors import CarryError, PrefixError, TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine, prefix
 from shardax._transforms.lift.tracer_errors import naming
@@ -412,12 +412,12 @@ def scan(
         CarryError: If ``Carry`` is given twice, nested, or only on one side; when called, if what
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
-        ArgumentError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
+        TransformError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
             and ``xs``, as ``jax.lax.scan`` is.
-        AxisSizeError: If ``length`` is no size; when called, if an array has no such axis, or sizes
-            differ.
+        TransformError: If ``length`` is no size; when called, if an array has no such axis, or
+            sizes differ.
         PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
-        PartitioningUnspecifiedError: When called, if a box must have a name for it.
+        PartitionError: When called, if a box must have a name for it.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -432,7 +432,7 @@ def scan(
     """
     check_unroll("scan", unroll)
     if not isinstance(reverse, (bool, np.bool_)):
-        raise ArgumentError(f"reverse of sx.scan is {reverse!r}; give True or False.")
+        raise TransformError(f"reverse of sx.scan is {reverse!r}; give True or False.")
     has_carry = _check_axes(prefix.entries_by_name(function, in_axes), out_axes)
     length = mapped.as_count(length, "length")
     mapped.mapped_name(metadata, "scan")
@@ -469,7 +469,7 @@ def check_unroll(name: str, unroll: object) -> None:
     """Raises unless an option says how many iterations one turn runs."""
     is_count = isinstance(unroll, (int, np.integer)) and unroll >= 1
     if not (is_count or isinstance(unroll, (bool, np.bool_))):
-        raise ArgumentError(
+        raise TransformError(
             f"unroll of sx.{name} is {unroll!r}; give the number of iterations that one turn of "
             f"the loop runs, an integer of at least 1, or True for all."
         )

@@ -24,7 +24,7 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import format_path
 from shardax._core.object import Object
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import DifferentiationError, OutputError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift import binding, engine
@@ -49,7 +49,7 @@ def custom_jvp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
         A function of the same arguments, with a method ``defjvp``.
 
     Raises:
-        DifferentiationError: When called without ``defjvp``, or when something is differentiated
+        TransformError: When called without ``defjvp``, or when something is differentiated
             that has no tangent in the rule.
 
     Example:
@@ -124,12 +124,12 @@ class CustomJvp(PickledByName):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.rule is None:
-            raise DifferentiationError(
+            raise TransformError(
                 f"{self!r} has no tangent yet. Give it one before the first call: f.defjvp(rule)."
             )
         positional, named = by_position(self.function, args, kwargs, fill="all")
         if named:
-            raise DifferentiationError(
+            raise TransformError(
                 f"{self!r} was given {', '.join(sorted(named))} by name alone, and the rule of "
                 f"sx.custom_jvp takes them by position. Let the function take them so."
             )
@@ -166,7 +166,7 @@ class _CustomJvpCall:
         count = len(args)
         for number in custom.nondiff_argnums:
             if not -count <= number < count:
-                raise DifferentiationError(
+                raise TransformError(
                     f"nondiff_argnums names the argument {number}, but the call has {count}."
                 )
         nondiff = sorted({number % count for number in custom.nondiff_argnums})
@@ -229,7 +229,7 @@ class _CustomJvpCall:
         def leave(context: engine.RunContext):
             pair = context.result
             if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise OutputError(
+                raise TransformError(
                     f"The rule of sx.custom_jvp must return (result, tangent), but it returned a "
                     f"{type(pair).__name__}."
                 )
@@ -254,7 +254,7 @@ class _CustomJvpCall:
             for leaf in jax.tree.leaves(part, is_leaf=_is_zero):
                 is_integer = getattr(leaf, "dtype", None) == jax.dtypes.float0
                 if not (_is_zero(leaf) or is_integer):
-                    raise DifferentiationError(
+                    raise TransformError(
                         f"A tangent arrives at {name}, for which the rule of sx.custom_jvp gets "
                         f"none: it would be lost. Pass it outside nondiff_argnums, with wrt=... "
                         f"choosing it; or cut it before the call with jax.lax.stop_gradient."
@@ -273,7 +273,7 @@ class _CustomJvpCall:
         elif _did(self.effects) != _did(outputs.effects):
             extra = set(outputs.effects.written).difference(self.effects.written)
             names = ", ".join(format_path(self.paths[position]) for position in sorted(extra))
-            raise DifferentiationError(
+            raise TransformError(
                 f"The rule of sx.custom_jvp {f'writes {names}' if names else 'changes structure'}, "
                 f"which the function itself does not in the same way. Let the rule call the "
                 f"function, or write the same Variables in both."
@@ -314,7 +314,7 @@ def _tangent_like(result: object, tangent: object):
     try:
         parts = [None] * len(leaves) if tangent is None else treedef.flatten_up_to(tangent)
     except (ValueError, TypeError) as error:
-        raise DifferentiationError(
+        raise TransformError(
             f"The tangent that the rule of sx.custom_jvp returned is not arranged like its result: "
             f"{error}"
         ) from error

@@ -36,7 +36,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.jit import eager
@@ -308,7 +308,7 @@ class CustomVjpCall:
     def _forward(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PackedResiduals]:
         result = context.result
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise OutputError(
+            raise TransformError(
                 f"fwd of sx.custom_vjp must return (result, residuals), but it returned a "
                 f"{type(result).__name__}."
             )
@@ -338,7 +338,7 @@ class CustomVjpCall:
                 if position not in first.written
             ]
             difference = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
-            raise DifferentiationError(
+            raise TransformError(
                 f"fwd of sx.custom_vjp {difference}, which the function itself does not in the "
                 f"same way. Here the function was traced before it was differentiated, so both "
                 f"must agree. Let fwd call the function, or write the same Variables in both."
@@ -376,7 +376,7 @@ class CustomVjpCall:
         labels = [target.label for target in self.targets]
         if not isinstance(gradients, (tuple, list)) or len(gradients) != len(labels):
             count = f" of {len(gradients)}" if isinstance(gradients, (tuple, list)) else ""
-            raise DifferentiationError(
+            raise TransformError(
                 f"bwd of sx.custom_vjp must return a tuple with one gradient for each of "
                 f"({', '.join(labels)}), but it returned a {type(gradients).__name__}{count}."
             )
@@ -404,11 +404,11 @@ def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffSt
     for item in items:
         argnum = item.argnum if isinstance(item, diff.DiffState) else int(item)
         if not -count <= argnum < count:
-            raise DifferentiationError(
+            raise TransformError(
                 f"nondiff_argnums names the argument {argnum}, but the call has {count}."
             )
         if argnum % count in filters or argnum % count in nondiff:
-            raise DifferentiationError(f"nondiff_argnums names the argument {argnum} twice.")
+            raise TransformError(f"nondiff_argnums names the argument {argnum} twice.")
         if isinstance(item, diff.DiffState):
             filters[argnum % count] = item.filter
         else:
@@ -481,7 +481,7 @@ def forbid_gradient(value: object, message: str) -> Any:
 
     @same.defjvp
     def refuse(primals: object, tangents: object):
-        raise DifferentiationError(message)
+        raise TransformError(message)
 
     return same(value)
 
@@ -506,9 +506,9 @@ def custom_vjp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
         but keyword-only ones have no gradient.
 
     Raises:
-        DifferentiationError: When called without ``defvjp``, or when something is differentiated
+        TransformError: When called without ``defvjp``, or when something is differentiated
             for which the rule gives no gradient.
-        TangentError: When differentiated, if a gradient that ``bwd`` returned fits nothing.
+        TransformError: When differentiated, if a gradient that ``bwd`` returned fits nothing.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -601,7 +601,7 @@ class CustomVjp(PickledByName):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.fwd is None or self.bwd is None:
-            raise DifferentiationError(
+            raise TransformError(
                 f"{self!r} has no derivative yet. Give it one before the first call: "
                 f"f.defvjp(fwd, bwd)."
             )

@@ -36,7 +36,7 @@ from shardax._core.state.filters import to_predicate
 from shardax._core.state.split_merge import describe_plain_arrays, state
 from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.engine import LiftedCall, SingleRunCall, decorator, wraps
 
@@ -49,7 +49,7 @@ def explained_reverse_mode() -> Iterator[None]:
     except ValueError as error:
         if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
             raise
-        raise DifferentiationError(
+        raise TransformError(
             "What is differentiated goes through a while loop, which has no reverse-mode "
             "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
             "sx.bounded_while_loop(condition, body, x, max_steps=100, differentiable='recompute'); "
@@ -76,7 +76,7 @@ class Tangents:
             return
         first, first_tangent = self._given.setdefault(index, (path, tangent))
         if first_tangent is not tangent:
-            raise InconsistentAliasingError(
+            raise TransformError(
                 f"One Variable was given two {self.noun}s, by two paths:\n  {format_path(first)}\n"
                 f"  {format_path(path)}\nA shared Variable is one Variable and has one. Give their "
                 f"sum at one of the paths."
@@ -85,7 +85,7 @@ class Tangents:
         try:
             parts = treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
-            raise TangentError(
+            raise TransformError(
                 f"The {self.noun} for {format_path(path)} is not arranged like its value: {error}"
             ) from error
         fitted = [self.fit(part, leaf, path) for part, leaf in zip(parts, leaves, strict=True)]
@@ -96,7 +96,7 @@ class Tangents:
         if tangent is None:
             return None
         if not (hasattr(tangent, "dtype") or isinstance(tangent, (bool, int, float, complex))):
-            raise TangentError(
+            raise TransformError(
                 f"The {self.noun} for {format_path(path)} is of type {type(tangent).__name__}, but "
                 f"must be an array like the value itself."
             )
@@ -104,7 +104,7 @@ class Tangents:
         if not is_differentiable(like):
             if not self.strict or dtype == jax.dtypes.float0:
                 return None
-            raise TangentError(
+            raise TransformError(
                 f"There is a {self.noun} for {format_path(path)}, which has dtype "
                 f"{dtype_of(like)} and so no derivative. Leave it out, or give None."
             )
@@ -115,7 +115,7 @@ class Tangents:
         fits = dtype == expected or (weak and wider_dtype(dtype, expected) == expected)
         if shape == tuple(jnp.shape(like)) and fits:
             return tangent if dtype == expected else jnp.asarray(tangent, expected)
-        raise TangentError(
+        raise TransformError(
             f"The {self.noun} for {format_path(path)} is {dtype}{list(shape)}, but must be "
             f"{expected}{list(jnp.shape(like))}, like the value itself."
         )
@@ -186,7 +186,7 @@ class DiffArgument:
         self.graphdefs: dict[int, GraphDef] | None = None
         count = len(arguments.templates)
         if not -count <= chosen.argnum < count:
-            raise DifferentiationError(
+            raise TransformError(
                 f"argnums={chosen.argnum} is out of range: the call has {count} positional "
                 f"arguments. What can only be given by name is not differentiated."
             )
@@ -232,7 +232,7 @@ class DiffArgument:
         if self.entries or self.holds_plain or not self.objects:
             return
         filter_name = getattr(self.filter, "__name__", repr(self.filter))
-        raise DifferentiationError(
+        raise TransformError(
             f"The argument {self.label!r} ({self.objects[0].type_name}) has no Variable that the "
             f"filter {filter_name} matches, so there is nothing to differentiate."
             f"{self.plain_arrays} Choose others: `wrt=filter`, or "
@@ -285,13 +285,13 @@ class DiffArgument:
         try:
             return treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
-            raise TangentError(
+            raise TransformError(
                 f"The {noun} for the argument {self.label!r} is not arranged like it: {error}"
             ) from error
 
     def _place_object(self, item: DiffObject, tangent: object, tangents: Tangents) -> None:
         if item.is_variable and not item.entries:
-            raise TangentError(
+            raise TransformError(
                 f"There is a {tangents.noun} for {format_path(item.where)}, which the filter does "
                 f"not choose to be differentiated. Leave it out, or choose it: "
                 f"nondiff_argnums=sx.DiffState({self.position}, filter)."
@@ -306,7 +306,7 @@ class DiffArgument:
             values = tangents_in(tangent).flat()
             tangent = State.from_flat({p: v for p, v in values.items() if p not in fixed})
         if not isinstance(tangent, Mapping) or isinstance(tangent, Object):
-            raise TangentError(
+            raise TransformError(
                 f"The {tangents.noun} for the {item.type_name} at {where} is of type "
                 f"{type(tangent).__name__}; it must be a State or a nested mapping by path, such "
                 f"as sx.grad returns, a Module of the same structure, or None."
@@ -314,7 +314,7 @@ class DiffArgument:
         leaf_of = {path: leaf for path, leaf, _ in item.entries}
         for path in flatten_mapping(tangent, leaf_of):
             if path in item.others:
-                raise TangentError(
+                raise TransformError(
                     f"There is a {tangents.noun} for {where}{format_path(path)}, which the "
                     f"filter does not choose to be differentiated. Leave it out, or choose it: "
                     f"nondiff_argnums=sx.DiffState({self.position}, filter)."
@@ -322,7 +322,7 @@ class DiffArgument:
         try:
             values = merged_values([tangent], list(leaf_of))
         except StateMismatchError as error:
-            raise TangentError(f"The {tangents.noun} for {where}: {error}") from error
+            raise TransformError(f"The {tangents.noun} for {where}: {error}") from error
         for path, value in values.items():
             tangents.put(leaf_of[path], value, (*item.where, *path))
 
@@ -408,7 +408,7 @@ def check_differentiable(
     for kind, path, arrays, way_out in candidates:
         for dtype in map(dtype_of, arrays):
             if not jnp.issubdtype(dtype, kind_needed):
-                raise DifferentiationError(
+                raise TransformError(
                     f"The {kind} at {format_path(path)} has dtype {dtype}, which has no gradient. "
                     f"{way_out}, or pass allow_int=True."
                 )
@@ -418,7 +418,7 @@ def _as_diff_state(item, wrt) -> DiffState:
     if isinstance(item, DiffState):
         return item
     if isinstance(item, bool) or not hasattr(item, "__index__"):
-        raise DifferentiationError(
+        raise TransformError(
             f"argnums has {item!r} of type {type(item).__name__}, but holds positions of arguments "
             "or DiffStates: argnums=0, argnums=(0, sx.DiffState(1, sx.Param)). To choose Variables "
             "of a Module, use wrt=..."
@@ -428,7 +428,7 @@ def _as_diff_state(item, wrt) -> DiffState:
 
 def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
     if len(set(positions)) != len(positions):
-        raise DifferentiationError(
+        raise TransformError(
             f"argnums names an argument twice: {[*numbers]}. Join the filters instead: "
             f"sx.DiffState({numbers[0]}, (filter, other_filter))."
         )
@@ -468,7 +468,7 @@ def _scalar(value: object, holomorphic: bool):
         if is_array
         else f"a {type(value).__name__}"
     )
-    raise DifferentiationError(
+    raise TransformError(
         f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
         f"gradient, but it returned {description}. Reduce it (loss.mean(), loss.sum()), return "
         f"more with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
@@ -510,7 +510,7 @@ def value_and_grad(
         stands for a Variable by itself.
 
     Raises:
-        DifferentiationError: When called, if nothing matches the filter or a matching Variable is
+        TransformError: When called, if nothing matches the filter or a matching Variable is
             not of a differentiable dtype.
 
     Example:
@@ -584,7 +584,7 @@ def grad(
         A function of the same arguments that returns the gradient, or (gradient, aux).
 
     Raises:
-        DifferentiationError: As for ``value_and_grad``.
+        TransformError: As for ``value_and_grad``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -620,7 +620,7 @@ def separate_aux(result: object, has_aux: bool, name: str) -> tuple[Any, Any]:
         return result, None
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise DifferentiationError(
+    raise TransformError(
         f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
         f"returned a {type(result).__name__}."
     )

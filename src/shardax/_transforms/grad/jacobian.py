@@ -108,7 +108,7 @@ def jacrev(
         arranged as by ``grad``, for each array; its arrays have the dimensions of the result first.
 
     Raises:
-        DifferentiationError: As for ``value_and_grad``, or if the result holds objects.
+        TransformError: As for ``value_and_grad``, or if the result holds objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -143,7 +143,7 @@ def jacfwd(
         As for ``jacrev``.
 
     Raises:
-        DifferentiationError: As for ``jacrev``.
+        TransformError: As for ``jacrev``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -183,7 +183,7 @@ def hessian(
         is a ``State``, and ``hessian["kernel"]["bias"]`` the array of derivatives by both.
 
     Raises:
-        DifferentiationError: As for ``jacrev``.
+        TransformError: As for ``jacrev``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

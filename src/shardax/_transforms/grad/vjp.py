@@ -52,8 +52,8 @@ def vjp(
         integers). Of a shared Variable as in ``value_and_grad``.
 
     Raises:
-        DifferentiationError: If there is nothing to differentiate, or the result holds objects.
-        ArgumentError: If an argument is neither arrays nor objects.
+        TransformError: If there is nothing to differentiate, or the result holds objects.
+        TransformError: If an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -104,7 +104,7 @@ def _targets(once: SingleRunCall, wrt, count: int, as_module: bool) -> list[diff
     items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
     if any(isinstance(item, diff.DiffState) for item in items):
         if not all(isinstance(item, diff.DiffState) for item in items):
-            raise errors.DifferentiationError(
+            raise errors.TransformError(
                 f"wrt={wrt!r} mixes filters and DiffStates. Give one filter for all arguments, or "
                 f"only DiffStates."
             )
@@ -144,7 +144,7 @@ def refuse_objects(result: object, name: str) -> None:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if isinstance(leaf, Object):
             place = ".".join(map(str, plain_path(keys))) or "the result itself"
-            raise errors.DifferentiationError(
+            raise errors.TransformError(
                 f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
                 f"only arrays are differentiated. Return its values (variable.value), or return "
                 f"(arrays, objects) with has_aux=True; what is written into arguments is carried "
@@ -178,9 +178,9 @@ def jvp(
         (result, tangent of the result), with aux as a third if ``has_aux``.
 
     Raises:
-        TangentError: If a tangent fits nothing, by path, shape or dtype.
-        DifferentiationError: If the result holds objects.
-        ArgumentError: If an argument is neither arrays nor objects.
+        TransformError: If a tangent fits nothing, by path, shape or dtype.
+        TransformError: If the result holds objects.
+        TransformError: If an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -229,12 +229,12 @@ def _jvp(
 def _check_pairs(primals, tangents) -> None:
     for name, values in (("primals", primals), ("tangents", tangents)):
         if not isinstance(values, (tuple, list)):
-            raise errors.TangentError(
+            raise errors.TransformError(
                 f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
                 f"{type(values).__name__}. Write sx.jvp(f, (x,), (direction,))."
             )
     if len(primals) != len(tangents):
-        raise errors.TangentError(
+        raise errors.TransformError(
             f"sx.jvp was given {len(primals)} primals and {len(tangents)} tangents. Give one "
             f"tangent per argument, None for one that does not move."
         )
@@ -281,8 +281,8 @@ def safe_where(
         The array of chosen values; dtype as of ``jnp.where``.
 
     Raises:
-        DecisionError: If the condition is not boolean.
-        ArgumentError: If there are no operands, or one cannot hold the stand-in without changing
+        TransformError: If the condition is not boolean.
+        TransformError: If there are no operands, or one cannot hold the stand-in without changing
             its dtype.
 
     Example:
@@ -295,19 +295,19 @@ def safe_where(
     """
     chosen = jnp.asarray(condition)
     if chosen.dtype != jnp.bool_:
-        raise errors.DecisionError(
+        raise errors.TransformError(
             f"The condition of sx.safe_where must be boolean, but has dtype {chosen.dtype}. "
             f"Compare it: x != 0."
         )
     if not operands:
-        raise errors.ArgumentError(
+        raise errors.TransformError(
             "sx.safe_where was given no operands. What the function finds in a closure cannot be "
             "kept from it; pass it: sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)."
         )
     arrays = [jnp.asarray(operand) for operand in operands]
     for position, array in enumerate(arrays):
         if jnp.result_type(array, stand_in) != array.dtype:
-            raise errors.ArgumentError(
+            raise errors.TransformError(
                 f"Operand {position} of sx.safe_where has dtype {array.dtype} and cannot hold the "
                 f"stand-in {stand_in!r}. Give another stand-in, or convert the operand."
             )

@@ -115,7 +115,7 @@ def make_jaxpr(
     Raises:
         StaticArgumentError: If there is no such argument, or when called, if one is a Module or
             not hashable.
-        OutputError: When called, if the result holds something else than arrays and objects.
+        TransformError: When called, if the result holds something else than arrays and objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

@@ -134,7 +134,7 @@ class _SharedCache(NamedTuple):
     function: weakref.ref[Any]  # a decorator may copy attributes to another function
     cache: CompilationCache
 
-    def __reduce__(self):  # a function may be pickled by value, with its attributes
+    def __reduce__(self) -> Any:  # a function may be pickled by value, with its attributes
         return dict, ()
 
 

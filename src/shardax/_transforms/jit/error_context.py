@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from shardax._core.errors import DonationError, first_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Param, refuse_deleted
-from shardax._transforms.errors import ArgumentError, PrefixError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.binding import absent_error
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, rewrite
@@ -82,7 +82,7 @@ def explain_places(error: Exception, program: Any) -> None:
     if "Error interpreting argument" in text and kind is not None:
         place = _PLACE.search(text)
         name = place_name(place, program) if place else "an argument"
-        raise ArgumentError(
+        raise TransformError(
             f"{name} of {_shown(program.function)} is a {kind.group(1)}, which is neither an array "
             "or number nor a Module, Variable or pytree of these. Make configuration static: "
             "sx.jit(f, static_argnames=...). Register the class of what holds arrays or Modules "

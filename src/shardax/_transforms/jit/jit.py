@@ -40,7 +40,7 @@ from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
-from shardax._transforms.errors import OutputError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.jit import retraces
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.jit.abstract_eval import eval_shape
@@ -548,7 +548,7 @@ class Jit(PickledByName, Wrapper):
         missed = [item for item in objects if id(item) not in reached]
         self.memory.captured.extend(weakref.ref(item) for item in missed)
         if not missed and known_ids == {id(item) for item in hidden}:
-            raise OutputError(
+            raise TransformError(
                 f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
                 f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
                 "Pass them as arguments."
@@ -744,8 +744,8 @@ def jit(
         StaticArgumentError: When called with a static argument that is not hashable, is a Module,
             or is compared by identity and has attributes that are not hashable.
         PrefixError: When a sharding prefix does not fit its argument.
-        InconsistentAliasingError: When a shared Variable is given two shardings.
-        ArgumentError: If an option is of the wrong kind, or what is compiled cannot be called.
+        TransformError: When a shared Variable is given two shardings.
+        TransformError: If an option is of the wrong kind, or what is compiled cannot be called.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

@@ -26,7 +26,7 @@ from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ArgumentError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
@@ -99,7 +99,7 @@ class JitOptions:
 def check_compiler_options(options: object) -> None:
     """Raises unless compiler options are a mapping."""
     if options is not None and not isinstance(options, Mapping):
-        raise ArgumentError(
+        raise TransformError(
             f"compiler_options={options!r} is of type {type(options).__name__}, but options of XLA "
             "are given by name: compiler_options={'xla_embed_ir_in_executable': True}."
         )

@@ -18,7 +18,7 @@ from shardax._core.frames import local
 from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax._core.graph.paths import Path, plain_path
 from shardax._core.state.state import Origin, State
-from shardax._transforms.errors import StructureMismatchError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
 from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
@@ -124,7 +124,7 @@ class _Stage:
         self._source = origin
         self._stage = stage
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._stage, name)
@@ -262,7 +262,7 @@ class Compiled(_Stage):
             **kwargs: Likewise.
 
         Raises:
-            StructureMismatchError: If the structure of the arguments differs from what was
+            TransformError: If the structure of the arguments differs from what was
                 compiled; the message says where.
         """
         jit, program = self._source.jit, self._source.program
@@ -279,7 +279,7 @@ class Compiled(_Stage):
             explain_values(error, program, graph)
             if "flat[" not in str(error):
                 raise
-            raise StructureMismatchError(in_user_terms(str(error), program)) from error
+            raise TransformError(in_user_terms(str(error), program)) from error
         binding.check_no_leak(graph, outputs)
         return binding.apply_effects(graph, outputs)
 
@@ -305,7 +305,7 @@ class Compiled(_Stage):
                 f"({expected})",
             )
         lines = differences or ["the arguments have other containers"]
-        raise StructureMismatchError(
+        raise TransformError(
             f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
             f"than it was compiled for (compiled -> given):\n"
             + "\n".join(f"  {line}" for line in lines)

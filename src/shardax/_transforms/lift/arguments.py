@@ -43,7 +43,7 @@ from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
-from shardax._transforms.errors import ArgumentError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 
 
 def parameters_of(function: object) -> tuple[inspect.Parameter, ...] | None:
@@ -219,7 +219,7 @@ def _shortened(value: object) -> str:
 def check_callable(function: object, name: str) -> None:
     """Raises unless what a transform is given can be called."""
     if not callable(function):
-        raise ArgumentError(
+        raise TransformError(
             f"sx.{name} was given {_shortened(function)} of type {type(function).__name__}, which "
             f"cannot be called. Give it a function first: sx.{name}(function, ...)."
         )

@@ -18,12 +18,7 @@ import numpy as np
 
 from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
-from shardax._core.errors import (
-    AbstractValueError,
-    ConcurrentWriteError,
-    DonationError,
-    TraceLeakError,
-)
+from shardax._core.errors import ConcurrentWriteError, DonationError, ModuleError, TraceLeakError
 from shardax._core.frames import a_kind_of, is_ref, kind_of, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
@@ -32,7 +27,7 @@ from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable, has_deleted, is_deleted, refuse_deleted
-from shardax._transforms.errors import InconsistentAliasingError, OutputError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
 
 
@@ -86,7 +81,7 @@ class InputGraph:
             same = first.setdefault(id(self.leaves[place]._value), place)
             if same != place:
                 one, two = (format_path(self.flat.leaf_paths[i]) for i in (same, place))
-                raise InconsistentAliasingError(
+                raise TransformError(
                     f"The Variables at {one} and {two} hold one jax.Ref, and JAX takes a Ref once. "
                     f"Let them be one Variable (model.b = model.a), or give each its own: "
                     f"model.b.value = jax.new_ref(model.a.value)."
@@ -97,10 +92,10 @@ class InputGraph:
         return graphs.walk_objects(self.roots)
 
 
-def absent_error(paths: Sequence[Path]) -> AbstractValueError:
+def absent_error(paths: Sequence[Path]) -> ModuleError:
     """Returns the error of Variables without values."""
     listed = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
-    return AbstractValueError(
+    return ModuleError(
         f"{len(paths)} Variables hold only shapes, not arrays: {listed}. Give them numbers "
         f"first, sx.update(model, state), or restore a checkpoint into the model; or look at "
         f"shapes only with sx.eval_shape."
@@ -208,7 +203,7 @@ def record_effects(
     new_objects = [*enumerate(walk.objects)][count:]
     for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
-            raise OutputError(
+            raise TransformError(
                 f"sx.{frame.name} would return or attach a view of one layer of a stacked "
                 f"{type(item._parent).__name__}, which outside would no longer be the stack's. "
                 "Return sx.clone(stack[i]), or take the layer outside."
@@ -446,7 +441,7 @@ def check_result(result: object, name: str, others: tuple[type, ...] = ()) -> No
         ):
             continue
         where = jax.tree_util.keystr(key_path) or "the result itself"
-        raise OutputError(
+        raise TransformError(
             f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
             f"{where}. A result holds arrays, numbers, Modules and Variables. Return such a value "
             "from outside the transform, or keep it as static configuration of a Module."

@@ -43,7 +43,7 @@ from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import epoch
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ArgumentError, ClosureError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.binding import (
     Effects,
@@ -116,7 +116,7 @@ def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
             name = getattr(transform, "__name__", "")
             unknown = ", ".join(sorted(options.keys() - parameters.keys()))
             example = "init, xs" if name == "scan" else "*arguments"
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.{name} was given {f'the options {unknown}' if unknown else 'arguments'} that "
                 f"it does not take. It makes a function of the same arguments: "
                 f"sx.{name}(function)({example}), with options by name: "
@@ -480,7 +480,7 @@ def check_operands(
                 or graphs.is_object(leaf)
             ):
                 continue
-            raise ArgumentError(
+            raise TransformError(
                 f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "
                 "which is neither an array or number nor a Module, Variable or pytree of these. "
                 f"If it is configuration, {advice}."

@@ -35,7 +35,7 @@ from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
-from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 
@@ -237,7 +237,7 @@ def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -
 
     Raises:
         PrefixError: If no filter matches.
-        InconsistentAliasingError: If a Variable has different entries by two paths.
+        TransformError: If a Variable has different entries by two paths.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -581,7 +581,7 @@ def consistent(
             continue
         first = entries_by_id.setdefault(id(leaf), (path, entry))
         if not _is_same(first[1], entry):
-            raise InconsistentAliasingError(
+            raise TransformError(
                 f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
                 f"{format_path(first[0])}: {first[1]}\n  {format_path(path)}: {entry}\n"
                 f"A shared Variable is one Variable and needs one entry. Give both paths the same, "
@@ -776,7 +776,7 @@ def appended(
 def refuse_foreign(effects: binding.Effects, name: str) -> None:
     """Raises if objects that were not passed in stand in the result."""
     for item in effects.foreign.values():
-        raise OutputError(
+        raise TransformError(
             f"The function given to sx.{name} returned (or attached to an argument) a "
             f"{type(item).__name__} that was not passed in: one object, with no part of its own in "
             "each run. Pass it as an argument, or return sx.clone of it."

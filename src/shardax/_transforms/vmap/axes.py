@@ -163,7 +163,7 @@ class SplitStreams:
         """Separates, inside the transform, what was written to split streams."""
         written = outputs.effects.written
         for position in self.keys.intersection(written):
-            raise errors.OutputError(
+            raise errors.TransformError(
                 f"The random stream at {format_path(self.call.graph.flat.leaf_paths[position])} "
                 f"was given another key inside sx.{self.call.name}, which splits it: every batch "
                 f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
@@ -303,14 +303,14 @@ def common_size(rows: Iterable[EnteringArray], declared: int | None, name: str) 
         if axis is None:
             continue
         if not hasattr(leaf, "shape") and not isinstance(leaf, (bool, int, float, complex)):
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.{name} maps axis {axis} of what stands at {format_path(path)}, but "
                 f"{leaf!r} is a {type(leaf).__name__}, not an array. Give it None in in_axes, or "
                 f"bind it with functools.partial."
             )
         shape = jnp.shape(leaf)
         if not -len(shape) <= axis < len(shape):
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.{name} maps axis {axis} of the array at {format_path(path)}, which has shape "
                 f"{shape}. Give it None in in_axes if it is the same for all, or another axis."
             )
@@ -320,9 +320,9 @@ def common_size(rows: Iterable[EnteringArray], declared: int | None, name: str) 
             f"  {option if path is None else format_path(path)}: {size}"
             for size, path in sizes.items()
         )
-        raise errors.AxisSizeError(f"sx.{name} maps arrays of different sizes:\n{listed}")
+        raise errors.TransformError(f"sx.{name} maps arrays of different sizes:\n{listed}")
     if not sizes:
-        raise errors.AxisSizeError(
+        raise errors.TransformError(
             f"sx.{name} does not know how many times to run: no argument has an axis to map. Give "
             f"{option}=..., or an axis in in_axes."
         )
@@ -338,7 +338,7 @@ def as_count(count_option: Any, option: str) -> int | None:
     except TypeError:  # also of a traced number
         count = -1
     if count < 0:
-        raise errors.AxisSizeError(
+        raise errors.TransformError(
             f"{option} is {count_option!r}, but the number of runs is part of the program: an "
             f"integer of at least 0, known before it runs, such as {option}=8. It may be left out "
             f"where an argument is mapped."
@@ -351,7 +351,7 @@ def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
     for leaf in jax.tree.leaves(value) if prefix.is_axis(axis) else []:
         rank = jnp.ndim(leaf) + 1
         if not -rank <= axis < rank:
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.{name} puts {format_path(path)} together along axis {axis}, but each part has "
                 f"shape {jnp.shape(leaf)}, so the whole has no axis {axis}. Give it one from "
                 f"{-rank} to {rank - 1}: in out_axes for a result, in in_axes for what belongs to "
@@ -367,7 +367,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
         return None
     first, conflicting = mapped[0], next((row for row in mapped if row[2] != mapped[0][2]), None)
     if conflicting is not None:
-        raise errors.MappedShardingError(
+        raise errors.TransformError(
             f"sx.{name} maps arrays whose mapped dimensions are split differently over the mesh:\n"
             f"  {format_path(first[0])}: {first[2]}\n"
             f"  {format_path(conflicting[0])}: {conflicting[2]}\n"
@@ -378,7 +378,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
     for path, leaf, axis in rows:
         used = {part for spec in _specs(leaf) for part in jax.tree.leaves(spec)}
         if axis is None and used & set(over):
-            raise errors.MappedShardingError(
+            raise errors.TransformError(
                 f"sx.{name} maps a dimension that is split over the mesh axes {over}, but the "
                 f"array at {format_path(path)}, which the whole batch shares, is split over them "
                 f"too: {jax.typeof(leaf)}. Use jax.reshard to take it off them, or map it as well."
@@ -395,7 +395,7 @@ def refuse_split(rows: Iterable[EnteringArray], name: str) -> None:
             continue
         over = _specs(leaf)[axis]
         if over is not None:
-            raise errors.MappedShardingError(
+            raise errors.TransformError(
                 f"sx.{name} takes slices along axis {axis} of the array at {format_path(path)}, "
                 f"which is split over the mesh axis {over!r} there: {jax.typeof(leaf)}. One slice "
                 f"after another cannot be split so over Explicit mesh axes. Keep the dimension "

@@ -36,7 +36,7 @@ from shardax._core.state.filters import PathContains, first_match, to_predicates
 from shardax._core.state.state import State
 from shardax._core.text import columns
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, PrefixError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
 from shardax._transforms.vmap.axes import is_box, streams_of
 
@@ -268,7 +268,7 @@ class Batch:
         strict: As for ``batch_axes``.
 
     Raises:
-        AxisSizeError: If the size is no whole number, or negative.
+        TransformError: If the size is no whole number, or negative.
         PrefixError: If ``where`` has an entry of another kind.
         FilterError: If ``where`` has a key that is no filter.
 
@@ -287,7 +287,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if not is_axis(self.size) or self.size < 0:
-            raise AxisSizeError(
+            raise TransformError(
                 f"A batch has a size, but was given {self.size!r}: sx.batch_axes(problem, 8)."
             )
         to_predicates([item for item, _ in self.declarations()])
@@ -374,12 +374,12 @@ def batch_axes(tree: object, size: int, where: object = None, strict: bool = Tru
         The axes (``.axes``, for ``in_axes``) and the reasons; ``print`` shows them.
 
     Raises:
-        AmbiguousBatchError: If arrays could be batched or not, or in several ways; lists all of
+        TransformError: If arrays could be batched or not, or in several ways; lists all of
             them by path, with what to declare.
-        AxisSizeError: If a declared axis is missing or has another size, or nothing is batched.
+        TransformError: If a declared axis is missing or has another size, or nothing is batched.
         FilterError: If ``where`` names a path that the problem does not have.
         PrefixError: If ``where`` has an entry of another kind.
-        InconsistentAliasingError: If a Variable that is reached by two paths is declared twice,
+        TransformError: If a Variable that is reached by two paths is declared twice,
             differently.
 
     Example:
@@ -421,11 +421,11 @@ class _AxisFinder:
             except _Ambiguity as doubt:
                 doubts.append((part, str(doubt)))
         if doubts:
-            raise AmbiguousBatchError(self._explain(doubts))
+            raise TransformError(self._explain(doubts))
         arrays = [part for part in parts if part.arrays and not part.is_stream]
         if self.strict and arrays and all(choice.axis is None for choice in chosen):
             listed = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
-            raise AxisSizeError(
+            raise TransformError(
                 f"Nothing is batched: no array that may be has a dimension of size {self.size} "
                 f"({listed}{', ...' if len(arrays) > 6 else ''}). Check the size; if all batch "
                 f"elements really share everything, say strict=False."
@@ -489,7 +489,7 @@ class _AxisFinder:
         fits = all(-len(s) <= axis < len(s) and s[axis] == self.size for s in shapes)
         if splits or (shapes and fits):
             return AxisChoice(axis, reason)
-        raise AxisSizeError(
+        raise TransformError(
             f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
             f"({reason}), but has no size {self.size} there."
         )

@@ -97,7 +97,7 @@ def export(
     Raises:
         ExportError: If the function cannot do without this process, by name: callbacks, random
             state without a seed, structure that changes, state that changes its form.
-        AbstractValueError: If the state holds shapes only.
+        ModuleError: If the state holds shapes only.
         PathExistsError: If there is something at ``to``.
         ImportError: If ``flatbuffers`` or ``safetensors`` is missing.
 

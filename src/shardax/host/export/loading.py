@@ -22,7 +22,7 @@ from shardax._core.frames import is_eager
 from shardax._core.module import Module
 from shardax._core.variable import Variable
 from shardax._files import PathNotFoundError
-from shardax._transforms.errors import MeshError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.jit import jit
 from shardax.host import errors
 from shardax.host.export import signature as signatures
@@ -271,7 +271,7 @@ def _program(folder, entries):
 def _devices(signature: Signature, mesh: object, where: str) -> list[Any]:
     """Return the devices to run on."""
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise MeshError(
+        raise TransformError(
             f"mesh={mesh!r} is not a mesh of devices. Make one: "
             f"jax.make_mesh(({signature.devices},), ('x',))."
         )

@@ -40,7 +40,7 @@ from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, names_without_rules, rules_over
-from shardax.partition.errors import PartitionError, PartitioningUnspecifiedError, raise_on_errors
+from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, identity_rules, strings
 
@@ -481,7 +481,7 @@ class Partitioned(AxisMetadata[T]):
             params: ``{PARTITION_NAME: name}``; the name may be None.
 
         Raises:
-            PartitioningUnspecifiedError: If ``params`` has no name.
+            PartitionError: If ``params`` has no name.
             PartitionError: If there is no such place.
         """
         name = self._name_of_axis("add", index, params)
@@ -499,7 +499,7 @@ class Partitioned(AxisMetadata[T]):
             params: ``{PARTITION_NAME: name}``, with the name that stands there.
 
         Raises:
-            PartitioningUnspecifiedError: If ``params`` has no name.
+            PartitionError: If ``params`` has no name.
             PartitionError: If there is no such dimension, or it has another name.
         """
         name = self._name_of_axis("remove", index, params)
@@ -597,7 +597,7 @@ class Partitioned(AxisMetadata[T]):
     def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, object]):
         if PARTITION_NAME in params:
             return params[PARTITION_NAME]
-        raise PartitioningUnspecifiedError(
+        raise PartitionError(
             f"{self!r}: cannot {verb} an axis at {index} without a name for it; {dict(params)} "
             f"does not give one. Write {verb}_axis(tree, {index}, {{PARTITION_NAME: 'layers'}}), "
             "or None for a dimension without a name."
@@ -692,7 +692,7 @@ def with_partitioning(
 
     Raises:
         MetadataError: If ``names`` is one string.
-        MeshError: If ``mesh`` is no mesh.
+        TransformError: If ``mesh`` is no mesh.
 
     Example:
         >>> import jax
@@ -723,7 +723,7 @@ def with_logical_partitioning(
 
     Raises:
         MetadataError: If ``names`` is one string.
-        MeshError: If ``mesh`` is no mesh.
+        TransformError: If ``mesh`` is no mesh.
         PartitionError: If ``rules`` are malformed.
 
     Example:

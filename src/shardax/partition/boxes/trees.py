@@ -26,7 +26,7 @@ from shardax._core.state.state import Origin, State
 from shardax._core.variable import Param, Variable
 from shardax.partition import errors
 from shardax.partition.boxes import boxes
-from shardax.partition.errors import PartitionError, PartitioningUnspecifiedError
+from shardax.partition.errors import PartitionError
 from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
 
@@ -182,7 +182,7 @@ _LOCATED = (
     errors.PartitionError,
     errors.PartitionError,
     errors.PartitionCheckError,
-    PartitioningUnspecifiedError,
+    PartitionError,
 )
 """Errors of one box, to which its path in the tree is added."""
 
@@ -344,7 +344,7 @@ def add_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
         The tree with new boxes around the same values. A Variable becomes a new Variable.
 
     Raises:
-        PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
+        PartitionError: If ``params`` has no name; names the path of the box.
         PartitionError: If a box has no such place, or there is a Module in the tree; names the
             path.
 
@@ -373,7 +373,7 @@ def remove_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
         The tree with new boxes around the same values. A Variable becomes a new Variable.
 
     Raises:
-        PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
+        PartitionError: If ``params`` has no name; names the path of the box.
         PartitionError: If a box has no such dimension, or it has another name, or there is a Module
             in the tree; names the path.
 

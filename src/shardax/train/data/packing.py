@@ -262,7 +262,7 @@ class _Order:
     def __iter__(self) -> _Order:
         return self
 
-    def __next__(self):
+    def __next__(self) -> Any:
         count = len(self.documents)
         epoch, place = divmod(self.taken, count)
         if self.passes is not None and epoch >= self.passes:

@@ -227,7 +227,7 @@ class _Adapted:
     def __init__(self, source) -> None:
         self.source = source
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return self
 
     def __repr__(self) -> str:
@@ -254,7 +254,7 @@ class _GetState(_Adapted):
             self.source.set_state(old_state)
             raise self._refuse(error) from error
 
-    def __next__(self):
+    def __next__(self) -> Any:
         return host_batch(next(self.source))
 
 
@@ -348,7 +348,7 @@ class _StateDict(_Adapted):
             if _has(part, "set_epoch"):
                 part.set_epoch(self._epoch)
 
-    def __next__(self):
+    def __next__(self) -> Any:
         if self._iterator is None:
             self._iterator = iter(self.source)
         batch = next(self._iterator, _END)
@@ -405,10 +405,10 @@ class _Unpositioned:
             raise DataError(f"The batches ({type(self.source).__name__}) have no position.")
         self._step = step
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return self
 
-    def __next__(self):
+    def __next__(self) -> Any:
         if self._step == self._read:
             self._kept.append(host_batch(next(self._iterator)))
             self._read += 1

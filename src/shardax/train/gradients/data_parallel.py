@@ -28,7 +28,7 @@ from shardax._parallel.gradient_sums import GradientPlan, Region, plan_of, sum_o
 from shardax._parallel.microbatches import indivisible
 from shardax._transforms.grad.grad import value_and_grad
 from shardax.nn.arithmetic import at_least_float32
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
@@ -85,7 +85,7 @@ def data_parallel_value_and_grad(
         A function of ``(model, batch, *args)``, as ``accumulated_value_and_grad`` returns it.
 
     Raises:
-        ParallelError: Here if an argument has no such meaning. When called, if the mesh lacks an
+        PartitionError: Here if an argument has no such meaning. When called, if the mesh lacks an
             axis, rows cannot be divided, a parameter is split over these axes, a gradient cannot be
             laid out, or devices write different values, or if ``steps`` is no number of
             microbatches, or ``count`` is no function or returns no real number.
@@ -104,7 +104,7 @@ def data_parallel_value_and_grad(
         True
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
-    options = Options(ParallelError)
+    options = Options(PartitionError)
     are_names = bool(axes) and len(set(axes)) == len(axes)
     are_names = are_names and all(isinstance(axis, str) for axis in axes)
     expected = "data axes of a mesh, one or several, each once, the slowest link first"
@@ -142,7 +142,7 @@ def _trained(model: object, wrt: object) -> dict[Path, Variable]:
     if isinstance(model, Variable):
         return {(): model}
     if not has_objects(model):
-        raise ParallelError(
+        raise PartitionError(
             f"The model is a {type(model).__name__} without Variables, so nothing says how it is "
             "laid out. Pass a Module or a Variable: data_parallel_value_and_grad(loss, over)"
             "(model, batch)."
@@ -207,7 +207,7 @@ class _DeviceCall:
         split_batch(batch, 1)
         sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
         raise_if_any(
-            ParallelError,
+            PartitionError,
             indivisible("batch", batch, parts),
             f"Rows cannot be divided over {sizes}, in {self.steps} microbatches: ",
             f". Use a multiple of {parts} rows, or pass what has no rows after the batch.",
@@ -314,7 +314,7 @@ class _DeviceCall:
                 continue
             problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
         raise_if_any(
-            ParallelError,
+            PartitionError,
             sorted(problems),
             "Data-parallel devices cannot write these together:\n  ",
             "\nAverage over the devices where it is computed, jax.lax.pmean(statistic, "

@@ -35,7 +35,7 @@ from shardax._core.variable import Intermediate, RngState, Variable
 from shardax._transforms.jit.jit import jit
 from shardax.nn.arithmetic import at_least_float32
 from shardax.partition.context import axis_rules
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.rules import Rules
 from shardax.train.metrics import weighted
 from shardax.train.pipeline.programs import Cut, cut
@@ -105,7 +105,7 @@ class Chunk:
                 if sharding.device_set != stage_devices:
                     wrong.append(self.shown(path))
         raise_if_any(
-            ParallelError,
+            PartitionError,
             wrong,
             "Not on the devices of the stage: ",
             ". Lay it out again: "
@@ -141,7 +141,7 @@ class Chunk:
             if not jnp.issubdtype(variable.dtype, jnp.inexact)
         ]
         head = "Only real or complex numbers can be differentiated: "
-        raise_if_any(ParallelError, wrong, head, ". Leave others out by wrt=.")
+        raise_if_any(PartitionError, wrong, head, ". Leave others out by wrt=.")
         if self._taken is None or self._taken.graphdef != graphdef:
             self._compiled.clear()
         self._taken = _TakenStage(graphdef, state.origins(), trained, untrained)
@@ -177,7 +177,7 @@ class Chunk:
             targets, weight = targets
             value = self.loss(y, targets)
             if np.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-                raise ParallelError(
+                raise PartitionError(
                     f"The loss returned {jax.typeof(jnp.asarray(value))}; it must be a real scalar."
                 )
             value = value if weight is None else weighted(jnp.asarray(value), weight)
@@ -207,7 +207,7 @@ class Chunk:
                 elif not is_prng_key(value):  # as strongly typed as before
                     written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
         raise_if_any(
-            ParallelError,
+            PartitionError,
             sorted(problems),
             "A stage may write state of a lasting type, but here\n  ",
             "\nMake such Variables when the model is made, and keep their types.",

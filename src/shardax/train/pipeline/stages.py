@@ -35,7 +35,7 @@ from shardax._parallel.schedules import Operation, Schedule
 from shardax._transforms.jit.jit import jit
 from shardax.nn.mlp import Sequential
 from shardax.partition.context import resolve_rules
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
@@ -76,7 +76,7 @@ class PipelineStep:
         sent_bytes: Bytes that stages sent one another in the last step; None before the first.
 
     Raises:
-        ParallelError: If the mesh, stages, schedule and microbatches do not fit together, stages
+        PartitionError: If the mesh, stages, schedule and microbatches do not fit together, stages
             share a Variable, or there are several processes. Nothing is moved.
 
     Example:
@@ -120,7 +120,7 @@ class PipelineStep:
                 f"{n[0]} parts of the mesh, {n[1]} microbatches, {n[2]} stages of the model"
                 for n in (numbers, of_schedule)
             )
-            raise ParallelError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
+            raise PartitionError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = resolve_rules(rules)
@@ -163,8 +163,8 @@ class PipelineStep:
             path, laid out as its parameters.
 
         Raises:
-            ParallelError: If rows cannot be cut, or a stage writes its parameters or something that
-                does not fit. No Variable was written.
+            PartitionError: If rows cannot be cut, or a stage writes its parameters or something
+                that does not fit. No Variable was written.
         """
         run = _PipelineRun(self._chunks, self.rules, self.schedule.microbatches, inputs, targets)
         for operation in self._order:
@@ -228,10 +228,10 @@ class PipelineStep:
             clip_norm: Scales the gradients of all stages so that their global norm is at most this.
 
         Raises:
-            ParallelError: If there is not one of each for each stage.
+            PartitionError: If there is not one of each for each stage.
         """
         if not len(optimizers) == len(gradients) == len(self.stages):
-            raise ParallelError(
+            raise PartitionError(
                 f"There are {len(self.stages)} stages, but {len(optimizers)} optimizers and "
                 f"{len(gradients)} gradients. Give those of step.optimizers(tx) and step(...)."
             )
@@ -283,7 +283,7 @@ def _squares(gradients: object) -> jax.Array:
 def _check_processes() -> None:
     count = jax.process_count()
     if count > 1:
-        raise ParallelError(
+        raise PartitionError(
             "A PipelineStep copies arrays between parts of a mesh by jax.device_put, and there are "
             f"{count} processes, of which none has the devices of all parts. Use nn.Stack with a "
             'rule for its layers, {"layers": "stage"}, which is one program of all processes.'
@@ -293,7 +293,7 @@ def _check_processes() -> None:
 def _check_stages(stages: Sequence[object]) -> None:
     wrong = [f"stages[{i}] of {type(s).__name__}" for i, s in enumerate(stages) if not callable(s)]
     if wrong or not stages:
-        raise ParallelError(
+        raise PartitionError(
             f"Stages are Modules or functions, called on what the one before returns; found "
             f"{', '.join(wrong) or 'none'}."
         )
@@ -304,7 +304,7 @@ def _check_stages(stages: Sequence[object]) -> None:
                 owners.setdefault(id(variable), []).append(f"stages[{number}]{format_path(path)}")
     shared = [" and ".join(paths) for paths in owners.values() if len(paths) > 1]
     raise_if_any(
-        ParallelError,
+        PartitionError,
         shared,
         "Stages have devices of their own, so that they cannot share Variables:\n  ",
         "\nGive each stage its own, sx.clone(stage); or use nn.Stack with a rule for its "
@@ -316,7 +316,7 @@ def _check_stages(stages: Sequence[object]) -> None:
 def _parts(mesh: Mesh, axis: str) -> list[Mesh]:
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:
         names = f"the axes {', '.join(map(repr, mesh.shape))}" if isinstance(mesh, Mesh) else "none"
-        raise ParallelError(
+        raise PartitionError(
             f"Stages are along the mesh axis {axis!r}, but the mesh has {names}. Make one with it, "
             f"jax.make_mesh((4, 2), ({axis!r}, 'data')), or say which: axis=..."
         )
@@ -368,13 +368,13 @@ def _relative_weights(parts: list[object]) -> list[Any]:
 def _microbatches(name: str, batch: object, count: int) -> list[Any]:
     """Cuts rows i, i + count, ... as microbatch i."""
     raise_if_any(
-        ParallelError,
+        PartitionError,
         indivisible(name, batch, count),
         f"Rows cannot be cut into {count} microbatches of equal size: ",
         f". The first dimension of every array must be a multiple of {count}.",
     )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
-        raise ParallelError(
+        raise PartitionError(
             "A PipelineStep queues programs of several parts of a mesh, so it cannot be inside of "
             "jit or another transform. Call it from Python; nn.Stack with a rule for its layers is "
             "a pipeline inside of one program."
