@@ -205,7 +205,7 @@ class ChangeableNode:
         self._shown: list[Any] = []  # its children when it was last looked at
 
     @classmethod
-    def of(cls, node: Any, where: str) -> ChangeableNode:
+    def of(cls, node: object, where: str) -> ChangeableNode:
         """Returns a user's node as a model stores it."""
         node_read = cls(handlers.NODE.config(node), [], where)
         node_read._look(node)
@@ -462,7 +462,7 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, (list, List)) else NotImplemented
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, other: object) -> bool:
         return list(self) < list(other) if isinstance(other, (list, List)) else NotImplemented
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as for list)
@@ -506,7 +506,7 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
         }
 
     @classmethod
-    def fromkeys(cls, keys: Iterable[Any], value: Any = None) -> Dict[Any, Any]:
+    def fromkeys(cls, keys: Iterable[object], value: object = None) -> Dict[Any, Any]:
         """Makes a Dict with the same value for every key, as ``dict.fromkeys``."""
         return cls(dict.fromkeys(keys, value))
 
@@ -558,10 +558,10 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
         """Returns a plain dict of the entries."""
         return dict(self.items())
 
-    def __or__(self, other: Any) -> dict[Any, Any]:
+    def __or__(self, other: object) -> dict[Any, Any]:
         return self.copy() | dict(other) if isinstance(other, (dict, Dict)) else NotImplemented
 
-    def __ror__(self, other: Any) -> dict[Any, Any]:
+    def __ror__(self, other: object) -> dict[Any, Any]:
         return dict(other) | self.copy() if isinstance(other, (dict, Dict)) else NotImplemented
 
     def __ior__(self, other: Any) -> Dict[K, T]:

@@ -227,7 +227,7 @@ def name_of(item: object) -> str | None:
     """Returns the name of something in its module, or None."""
     # A script (__main__) is no such module: another process has another one.
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
-    found: Any = None if module == "__main__" else sys.modules.get(module or "")
+    found = None if module == "__main__" else sys.modules.get(module or "")
     for part in name.split(".") if isinstance(name, str) else ():
         found = getattr(found, part, None)
     return name if found is item else None

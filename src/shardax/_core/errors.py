@@ -32,7 +32,7 @@ class ShardaxError(Exception):
 
 
 class ModuleError(ShardaxError, ValueError, TypeError, RuntimeError):
-    """A Module, a Variable or its random keys cannot be used in this way."""
+    """A Module, a Variable or random keys cannot be used so."""
 
 
 class ModuleAttributeError(ShardaxError, AttributeError):

@@ -151,7 +151,7 @@ class FrozenVariable(Variable[T]):
     def _write(self, value: object, check: bool = False) -> NoReturn:
         self._refuse("the value")
 
-    def __setitem__(self, index: Any, new: Any) -> NoReturn:
+    def __setitem__(self, index: object, new: object) -> NoReturn:
         self._refuse("the value")
 
     def _check_metadata_write(self, what: str) -> NoReturn:
@@ -269,13 +269,13 @@ class Slot(ArrayLike, Placeholder, Shown):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self._refuse()
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         self._refuse()
 
-    def __setitem__(self, index: Any, new: Any) -> NoReturn:
+    def __setitem__(self, index: object, new: object) -> NoReturn:
         self._refuse()
 
-    def __getitem__(self, index: Any) -> NoReturn:
+    def __getitem__(self, index: object) -> NoReturn:
         self._refuse()
 
     def _operand(self) -> NoReturn:
@@ -304,7 +304,7 @@ class Slot(ArrayLike, Placeholder, Shown):
     def __copy__(self) -> Slot:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Slot:
+    def __deepcopy__(self, memo: object) -> Slot:
         return self
 
     def __reduce__(self) -> Any:

@@ -77,10 +77,10 @@ class Module(Object):
     )
     _array_attributes: dict[str, Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         return cls._allocate(owner_here(), None)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         if "__slots__" in vars(cls):
             raise ModuleAttributeError(
                 f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
@@ -110,7 +110,7 @@ class Module(Object):
 
     # --- attributes ------------------------------------------------------------------------------
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _RESERVED:
             raise ModuleAttributeError(
                 f"The attribute name {name!r} is reserved by shardax; choose another."
@@ -200,10 +200,10 @@ class Module(Object):
     def sow(
         self,
         name: str,
-        value: Any,
+        value: object,
         type: type[Variable] = Intermediate,
         *,
-        reduce_fn: Callable[[Any, Any], Any] = _append,
+        reduce_fn: Callable[[Any, Any], object] = _append,
         init_fn: Callable[[], Any] = tuple,
     ) -> None:
         """Appends a value to the tuple in the Variable ``name``.
@@ -276,7 +276,9 @@ class Module(Object):
             setattr(self, name, type(jnp.zeros_like(value)))
         return value + getattr(self, name).value
 
-    def stateless_call(self, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def stateless_call(
+        self, variables: object, /, *args: object, **kwargs: object
+    ) -> tuple[Any, Any]:
         """Calls this Module with frozen values for its slots.
 
         Args:
@@ -297,7 +299,7 @@ class Module(Object):
         return bind.stateless_call(self, variables, *args, **kwargs)
 
     def set_attributes(
-        self, *filters: Any, raise_if_not_found: bool = True, **attributes: Any
+        self, *filters: object, raise_if_not_found: bool = True, **attributes: object
     ) -> None:
         """Sets attributes on all Modules that already have them.
 
@@ -339,7 +341,7 @@ class Module(Object):
         for module, name in targets:
             setattr(module, name, attributes[name])
 
-    def train(self, **attributes: Any) -> None:
+    def train(self, **attributes: object) -> None:
         """Puts the model into training mode.
 
         That is ``deterministic=False, use_running_average=False`` where layers have them.
@@ -359,7 +361,7 @@ class Module(Object):
             deterministic=False, use_running_average=False, raise_if_not_found=False, **attributes
         )
 
-    def eval(self, **attributes: Any) -> None:
+    def eval(self, **attributes: object) -> None:
         """Puts the model into evaluation mode: the opposite of ``train``."""
         self.set_attributes(
             deterministic=True, use_running_average=True, raise_if_not_found=False, **attributes

@@ -197,7 +197,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         register_variable(cls)
 
@@ -219,7 +219,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return value
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value: object) -> None:
         if type(value) is Init and value.metadata is not None:
             _with_box(type(self), self.axes or (), {}, value)
         if isinstance(value, Variable):
@@ -274,7 +274,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         with in_one_step():
             ref[...] = value.compute() if isinstance(value, LazyValue) else value
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         value = self.value
         return value if index is Ellipsis else value[index]
 
@@ -320,7 +320,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Read-only mapping of the metadata entries other than ``axes``."""
         return self._here()._metadata.entries
 
-    def set_metadata(self, **changes: Any) -> None:
+    def set_metadata(self, **changes: object) -> None:
         """Changes metadata entries in place; ``axes=`` renames the dimensions.
 
         Args:
@@ -399,7 +399,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     # --- copies ----------------------------------------------------------------------------------
 
-    def replace(self, value: Any) -> Self:
+    def replace(self, value: object) -> Self:
         """Returns a Variable of this type and metadata with another value.
 
         Args:
@@ -421,7 +421,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         _check_rank(variable, variable._metadata.axes)
         return variable
 
-    def update(self, value: Any) -> None:
+    def update(self, value: object) -> None:
         """Takes a value of the same shape and dtype.
 
         Args:

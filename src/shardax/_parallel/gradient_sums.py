@@ -70,7 +70,7 @@ class Region:
     def count(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.over)
 
-    def varying(self, tree: Any) -> Any:
+    def varying(self, tree: object) -> Any:
         """Marks equal values of devices as possibly different."""
 
         def mark(x: object):
@@ -79,7 +79,9 @@ class Region:
 
         return jax.tree.map(mark, tree)
 
-    def with_auto_axes(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
+    def with_auto_axes(
+        self, function: Callable[..., object], outputs: object
+    ) -> Callable[..., Any]:
         """Runs a function with Explicit axes as Auto, its results typed."""
         # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have
         # it.
@@ -99,7 +101,7 @@ class GradientPlan:
     leaving: tuple[tuple[str, ...], ...]  # data axes along which the gradient stays split
     final: PartitionSpec
 
-    def spec(self, *lead: Any, leaving: bool = False) -> PartitionSpec:
+    def spec(self, *lead: object, leaving: bool = False) -> PartitionSpec:
         """The layout with the data axes after the others, or without them."""
         parts = [
             (*entering_axes, *(leaving_axes if leaving else ()))

@@ -63,14 +63,14 @@ class Stages:
         """Returns the number of the stage, inside of the region."""
         return jnp.int32(0) if self.axis is None else jax.lax.axis_index(self.axis)
 
-    def hand_on(self, tree: Any) -> Any:
+    def hand_on(self, tree: object) -> Any:
         """Gives each stage the value of the stage before."""
         if self.axis is None:
             return tree
         ring = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
 
-    def varying(self, tree: Any) -> Any:
+    def varying(self, tree: object) -> Any:
         """Marks equal values of stages as varying."""
         if self.axis is None:
             return tree
@@ -81,7 +81,7 @@ class Stages:
 
         return jax.tree.map(marked, tree)
 
-    def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+    def gathered(self, values: Mapping[Path, object]) -> dict[Path, Any]:
         """Returns values whole along the axis, if their type has it."""
 
         def whole(x) -> Any:
@@ -93,11 +93,11 @@ class Stages:
 
         return {path: jax.tree.map(whole, value) for path, value in values.items()}
 
-    def to_rounds(self, tree: Any, rounds: int, dim: int = 0) -> Any:
+    def to_rounds(self, tree: object, rounds: int, dim: int = 0) -> Any:
         """Gives each stage its layer of every round, from layers in order."""
         return self._exchanged(tree, rounds, dim, in_order=True)
 
-    def to_layers(self, tree: Any, rounds: int, dim: int = 0) -> Any:
+    def to_layers(self, tree: object, rounds: int, dim: int = 0) -> Any:
         """The inverse of ``to_rounds``."""
         return self._exchanged(tree, rounds, dim, in_order=False)
 
@@ -169,7 +169,7 @@ class Stages:
 
         return exchange
 
-    def of_last(self, tree: Any) -> Any:
+    def of_last(self, tree: object) -> Any:
         """Returns the last stage's value, in all stages."""
         if self.axis is None:
             return tree

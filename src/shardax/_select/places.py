@@ -43,8 +43,8 @@ class Place(NamedTuple):
     """Somewhere in a tree."""
 
     path: Path
-    stored: Any  # what the holder stores here
-    holder: Any  # the nearest value with identity, here or above
+    stored: object  # what the holder stores here
+    holder: object  # the nearest value with identity, here or above
     local: Path  # from the holder; empty for the holder itself
     inside: bool = False  # in a Variable's value, where lists and dicts have no identity
     # How many wrappers have the same path and holder: what a bound method or a partial wraps has no

@@ -221,7 +221,7 @@ class StandIn:
                 return StandIn(below)
         return getattr(_value(self), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise SelectionError(
             f"The accessor set .{name}; it only says which part is meant. Edit what is selected: "
             f"sx.select(model).at(lambda m: m.{name}).set(value)."
@@ -241,13 +241,13 @@ class StandIn:
             return iter(_entries(place).values())
         return iter(_value(self))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return _value(self)(*args, **kwargs)
 
     def __len__(self) -> int:
         return len(_value(self))
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return _value(item) in _value(self)
 
     def __bool__(self) -> bool:

@@ -133,7 +133,7 @@ class Selection(Shown):
 
     # --- narrowing --------------------------------------------------------------------------------
 
-    def at(self, accessor: Callable[[Any], Any]) -> Selection:
+    def at(self, accessor: Callable[[Any], object]) -> Selection:
         """Selects the parts returned by an accessor.
 
         Args:
@@ -162,7 +162,7 @@ class Selection(Shown):
         selection._check_disjoint()
         return selection
 
-    def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Selection:
+    def at_instances_of(self, cls: object, *, innermost: bool = False) -> Selection:
         """Selects the outermost instances of a class.
 
         Args:
@@ -188,7 +188,7 @@ class Selection(Shown):
             predicates.may_be_values(classes),
         )
 
-    def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
+    def at_subtrees_where(self, fn: object, *, innermost: bool = False) -> Selection:
         """Selects the outermost parts with a true test.
 
         Args:
@@ -206,7 +206,7 @@ class Selection(Shown):
         """
         return self._search(predicates.to_test(fn), innermost)
 
-    def at_equal_to(self, value: Any) -> Selection:
+    def at_equal_to(self, value: object) -> Selection:
         """Selects parts equal to a value, in type too.
 
         So ``1``, ``True`` and ``1.0`` are three values.
@@ -276,7 +276,7 @@ class Selection(Shown):
         """
         return self._search(lambda place: not children(place), innermost=False)
 
-    def where(self, fn: Any) -> Selection:
+    def where(self, fn: object) -> Selection:
         """Keeps the parts with a true test.
 
         Args:
@@ -449,7 +449,7 @@ class Selection(Shown):
 
     # --- replacing --------------------------------------------------------------------------------
 
-    def set(self, value: Any, *, inplace: bool = False, allow_empty: bool = False) -> Any:
+    def set(self, value: object, *, inplace: bool = False, allow_empty: bool = False) -> Any:
         """Puts a value at every selected place.
 
         An object is then one object in all of them.
@@ -476,7 +476,7 @@ class Selection(Shown):
 
     def apply(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         *,
         with_index: bool = False,
         keep_selected: bool = False,
@@ -520,7 +520,7 @@ class Selection(Shown):
         return whole.at_keypaths(*self.keypaths())
 
     def set_all(
-        self, values: Iterable[Any], *, inplace: bool = False, allow_empty: bool = False
+        self, values: Iterable[object], *, inplace: bool = False, allow_empty: bool = False
     ) -> Any:
         """Puts one value at each selected place, in the order of ``get_all``.
 
@@ -581,7 +581,7 @@ class Selection(Shown):
 
     def insert_before(
         self,
-        value: Any = _UNSET,
+        value: object = _UNSET,
         *,
         make: Callable[..., Any] | None = None,
         inplace: bool = False,
@@ -592,7 +592,7 @@ class Selection(Shown):
 
     def insert_after(
         self,
-        value: Any = _UNSET,
+        value: object = _UNSET,
         *,
         make: Callable[..., Any] | None = None,
         inplace: bool = False,

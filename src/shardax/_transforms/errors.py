@@ -7,7 +7,7 @@ from shardax._core.errors import ShardaxError
 
 
 class TransformError(ShardaxError, ValueError, TypeError):
-    """A transform cannot do what its arguments, options or results ask for."""
+    """Arguments, options or results do not fit their transform."""
 
 
 class PrefixError(ShardaxError, ValueError):

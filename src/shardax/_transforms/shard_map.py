@@ -155,7 +155,7 @@ class ManualRegion(NamedTuple):
         """The type of every mesh axis."""
         return dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
 
-    def check(self, path: Path, leaf: Any, spec: PartitionSpec, name: str) -> None:
+    def check(self, path: Path, leaf: object, spec: PartitionSpec, name: str) -> None:
         """Checks that an array can be taken apart by a spec."""
         where = format_path(path)
         if isinstance(leaf, jax.ShapeDtypeStruct):

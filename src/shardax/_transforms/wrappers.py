@@ -143,7 +143,7 @@ class ModuleWrapper(Module):
                 raise
         return getattr(body, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._own or hasattr(Module, name):
             super().__setattr__(name, value)
         else:
@@ -191,7 +191,7 @@ class Jitted(ModuleWrapper):
 
     _own = frozenset({"body", "compiler"})
 
-    def __init__(self, module: Module, **jit_options: Any) -> None:
+    def __init__(self, module: Module, **jit_options: object) -> None:
         super().__init__(module)
         self.compiler = CallCompiler({"static": "auto", **jit_options})
         self.compiler.check(module)
@@ -254,7 +254,7 @@ class CallCompiler:
     def __hash__(self) -> int:
         return self._hash
 
-    def __deepcopy__(self, memo: Any) -> CallCompiler:
+    def __deepcopy__(self, memo: object) -> CallCompiler:
         return self
 
     def __reduce__(self) -> Any:
@@ -328,7 +328,7 @@ class Remat(ModuleWrapper):
         self.policy = policy
         self.prevent_cse = prevent_cse
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the body."""
         call = remat(self.body, policy=self.policy, prevent_cse=self.prevent_cse, static="auto")
         return call(*args, **kwargs)

@@ -120,11 +120,11 @@ class Bridged(Module):
         if name in _MODES and value is not None:
             self._switch(**{name: value})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the peer, and keeps its new state."""
         return self.call("__call__", *args, **kwargs)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """Calls a method of the peer, and keeps its new state.
 
         Args:

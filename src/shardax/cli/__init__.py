@@ -156,7 +156,7 @@ def _run(words: list[str]) -> int:
                 from shardax.cli.migrate import Migrate
 
                 commands["migrate"] = Migrate
-        choices: Any = tuple(
+        choices = tuple(
             Annotated[Any, tyro.conf.subcommand(name, constructor=kind, description=_help(kind))]
             for name, kind in commands.items()
         )

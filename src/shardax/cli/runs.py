@@ -110,7 +110,7 @@ class RunSettings:
                 f"step are more than {LARGEST_BATCH:,}; give fewer."
             )
 
-    def make_model(self, mesh: Any = None) -> Any:
+    def make_model(self, mesh: object = None) -> Any:
         """Makes the decoder, lazy, or loads the published model."""
         if self.source is None:
             return Decoder(self.model, rngs=Rngs(params=self.seed))

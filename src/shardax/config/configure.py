@@ -429,7 +429,7 @@ def _is_default(value: object) -> bool:
 
 def backend_runs() -> bool:
     """Whether JAX's backend has started, without starting it."""
-    old_count: Any = jax.config.values[CPU_DEVICES]
+    old_count = jax.config.values[CPU_DEVICES]
     try:  # JAX refuses to change this once its backend runs, and only then
         jax.config.update(CPU_DEVICES, 1 if old_count < 0 else old_count + 1)
     except RuntimeError:

@@ -112,7 +112,7 @@ class Promised:
         self.tree = treedef.unflatten(list(forms))
         self.fills = fills
 
-    def check(self, returned: Any, batch: tuple[int, ...]) -> list[np.ndarray]:
+    def check(self, returned: object, batch: tuple[int, ...]) -> list[np.ndarray]:
         """Convert the leaves of a result to the promised dtypes."""
         return [
             self._leaf(path, form, leaf, (*batch, *form.shape))
@@ -284,7 +284,7 @@ class HostVariable(Variable[Any]):
         return self._value
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value: object) -> None:
         self._write(value)
 
 
@@ -309,7 +309,7 @@ class HostFrame(Frame):
 
     __slots__ = ()
 
-    def capture(self, outer: Any) -> NoReturn:
+    def capture(self, outer: object) -> NoReturn:
         """See ``Frame.capture``."""
         raise ClosureError(
             f"The host function {self.name} uses a {type(outer).__name__} that it was not given. "
@@ -367,7 +367,7 @@ class HostProgram:
         except Exception as error:
             raise wrapped(self.name, error) from error
 
-    def stage(self, *leaves: Any) -> list[Any]:
+    def stage(self, *leaves: object) -> list[Any]:
         """Add the call to the program under trace."""
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 

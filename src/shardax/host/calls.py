@@ -163,7 +163,7 @@ def _raw(array: np.ndarray) -> tuple[Any, ...]:
 
 
 def _to_numpy(buffer, dtype: jax.typing.DTypeLike, shape: tuple[int, ...]) -> np.ndarray:
-    octets: Any = np.frombuffer(buffer, np.uint8)
+    octets = np.frombuffer(buffer, np.uint8)
     return octets.view(dtype).reshape(shape)
 
 
@@ -307,7 +307,7 @@ class FunctionTable:
             function.calls += 1
             return function
 
-    def run(self, head: bytes, parts: Sequence[Any], resolve: Reference | None = None) -> Any:
+    def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
         name, key, modules, count = pickle.loads(head)
         function = self.find(FunctionForm(name, key, modules, list(parts[:count]))).call

@@ -136,7 +136,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         name = self._request["name"]
         if reply["error"] == "cancelled":
             return errors.CallCancelledError(f"{name} was interrupted in its worker: {text}")
-        error: Any = None
+        error = None
         if reply["error"] == "timeout":
             error = errors.WorkerTimeoutError(
                 f"{name} ran in a worker for longer than its timeout of "

@@ -205,9 +205,9 @@ class Worker(concurrent.futures.Executor):
 
     def request(
         self,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        function: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         timeout: float | None = None,
         idempotent: bool = False,
@@ -278,7 +278,7 @@ class Worker(concurrent.futures.Executor):
 
     # --- values ---
 
-    def put(self, value: Any, name: str | None = None) -> Remote:
+    def put(self, value: object, name: str | None = None) -> Remote:
         """Copies a value into the worker, arrays onto its devices.
 
         Args:
@@ -497,7 +497,7 @@ class RemoteFunction:
         self.executor = executor
         self._options = options  # of `Worker.request`
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Calls the function there, and waits for its result."""
         return self.submit(*args, **kwargs).result()
 

@@ -131,7 +131,7 @@ class CallServer(Server):
         return Status.dont_reply
 
     async def run(
-        self, client: str, number: int, name: str, timeout: float | None, **request: Any
+        self, client: str, number: int, name: str, timeout: float | None, **request: object
     ) -> dict[str, Any] | None:
         """Runs a call in its turn; None if its client is gone."""
         if client not in self._clients:

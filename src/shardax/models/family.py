@@ -212,7 +212,7 @@ REQUIRED = object()
 class Field:
     """A field of ``config.json`` and the fields of ``TransformerConfig`` that it sets."""
 
-    def __init__(self, *targets: str, default: Any = REQUIRED) -> None:
+    def __init__(self, *targets: str, default: object = REQUIRED) -> None:
         self.targets = targets
         self.default = default
 

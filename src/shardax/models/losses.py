@@ -249,7 +249,7 @@ class _Blocks(NamedTuple):
 
     def is_new(self, index: object):
         """Returns a mask of the tokens in no block before."""
-        is_unseen: Any = jnp.ones((1,) * (2 * len(self.cuts)), bool)
+        is_unseen = jnp.ones((1,) * (2 * len(self.cuts)), bool)
         starts, news = self.starts(index)
         for axis, (cut, new) in enumerate(zip(self.cuts, news, strict=True)):
             shape = [1] * is_unseen.ndim

@@ -319,7 +319,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         data = self._nameless("be iterated over (named.unstack(x, name) gives its slices)")
         return (self._make(row, self.dims[1:]) for row in data)
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self._nameless("be searched ((x == item).any() says whether it is there)")
 
     def _nameless(self, action: str):

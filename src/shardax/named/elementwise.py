@@ -201,10 +201,10 @@ class Operators(NamedStorage):
     __neg__, __pos__ = unary(operator.neg), unary(operator.pos)
     __abs__, __invert__ = unary(operator.abs), unary(operator.invert)
 
-    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+    def __divmod__(self, other: object) -> tuple[Any, Any]:
         return self // other, self % other
 
-    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+    def __rdivmod__(self, other: object) -> tuple[Any, Any]:
         return other // self, other % self
 
     def __round__(self, digits: int | None = None) -> Any:

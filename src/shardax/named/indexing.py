@@ -256,7 +256,7 @@ class Indexing(base.NamedStorage):
 
     __slots__ = ()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return Update(self, index)._part(lambda array, at: array[at])
 
     @property
@@ -276,7 +276,7 @@ class At:
 
     array: Any
 
-    def __getitem__(self, index: Any) -> Update:
+    def __getitem__(self, index: object) -> Update:
         return Update(self.array, index)
 
 

@@ -295,7 +295,7 @@ class ConvTranspose(ConvBase):
     _paddings = ("SAME", "VALID", "CIRCULAR")
 
     def _arithmetic(self) -> tuple[Any, Any, tuple[int, ...]]:
-        padding: Any = self.padding
+        padding = self.padding
         if isinstance(padding, str):
             pairs = zip(self._spans(), self.strides, strict=True)
             padding = tuple(self._around(span, stride) for span, stride in pairs)

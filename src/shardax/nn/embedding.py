@@ -67,7 +67,7 @@ class Embed(Module):
         param_dtype: jax.typing.DTypeLike = np.float32,
         embedding_init: Initializer = default_embedding_init,
         axes: Sequence[str | None] = ("vocab", "embed"),
-        precision: Any = None,
+        precision: object = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:

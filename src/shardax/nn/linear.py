@@ -62,7 +62,7 @@ class Linear(Module):
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
-        precision: Any = None,
+        precision: object = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:

@@ -81,7 +81,7 @@ class MLP(Module):
         kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros,
         axes: Sequence[str | None] = ("embed", "mlp"),
-        precision: Any = None,
+        precision: object = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:

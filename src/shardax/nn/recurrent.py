@@ -292,7 +292,7 @@ class RNN(Module):
         True
     """
 
-    def __init__(self, cell: Any, *, reverse: bool = False, unroll: int | bool = 1) -> None:
+    def __init__(self, cell: object, *, reverse: bool = False, unroll: int | bool = 1) -> None:
         if not callable(cell) or isinstance(cell, type):
             raise LayerConfigError(
                 f"RNN runs a cell, a Module with initial_carry(x), not {cell!r}. For example "
@@ -395,7 +395,7 @@ class Bidirectional(Module):
     """
 
     def __init__(
-        self, forward: Any, backward: Any, *, merge: Callable[[Any, Any], Any] | None = None
+        self, forward: object, backward: object, *, merge: Callable[[Any, Any], Any] | None = None
     ) -> None:
         if isinstance(forward, RNN) and forward.reverse:
             raise LayerConfigError("Bidirectional has a forward RNN with reverse=True.")

@@ -140,7 +140,7 @@ class InitializerCall:
         self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
 
-    def run(self, arguments: Sequence[Any]) -> Any:
+    def run(self, arguments: Sequence[object]) -> Any:
         """Calls the function with other inputs."""
         remaining = iter(arguments)
         filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
@@ -189,10 +189,10 @@ class CurrentCall:
         self._local = threading.local()
         self._function = _weakly(call.function)
 
-    def __call__(self, inputs: Sequence[Any]) -> Any:
+    def __call__(self, inputs: Sequence[object]) -> Any:
         return self._local.call.run(inputs)
 
-    def run(self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Any) -> Any:
+    def run(self, call: InitializerCall, compiled: Callable[[Any], object], inputs: object) -> Any:
         """Runs the compiled program for a call."""
         self._local.call = call
         try:

@@ -90,7 +90,7 @@ class LeafInfo(NamedTuple):
     arrays: tuple[ArrayInfo, ...]  # of its value, in the order of leaves
     treedef: Any  # of the value; None for the usual value of one array
     variable: Variable | None  # as seen from the current frame
-    held: Any  # the value of what is no Variable
+    held: object  # the value of what is no Variable
     box: AxisMetadata[Any] | None = None  # empty
     rules: Rules | None = None  # of its own, instead of the layout's
     mesh: AnyMesh | None = None  # of its own
@@ -148,12 +148,12 @@ class LeafInfo(NamedTuple):
 class Subtree(NamedTuple):
     """A leaf of the tree's pytree, such as a Module or box."""
 
-    value: Any
+    value: object
     path: Path
     leaves: tuple[int, ...]  # positions in the inventory
     origins: dict[Path, Origin] | None  # of Modules and States, by path below, as ``leaves``
 
-    def filled(self, entries: Sequence[Any]) -> Any:
+    def filled(self, entries: Sequence[object]) -> Any:
         """Entries in place of leaves; a State for a Module or State."""
         if self.origins is not None:
             pairs = zip(self.origins, self.leaves, strict=True)
@@ -165,7 +165,7 @@ class FilterSubject(NamedTuple):
     """A leaf as filters see it."""
 
     paths: tuple[Path, ...]  # every path by which it is reached
-    like: Any  # the Variable, or the Origin of what is none
+    like: object  # the Variable, or the Origin of what is none
 
 
 class TreeInventory:
@@ -270,7 +270,7 @@ class TreeInventory:
         """The tree with other values in place of its subtrees."""
         return self.treedef.unflatten(map(fill, self.subtrees))
 
-    def filled(self, entries: Sequence[Any]) -> Any:
+    def filled(self, entries: Sequence[object]) -> Any:
         """The tree with entries in place of leaves, None for other values."""
         return self.unflatten(lambda subtree: subtree.filled(entries))
 

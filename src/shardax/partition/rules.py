@@ -217,7 +217,7 @@ class Rules:
         """The mesh axes in targets, each once, in order."""
         return tuple(dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to)))
 
-    def assign(self, names: Iterable[Any]) -> AxisAssignment:
+    def assign(self, names: Iterable[object]) -> AxisAssignment:
         """Assigns mesh axes to the dimensions of one array, regardless of policies.
 
         Args:
@@ -235,7 +235,7 @@ class Rules:
         """
         return assign(check_names(names), self.pairs)
 
-    def spec(self, names: Iterable[Any]) -> PartitionSpec:
+    def spec(self, names: Iterable[object]) -> PartitionSpec:
         """Returns the ``PartitionSpec`` of one array, under the policies.
 
         Args:
@@ -370,7 +370,7 @@ class Rules:
         unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
-    def __setattr__(self, name: str, value: Any = None) -> NoReturn:
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             f"Rules are immutable: cannot change {name!r}. Make new ones with rules.replace(...), "
             f"rules.extend(...) or rules.override(...)."

@@ -556,7 +556,7 @@ class Linearised(LayerWrapper):
 
     _own = frozenset({"body", "point"})
 
-    def __init__(self, layer: Callable[..., Any], point: Any) -> None:
+    def __init__(self, layer: Callable[..., Any], point: object) -> None:
         super().__init__(layer)
         self.point = Variable(point)
 

@@ -298,7 +298,9 @@ class Checkpoints:
         >>> folder.cleanup()
     """
 
-    def __init__(self, directory: Any, *, keep: int | None = 3, every: int | None = None) -> None:
+    def __init__(
+        self, directory: object, *, keep: int | None = 3, every: int | None = None
+    ) -> None:
         numbers = {"keep": keep, "every": every}
         storage.OPTIONS.integers(**{n: v for n, v in numbers.items() if v is not None})
         self.directory = storage.as_path(directory)
@@ -337,7 +339,7 @@ class Checkpoints:
         """Whether ``every`` divides the step."""
         return self.every is not None and step % self.every == 0
 
-    def save(self, step: int, tree: Any, *, extra: Any = None) -> None:
+    def save(self, step: int, tree: object, *, extra: object = None) -> None:
         """Saves a checkpoint in the background.
 
         Args:

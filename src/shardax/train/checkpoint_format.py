@@ -90,7 +90,7 @@ class ArraySlot(NamedTuple):
 class Contents(NamedTuple):
     """A tree taken apart."""
 
-    objects: Any  # the tree with None in place of positions, Variables in place of arrays
+    objects: object  # the tree with None in place of positions, Variables in place of arrays
     arrays: list[ModelArray]
     positions: dict[str, Any]  # by the text of their paths
     slots: list[ArraySlot]

@@ -81,7 +81,7 @@ class EMA(Module):
         tx = _MovingAverage(decay if callable(decay) else float(decay))
         self.average = Optimizer(self.model, tx, wrt, master_dtype=jnp.float32)
 
-    def update(self, model: Any) -> None:
+    def update(self, model: object) -> None:
         """Takes the values of the trained model in.
 
         Args:

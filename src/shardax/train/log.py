@@ -73,7 +73,7 @@ class JsonlLog:
         self._file = io.FileIO(self.path, "ab")
         self._file.truncate(keep_bytes)
 
-    def write(self, /, **record: Any) -> None:
+    def write(self, /, **record: object) -> None:
         """Appends one record.
 
         Args:
@@ -182,7 +182,7 @@ class Tracker(Protocol):
         True
     """
 
-    def write(self, /, **record: Any) -> None:
+    def write(self, /, **record: object) -> None:
         """Takes a record: ``step``, and numbers by name."""
         ...
 
@@ -297,7 +297,7 @@ class Trackers(contextlib.ExitStack):
             self.callback(tracker.close)
             self.all.append(tracker)
 
-    def write(self, /, **record: Any) -> None:
+    def write(self, /, **record: object) -> None:
         """Gives a record to each."""
         for tracker in self.all:
             tracker.write(**record)

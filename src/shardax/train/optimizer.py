@@ -104,7 +104,9 @@ class Optimizer(Module):
     masters: Any = None
     master_dtype: Any = None
 
-    def __init__(self, model: Any, tx: Any, wrt: Any = Param, *, master_dtype: Any = None) -> None:
+    def __init__(
+        self, model: Any, tx: object, wrt: Any = Param, *, master_dtype: Any = None
+    ) -> None:
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
             raise TransformError(
@@ -144,7 +146,7 @@ class Optimizer(Module):
         value = self._transformation.value
         return value.tx if isinstance(value, _Masters) else value
 
-    def update(self, grads: Any, *others: Any, **extra: Any) -> None:
+    def update(self, grads: object, *others: object, **extra: object) -> None:
         """Applies one update to the model's parameters, in place.
 
         Args:
@@ -269,8 +271,8 @@ class Optimizer(Module):
 
 
 class _MasterState(NamedTuple):
-    inner: Any  # of the transformation, for the masters
-    masters: Any  # None for a parameter that is not narrower
+    inner: object  # of the transformation, for the masters
+    masters: object  # None for a parameter that is not narrower
 
 
 class _Masters(NamedTuple):

@@ -80,7 +80,7 @@ class StateLayout(NamedTuple):
     treedef: Any
     static: dict[int, Any]  # leaves that are no arrays (strings, functions, ...), by position
 
-    def join(self, arrays: Iterable[Any]) -> Any:
+    def join(self, arrays: Iterable[object]) -> Any:
         """Makes the state from its arrays: the inverse of ``separate_arrays``."""
         remaining = iter(arrays)
         count = len(self.leaves) + len(self.static)

@@ -182,7 +182,7 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if isinstance(value, Mapping):
         return type(value).__name__, [(f"[{key!r}]", child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
-        fields: Any = getattr(value, "_fields", ())
+        fields = getattr(value, "_fields", ())
         return type(value).__name__, [(f".{key}", getattr(value, key)) for key in fields]
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of {len(value)}", _numbered(value)

@@ -122,7 +122,7 @@ def learning_rate_of(optimizer: Any, count: Any) -> dict[str, Any]:
     rates = injected or _rates(optimizer.tx.update)
     if len(rates) != 1:
         return {}
-    rate: Any = rates[0] if injected else -_at(rates[0], count)
+    rate = rates[0] if injected else -_at(rates[0], count)
     return {"learning_rate": jnp.asarray(rate, jnp.float32)} if np.ndim(rate) == 0 else {}
 
 
@@ -143,7 +143,7 @@ def _rates(update) -> list[Any]:
     for name in ("step_size", "step_size_fn"):
         if name in closure:
             # Step sizes of a descent are negative; scale(0.5), say, only shrinks updates.
-            step: Any = closure[name]
+            step = closure[name]
             return [step] if callable(step) or (np.ndim(step) == 0 and step < 0) else []
     within = closure.get("update_fns", ()) or [getattr(closure.get("tx"), "update", None)]
     return [rate for inner in within if inner is not None for rate in _rates(inner)]

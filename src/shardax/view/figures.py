@@ -193,7 +193,7 @@ class ArrayFigure:
     def __treescope_ndarray_adapter__(self) -> FigureAdapter:
         return ADAPTER
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(self, path: str | None, subtree_renderer: object) -> Any:
         """The text of scalars, and of arrays without a picture."""
         from treescope import rendering_parts as parts
 
@@ -401,7 +401,7 @@ class FoldableTree:
         for child in below:
             if child.marked or child.parts is not None or type(child.value) not in _PLAIN:
                 node = self._render(child, None if path is None else path + child.code)
-                label: Any = child.label
+                label = child.label
                 if child.marked:
                     style = "background: #ffd54a; color: black; font-weight: bold"
                     label = self.parts.custom_style(self.parts.text(f"➤ {label}"), style)
@@ -495,7 +495,7 @@ def tree_html(value: object) -> str:
         scopes.enter_context(treescope.active_renderer.set_scoped(renderer))
         scopes.enter_context(treescope.active_autovisualizer.set_scoped(visualizer))
         marked = sum(place.marked for place in drawing.places())
-        unfold: Any = None
+        unfold = None
         if 0 < marked <= MOST_PICTURES:
             to_marks = layout_algorithms.expand_to_layout_marks
             unfold = functools.partial(to_marks, marks=[_MARKED], collapse_weak_others=True)

@@ -86,7 +86,7 @@ class Handler:
         """Whether a value is one thing at several paths of a tree."""
         return self.is_object or self.mutable
 
-    def remake(self, value: Any, pairs: Pairs) -> Any:
+    def remake(self, value: object, pairs: Pairs) -> Any:
         """Returns a value like the given one with other children."""
         if not self.mutable:
             return self.rebuild(self.config(value), pairs)

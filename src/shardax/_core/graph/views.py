@@ -73,7 +73,7 @@ class LazyStack(Recipe):
                 return self
         return len(self.parts), type(first), first.likeness
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         first = self.parts[0]
         assert isinstance(first, Recipe)
         return first.program(sharding, (*lead, len(self.parts)))
@@ -89,7 +89,7 @@ class LazyStack(Recipe):
         first = self.parts[0]
         return (len(self.parts), *(first._lead() if isinstance(first, LazyStack) else ()))
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         if self.likeness is not self:
             return super().compute(sharding)
         if isinstance(sharding, NamedSharding):
@@ -110,7 +110,7 @@ class LazyPart(LazyValue):
         self.shape = whole.shape[1:]
         self.dtype = whole.dtype
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         part = self.read()[self.index]
         return part if sharding is None else jax.device_put(part, sharding)
 
@@ -275,7 +275,7 @@ class _ViewOfVariable:
     @property
     def value(self) -> Any:
         """The part of the parent's value; setting writes that part."""
-        target: Any = resolve(self, local.frame)
+        target = resolve(self, local.frame)
         if type(target) is not type(self):  # passed in, so it stands for itself here
             return target.value
         if several and local.frame is None:
@@ -442,7 +442,7 @@ def _fill(new_view, source, index: int, shared: Container[Any]) -> None:
 def _follow() -> None:
     """Gives all views of Modules and containers what their originals hold now."""
     for ref in list(_known.values()):
-        new_view: Any = ref()
+        new_view = ref()
         if new_view is not None and not isinstance(new_view, Variable):
             _fill(new_view, ref.source, ref.key[1], ref.shared)
 

@@ -214,7 +214,7 @@ class InitializerProgram:
         self._call = jax.jit(function, out_shardings=sharding)
         self.compiled = False
 
-    def __call__(self, words: Any) -> jax.Array:
+    def __call__(self, words: object) -> jax.Array:
         with self._mesh():
             return self._call(words)
 
@@ -411,7 +411,7 @@ class LazyValue:
     shape: tuple[int, ...]
     dtype: Any
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -448,15 +448,15 @@ class Recipe(LazyValue):
         """Equal for recipes that one program makes, each of its own keys."""
         raise NotImplementedError
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         """Returns the program from words of keys to the array."""
         raise NotImplementedError
 
-    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[object]) -> jax.Array:
         """Runs the program."""
         raise NotImplementedError
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         """Runs the recipe; with a sharding, straight into its shards."""
         return self.run(self.program(sharding), words_of(self.sources))
 
@@ -533,7 +533,7 @@ class Init(Recipe):
         impl = None if self.source is None else self.source.impl
         return Static(self.initializer), self.shape, self.dtype, impl
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         impl = None if self.source is None else self.source.impl
         try:
             return initializer_program(
@@ -543,7 +543,7 @@ class Init(Recipe):
             self._explain(error)
             raise
 
-    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[object]) -> jax.Array:
         try:
             return program(words[0] if words else None)
         except TypeError as error:
@@ -577,10 +577,10 @@ class LazyKey(Recipe):
     def likeness(self) -> Hashable:
         return self.source.impl
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         return key_program(self.source.impl, sharding, lead)
 
-    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[object]) -> jax.Array:
         """Runs the program."""
         return program(words[0])
 

@@ -277,7 +277,7 @@ class Rngs(Module):
         params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
     """
 
-    def __init__(self, default: Any = None, *others: Any, **streams: Any) -> None:
+    def __init__(self, default: object = None, *others: object, **streams: object) -> None:
         if others or isinstance(default, (dict, Rngs, RngStream)):
             given = ", ".join(type(each).__name__ for each in (default, *others))
             raise ModuleError(
@@ -385,7 +385,7 @@ class Rngs(Module):
         size = _count(count)
         return self._child(lambda stream: jnp.broadcast_to(stream(), (size,)))
 
-    def reseed(self, default: Any = None, **streams: Any) -> None:
+    def reseed(self, default: object = None, **streams: object) -> None:
         """Restarts streams from other seeds, in place.
 
         Args:

@@ -79,7 +79,7 @@ class FlatTree:
 
     def rebuilt(
         self,
-        variables: Mapping[int, Any],
+        variables: Mapping[int, object],
         decoder: Callable[[list[Any]], flatten.ChildDecoder] = flatten.ChildDecoder,
     ) -> Any:
         """Returns the tree with new Modules and containers."""
@@ -95,7 +95,7 @@ class FlatTree:
 class _Encoded(NamedTuple):
     """A leaf that holds objects or slots, as a child."""
 
-    child: Any
+    child: object
 
 
 def _is_part(value: object) -> bool:

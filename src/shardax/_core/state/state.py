@@ -66,7 +66,7 @@ class State(Shown, Mapping[Any, Any]):
 
     @classmethod
     def from_flat(
-        cls, values: Mapping[Path, Any], origins: Mapping[Path, Origin] | None = None
+        cls, values: Mapping[Path, object], origins: Mapping[Path, Origin] | None = None
     ) -> State:
         """Makes a State from values by full path.
 

@@ -63,7 +63,7 @@ class WhileResult(NamedTuple):
     final: Any
     history: Any
     length: Any
-    converged: Any
+    converged: object
 
 
 class BoundedLoop(NamedTuple):
@@ -73,7 +73,7 @@ class BoundedLoop(NamedTuple):
     body: Callable[[Any], Any]  # returns the next carry
     row: Callable[[Any], Any]  # returns a carry's row of the history: a pytree of arrays
     max_steps: int  # the most steps to take
-    padding: Any  # A row of padding
+    padding: object  # A row of padding
 
 
 class _LoopState(NamedTuple):

@@ -34,7 +34,7 @@ class BranchOutcome(NamedTuple):
 
     label: str  # how the caller knows the branch
     effects: binding.Effects
-    outline: Any  # its result with an integer for every leaf
+    outline: object  # its result with an integer for every leaf
     arrays: Sequence[Any]  # shapes of the arrays in the result
     written: dict[int, Any]  # shapes of the values of written Variables, by position
     fresh: Sequence[Any]  # shapes of the values of new Variables

@@ -96,7 +96,7 @@ class CustomJvp(PickledByName):
         self.wrt = wrt
         self.rule: Callable[..., Any] | None = None
 
-    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:
         """Gives the tangent.
 
         Args:
@@ -119,10 +119,10 @@ class CustomJvp(PickledByName):
         self.rule = rule
         return rule
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         if self.rule is None:
             raise TransformError(
                 f"{self!r} has no tangent yet. Give it one before the first call: f.defjvp(rule)."

@@ -70,7 +70,7 @@ class Tangents:
         self.by_index: dict[int, Any] = {}
         self._given: dict[int, tuple[Path, Any]] = {}
 
-    def put(self, index: int, tangent: Any, path: Path) -> None:
+    def put(self, index: int, tangent: object, path: Path) -> None:
         """Takes the tangent of one Variable."""
         if tangent is None:
             return
@@ -147,7 +147,7 @@ class DiffState:
     """
 
     argnum: int
-    filter: Any = Param
+    filter: object = Param
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
@@ -239,7 +239,7 @@ class DiffArgument:
             f"`argnums=sx.DiffState({self.argnum}, filter)`."
         )
 
-    def gradient(self, left: dict[int, Any], plain: Any) -> Any:
+    def gradient(self, left: dict[int, Any], plain: object) -> Any:
         """Arranges gradients like the argument, taking out those of its Variables."""
         values_by_root: dict[int, Any] = {}
         for item in self.objects:
@@ -258,7 +258,7 @@ class DiffArgument:
             values_by_root[item.root] = State.from_flat(values, origins)
         return inputs.join_argument(self.template, plain, values_by_root, with_static=False)
 
-    def place(self, tangent: Any, plain: Any, tangents: Tangents) -> list[Any]:
+    def place(self, tangent: object, plain: object, tangents: Tangents) -> list[Any]:
         """Takes tangents apart, checking them; the inverse of ``gradient``."""
         leaves, treedef = jax.tree.flatten(plain)
         if tangent is None:

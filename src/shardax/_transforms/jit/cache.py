@@ -78,7 +78,7 @@ class CompilationCache:
         self._leave_table(self.behaviors)
         self.behaviors = set()
 
-    def note_writes(self, behavior: Behavior, function: Any) -> None:
+    def note_writes(self, behavior: Behavior, function: object) -> None:
         """Notes what a function did before and does after a trace."""
         try:
             key_before, key_after = behavior.keys_around_trace([function])
@@ -104,7 +104,9 @@ class CompilationCache:
             if _by_behavior.get(key) is self:
                 del _by_behavior[key]
 
-    def remember(self, key: Any, entry: CachedCall, graph: binding.InputGraph, few: bool) -> None:
+    def remember(
+        self, key: object, entry: CachedCall, graph: binding.InputGraph, few: bool
+    ) -> None:
         """Remembers a call until one of its objects is gone."""
         if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
             self.calls.clear()

@@ -70,7 +70,7 @@ class _EagerCall(NamedTuple):
 
     lifted: Lifted
     functions: Sequence[Callable[..., Any]]
-    options: Any
+    options: object
     arity: int  # of positional arguments; objects that the functions reach follow
     trace: list[str]  # "begun", and "done" once the transform has returned
 

@@ -204,7 +204,7 @@ class Traced(_Stage):
 
     out_avals = _of_result("out_avals", "The result with an abstract value for each array.")
 
-    def lower(self, **options: Any) -> Lowered:
+    def lower(self, **options: object) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
         return Lowered(self._source, self._stage.lower(**options))
 
@@ -249,11 +249,11 @@ class Compiled(_Stage):
     input_formats = _of_arguments("input_formats", "(args, kwargs) with layout and sharding each.")
     output_formats = _of_result("output_formats", "The result with a format for each array.")
 
-    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, /, *args: object, **kwargs: object) -> Any:
         """The same as calling it."""
         return self(*args, **kwargs)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Runs the program.
 
         Args:

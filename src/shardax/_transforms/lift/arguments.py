@@ -345,7 +345,7 @@ class RootTemplate(NamedTuple):
 class TreeTemplate(NamedTuple):
     """Template of a pytree argument with objects or static values inside."""
 
-    treedef: Any  # its structure, with objects as leaves
+    treedef: object  # its structure, with objects as leaves
     # (position among the leaves, position among the roots) of each object.
     roots: tuple[tuple[int, int], ...]
     # (position among the leaves, value) of each static leaf.
@@ -362,7 +362,7 @@ PLAIN_TEMPLATE = PlainTemplate()
 class StaticTemplate(NamedTuple):
     """Template of an argument that is static: its value."""
 
-    value: Any
+    value: object
 
 
 def split_argument(
@@ -478,7 +478,7 @@ class SplitArguments:
         self.roots, self.plain, self.plain_named = [], (), {}
 
     def restore(
-        self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
+        self, plain: Sequence[object], plain_named: Mapping[str, object], roots: Sequence[object]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
         return join_arguments(self, plain, plain_named, roots)
@@ -681,7 +681,7 @@ def objects_in(value: object, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
         yield from objects_in(value.__self__, depth)
         return
     if isinstance(value, (tuple, list)):
-        items: Any = value
+        items = value
     elif isinstance(value, dict):
         items = value.values()
     elif is_plain_instance(value):

@@ -98,7 +98,7 @@ class Behavior:
         return "left" if _left.get((self._holders[way], way[-1])) == content else content
 
     def keys_around_trace(
-        self, functions: Sequence[Any], options: Any = None
+        self, functions: Sequence[object], options: object = None
     ) -> tuple[Hashable, Hashable]:
         """Returns the keys before and after a trace of these functions."""
         behavior_after = Behavior(functions, options)

@@ -147,7 +147,7 @@ class Effects:
     foreign: dict[int, Any]  # outside objects put into the result or an argument, by position
     fresh_ids: tuple[int, ...]  # ``id`` of each new Variable inside, while the trace lasts
     # Declared shardings of (result, written, fresh), set by ``jit``.
-    shardings: Any = (None, None, None)
+    shardings: object = (None, None, None)
 
     @property
     def tree_key(self) -> Any:

@@ -121,7 +121,7 @@ class FilterMapping(Mapping[Any, Any]):
         self._values = tuple(value for _, value in pairs)
         self._predicates = to_predicates(self._filters)
 
-    def lookup(self, path: Path, variable: Any) -> Any:
+    def lookup(self, path: Path, variable: object) -> Any:
         """Returns the value for a Variable."""
         position = first_match(self._predicates, path, variable)
         if position is None:
@@ -163,7 +163,7 @@ def _name(item: object) -> str:
 class ExactPath(PathContains):
     """Matches the Variable at exactly one path."""
 
-    def __call__(self, path: Path, variable: Any) -> bool:
+    def __call__(self, path: Path, variable: object) -> bool:
         return path == self.key
 
 
@@ -658,7 +658,7 @@ class EntryAssignment:
         kwargs: Mapping[str, Any],
         prefixes: Sequence[Any],
         named: Any,
-        outside: Any,
+        outside: object,
         name: str,
     ) -> None:
         self.call = call
@@ -691,7 +691,7 @@ class EntryAssignment:
         return self.call.graph.flat.leaf_paths
 
     def output_entries(
-        self, context: engine.RunContext, out_prefix: Any, out_name: str
+        self, context: engine.RunContext, out_prefix: object, out_name: str
     ) -> OutputEntries:
         """Returns the entry of everything that leaves."""
         of_result = [

@@ -107,7 +107,7 @@ class SplitStreams:
             for stream in self.streams
         }
 
-    def split_keys(self, values: Sequence[Any], size: int, sharding: Any = None) -> list[Any]:
+    def split_keys(self, values: Sequence[object], size: int, sharding: object = None) -> list[Any]:
         """Returns the values with a key and count per batch element."""
         split = list(values)
         for position, key in self.draw(values).items():
@@ -174,7 +174,7 @@ class SplitStreams:
         }
         return prefix.drop_written(outputs, moved), moved
 
-    def restore(self, outputs: LiftedOutputs, moved: Mapping[int, Any]) -> LiftedOutputs:
+    def restore(self, outputs: LiftedOutputs, moved: Mapping[int, object]) -> LiftedOutputs:
         """Adds, outside the transform, the counts of the streams that moved on."""
         counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
         return prefix.add_written(outputs, counts)
@@ -190,7 +190,7 @@ class LeavingValue(NamedTuple):
     kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
     path: Path
     entry: Any
-    value: Any
+    value: object
     new: str = ""  # the type of a new Variable
 
 
@@ -250,7 +250,7 @@ class MappedCall:
         return outputs, leaving, sown
 
     def group(
-        self, outputs: LiftedOutputs, sown: Mapping[int, Any], entries: Iterable[Hashable]
+        self, outputs: LiftedOutputs, sown: Mapping[int, object], entries: Iterable[Hashable]
     ) -> tuple[list[Any], ...]:
         """Groups, inside, the arrays that leave, one list per entry."""
         # JAX is given the entry of each list, because what leaves is known only after the run.
@@ -490,7 +490,7 @@ class MappedBoxes:
         self._names: dict[type, Any] = {}
 
     def enter(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments with boxes without the mapped dimension."""
         assignment = self.assignment
@@ -501,7 +501,7 @@ class MappedBoxes:
             {name: self._map(arg, (name,), axes, self._without) for name, arg in kwargs.items()},
         )
 
-    def leave(self, result: Any, output_entries: prefix.OutputEntries) -> Any:
+    def leave(self, result: object, output_entries: prefix.OutputEntries) -> Any:
         """Returns the result with the mapped dimension in its boxes."""
         return self._map(result, ("result",), dict(output_entries.labels), self._with)
 

@@ -49,7 +49,7 @@ class BatchPart(NamedTuple):
     """One part of a problem."""
 
     paths: tuple[Path, ...]  # all paths that reach it, the first one first
-    item: Any  # the Variable, box, named array or leaf; of a State, what the entry came from
+    item: object  # the Variable, box, named array or leaf; of a State, what the entry came from
     kind: type  # its type, or that of the Variable it came from
     # Its arrays, as shapes and dtypes; none if it is no array.
     arrays: tuple[jax.ShapeDtypeStruct, ...]
@@ -282,7 +282,7 @@ class Batch:
     """
 
     size: int
-    where: Any = None
+    where: object = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -292,7 +292,7 @@ class Batch:
             )
         to_predicates([item for item, _ in self.declarations()])
 
-    def find(self, tree: Any) -> BatchAxes:
+    def find(self, tree: object) -> BatchAxes:
         """Finds the axes of a problem; see ``batch_axes``.
 
         Args:
@@ -304,7 +304,7 @@ class Batch:
         return self._found_in(BatchProblem([((), tree)]), lambda prefixes: prefixes[0])
 
     def find_call(
-        self, labels: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, labels: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> BatchAxes:
         """Finds the axes of a call's arguments.
 

@@ -424,7 +424,9 @@ class FlatProgram:
         arrays = [*jax.tree.leaves(values), *constants]
         self.values = [arrays[i] for i in self._held]
 
-    def __call__(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def __call__(
+        self, state: Sequence[object], inputs: Sequence[object]
+    ) -> tuple[list[Any], list[Any]]:
         """Run the program, usually on tracers."""
         by_position = dict(zip(self._held, state, strict=True))
         arrays = [

@@ -42,7 +42,7 @@ class LoadedProgram:
         # Words of (state, inputs) to words of (results, new values of the written state).
         self.run = jax.jit(self._differentiable(exported.call), out_shardings=places)
 
-    def __deepcopy__(self, memo: Any) -> LoadedProgram:
+    def __deepcopy__(self, memo: object) -> LoadedProgram:
         return self  # it has no state
 
     def __reduce__(self) -> Any:
@@ -120,7 +120,7 @@ class LoadedFunction(Module):
         """Inputs, output and state; prints as ``name(inputs) -> result``."""
         return self.program.signature
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Run the program and store its new state."""
         inputs = self.signature.take(args, kwargs)
         try:

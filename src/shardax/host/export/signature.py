@@ -191,7 +191,7 @@ class ExportedInput(NamedTuple):
 
     name: str
     by_name: bool  # whether it is passed by name only
-    tree: Any  # its pytree, as JSON
+    tree: object  # its pytree, as JSON
     forms: tuple[ArrayForm, ...]
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ class Signature:
 
     name: str
     inputs: tuple[ExportedInput, ...]
-    output: Any
+    output: object
     output_forms: tuple[ArrayForm, ...]
     state: tuple[StateEntry, ...]
     mesh: MeshForm | None
@@ -264,7 +264,7 @@ class Signature:
         return _to_plain({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Signature:
+    def from_json(cls, entry: Mapping[str, object]) -> Signature:
         """Returns the signature written by ``as_json``."""
         read = _with_tuples(entry)
         inputs = (ExportedInput(**{**i, "forms": _forms(i["forms"])}) for i in read["inputs"])
@@ -281,7 +281,7 @@ class Signature:
         inputs = ", ".join(map(str, self.inputs))
         return f"{self.name}({inputs}) -> {shown_tree(self.output, self.output_forms)}"
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def take(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Any]:
         """Returns the arrays of a call's arguments, random keys as words.
 
         Raises:

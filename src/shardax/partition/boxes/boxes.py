@@ -83,7 +83,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
             return getattr(self, _value_field(self))
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
 
-    def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, register: bool = True, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         # A dataclass writes its own unless the class has them, and its own compare arrays by `==`.
         for name in ("__eq__", "__hash__", "__repr__"):
@@ -92,7 +92,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         if not register:
             _registered.add(cls)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Decorators and base classes that register a class run after __init_subclass__, and JAX
         # takes one registration; so it is done here, where all of them had their turn.
         if cls not in _registered:
@@ -109,7 +109,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         """
         return self.value
 
-    def replace_boxed(self, value: Any) -> Self:
+    def replace_boxed(self, value: object) -> Self:
         """Returns a box like this one around another value.
 
         Args:
@@ -538,7 +538,7 @@ class Partitioned(AxisMetadata[T]):
         spec = _sharding(fitted(names, len(shape)), shape, where, rules).spec
         return NamedSharding(where, PartitionSpec(*spec[: len(names)]))
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Returns a box like this one with some attributes changed.
 
         Args:
@@ -664,7 +664,7 @@ def layout_of_variable(
     axes: tuple[object, ...] | None, entries: Mapping[str, object]
 ) -> tuple[AnyMesh | None, Rules | None, frozenset[str]]:
     """Mesh, rules and added names of a Variable made of a box."""
-    box: Any = entries.get(BOX_ENTRY)
+    box = entries.get(BOX_ENTRY)
     if axes is None or not isinstance(box, Partitioned):
         return None, None, frozenset()
     own_names = box.names or ()

@@ -62,7 +62,7 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
         object.__setattr__(self, "entries", entries)
         super().__init__(value, names, *boxes.layout_of_variable(names, entries.entries)[:2])
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Returns a copy with value, names, type or entries changed."""
         fields = {
             name: getattr(self, name) for name in ("value", "names", "variable_type", "entries")
@@ -419,7 +419,7 @@ def _renamed(tree: object, rename: Callable[[Any], object]):
             origins: dict[Path, Origin] = {}
             for below, origin in leaf.origins().items():
                 kind, metadata = origin.variable_type, origin.all_metadata
-                box: Any = VariableBox(None, origin.axes, kind, metadata)
+                box = VariableBox(None, origin.axes, kind, metadata)
                 names = _located((*path, *below), lambda box=box: rename(box)).names
                 origins[below] = Origin(kind, metadata.replace(axes=names))
             return State.from_flat(leaf.flat(), origins)

@@ -50,7 +50,7 @@ SHORT_NAMES = {  # HLO's, by JAX's
 }
 
 
-def _number(value: object, kinds: Any = int | float) -> bool:
+def _number(value: Any, kinds: Any = int | float) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
 
 
@@ -202,7 +202,7 @@ class Hardware:
         short = SHORT_NAMES.get(dtype, dtype)
         return self.peak_flops.get(short, min(self.peak_flops.values()))
 
-    def like(self, **changes: Any) -> Hardware:
+    def like(self, **changes: object) -> Hardware:
         """Returns hardware with some attributes changed.
 
         Args:

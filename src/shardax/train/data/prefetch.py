@@ -163,7 +163,7 @@ def require_rows(source: object) -> None:
 
 def first_batch(source: Any) -> Any:
     """Returns shapes and dtypes of the next global batch, or None."""
-    rows: Any = None
+    rows = None
     if hasattr(source, "local_rows"):  # of as many rows as there are: the processes compare them
         batch = next(iter(source.batches), None)
     elif isinstance(source, Rowwise):
@@ -285,7 +285,7 @@ class Prefetch:
             raise _no_position("state", self._source)
         return self._state
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: object) -> None:
         """Sends the source to a saved position and works ahead from there.
 
         Args:

@@ -112,7 +112,7 @@ class TokenFile(TokenData):
     @staticmethod
     def write(
         path: str | os.PathLike[str],
-        tokens: Any,
+        tokens: object,
         *,
         dtype: npt.DTypeLike = "uint16",
         end: int | None = None,

@@ -139,7 +139,7 @@ class FiniteCheck:
         """Returns the numbers of skipped steps, and of those in a row."""
         return [self.skipped, self._in_a_row]
 
-    def add(self, step: int, loss: Any, flags: Any) -> None:
+    def add(self, step: int, loss: object, flags: object) -> None:
         """Takes in a step, perhaps still running."""
         self._unread.append((step, loss, flags))
 

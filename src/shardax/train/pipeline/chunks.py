@@ -112,7 +112,7 @@ class Chunk:
             f"sx.shard(step.stages[{self.number}], step.meshes[{self.number}], rules).",
         )
 
-    def write_sown(self, sown: Mapping[Path, Any]) -> None:
+    def write_sown(self, sown: Mapping[Path, object]) -> None:
         """Leaves the values sown last by the stage in its Modules."""
         present, owners = dict(iter_variables(self.stage)), dict(iter_modules(self.stage))
         for path, value in sown.items():
@@ -147,7 +147,7 @@ class Chunk:
         self._taken = _TakenStage(graphdef, state.origins(), trained, untrained)
         return self._taken
 
-    def compiled(self, trained: Values, state: Values, x: Any, targets: Any) -> ChunkPrograms:
+    def compiled(self, trained: Values, state: Values, x: object, targets: object) -> ChunkPrograms:
         """Returns the programs for inputs of these types."""
         leaves, treedef = jax.tree.flatten((trained, state, x, targets))
         places = tuple(leaf.sharding for leaf in leaves)
@@ -157,7 +157,7 @@ class Chunk:
                 self._compiled[key] = ChunkPrograms(self, trained, state, x, targets)
         return self._compiled[key]
 
-    def run(self, trained: Values, state: Values, number: Any, x: Any, targets: Any) -> Any:
+    def run(self, trained: Values, state: Values, number: object, x: Any, targets: Any) -> Any:
         """Returns ((floating results, objective), the rest), while traced."""
         stage_parts = self.now()
         if stage_parts.graphdef is None:

@@ -42,7 +42,7 @@ class ProgramPart:
             body if closed is jaxpr else closed.replace(jaxpr=body, consts=[])
         )
 
-    def __call__(self, *values: Any) -> list[Any]:
+    def __call__(self, *values: object) -> list[Any]:
         """Computes its outputs, while a transform traces."""
         return self._call(*self._known.values(), *values)
 

@@ -97,7 +97,7 @@ class PipelineStep:
     def __init__(
         self,
         stages: Any,
-        loss: Callable[[Any, Any], Any],
+        loss: Callable[[Any, Any], object],
         *,
         mesh: Mesh,
         microbatches: int,
@@ -151,7 +151,7 @@ class PipelineStep:
         ]
         self._order = [span.operation for span in schedule.simulate()]
 
-    def __call__(self, inputs: Any, targets: Any) -> tuple[jax.Array, list[State]]:
+    def __call__(self, inputs: object, targets: object) -> tuple[jax.Array, list[State]]:
         """Computes the mean loss and the gradients.
 
         Args:
@@ -172,7 +172,7 @@ class PipelineStep:
         self.sent_bytes = run.sent_bytes
         return run.finish()
 
-    def predict(self, inputs: Any) -> Any:
+    def predict(self, inputs: object) -> Any:
         """Calls the stages one after the other, on the whole batch.
 
         Args:
@@ -195,7 +195,7 @@ class PipelineStep:
                 x = chunk.predict(x)
         return x
 
-    def optimizers(self, tx: Any, **options: Any) -> list[Optimizer | None]:
+    def optimizers(self, tx: object, **options: object) -> list[Optimizer | None]:
         """Makes an ``Optimizer`` of each stage.
 
         Args:
